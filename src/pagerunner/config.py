@@ -1,0 +1,110 @@
+"""Engine configuration: user arguments resolved once into one frozen value. Components receive narrow values from it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pagerunner.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a user may ask of an engine; the names, meanings and defaults are vLLM's where it has one.
+
+    `max_model_len`: None takes the model's own length, "auto" or -1 the longest that one request can have in the
+    memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
+    `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
+    available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
+    `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    seed: int = 0
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
+    enable_sleep_mode: bool = False
+    max_in_flight: int | None = None
+    poison_fresh_pages: bool = False
+    attention_backend: str = "auto"
+    generation_config: str = "auto"
+    chat_template: str | None = None
+    disable_log_stats: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("auto", "half", "float16", "bfloat16", "float", "float32"))
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "bfloat16", "float32"))
+        one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        one_of("generation_config", self.generation_config, ("auto", "vllm"))
+        for name in (
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_in_flight",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
+        if self.block_size not in (1, 2, 4, 8) and (self.block_size < 16 or self.block_size % 16):
+            raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of 16, got {self.block_size}.")
+        length = self.max_model_len
+        if not (length is None or length in ("auto", -1) or (isinstance(length, int) and length >= 1)):
+            raise ConfigError(
+                f'max_model_len must be at least 1, or "auto" or -1 for the longest that fits, got {length!r}.'
+            )
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """Every choice made, nothing left open: the result of resolving EngineArgs against a model and a machine."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    dtype: Dtype
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    kv_cache_dtype: Dtype
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: Literal["fcfs", "priority"]
+    seed: int
+    load_format: Literal["auto", "dummy"]
+    skip_tokenizer_init: bool
+    enforce_eager: bool
+    enable_sleep_mode: bool
+    max_in_flight: int
+    poison_fresh_pages: bool
+    attention_backend: str

@@ -1,0 +1,35 @@
+"""Exceptions a user can meet. Each message is one sentence that names the value, the limit and the knob to turn."""
+
+from __future__ import annotations
+
+
+class PagerunnerError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+
+class ConfigError(PagerunnerError, ValueError):
+    """An engine argument, flag or `config.json` field is wrong, unknown or unsupported. The CLI exits with code 2."""
+
+
+class CheckpointError(PagerunnerError, ValueError):
+    """A model directory is incomplete, truncated, or does not hold the tensors that its config asks for."""
+
+
+class CapacityError(ConfigError):
+    """The memory budget cannot hold what was asked for; the message says what it can hold."""
+
+
+class InvalidRequestError(PagerunnerError, ValueError):
+    """One request is malformed or can never run. Only that request fails (HTTP 400)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineSleepingError(PagerunnerError):
+    """The engine sleeps and was asked to run something (HTTP 503); wake it first."""
+
+
+class EngineDeadError(PagerunnerError):
+    """The engine core died; no request can be served any more (HTTP 503)."""

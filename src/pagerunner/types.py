@@ -1,0 +1,317 @@
+"""The values that cross layers: sampling parameters, requests, step plans and results, outputs.
+
+Everything here is torch-free. The `msgspec` structs also cross the process boundary as MessagePack.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+OutputKind = Literal["cumulative", "delta", "final_only"]
+
+
+def _require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{param} {message}", param=param)
+
+
+def _strings(param: str, value: str | list[str] | tuple[str, ...] | None, most: int) -> tuple[str, ...]:
+    items = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    _require(len(items) <= most, param, f"has {len(items)} entries; at most {most} are allowed.")
+    for item in items:
+        _require(isinstance(item, str) and item != "", param, "must hold non-empty strings.")
+        limit = limits.MAX_STOP_STRING_CHARS
+        _require(len(item) <= limit, param, f"holds a string of {len(item)} characters; at most {limit} are allowed.")
+    return items
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to pick the tokens of one request; names and defaults are vLLM's.
+
+    `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
+    `seed` makes the request's tokens independent of whatever else runs. `stop` and `bad_words` take one string or
+    several. `max_tokens=None` means up to the model's length. `logprobs` and `prompt_logprobs` ask for that many
+    alternatives beside the chosen token's own log-probability.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the message names the parameter, the value and the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] | str | None = ()
+    stop_token_ids: tuple[int, ...] | None = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[str, ...] | str | None = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = "cumulative"
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_filters()
+        self._check_lengths()
+        self._normalise()
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or (isinstance(value, int) and not isinstance(value, bool)),
+                name,
+                f"must be an integer, got {value!r}.",
+            )
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+                name,
+                f"must be a finite number, got {value!r}.",
+            )
+
+    def _check_filters(self) -> None:
+        _require(self.temperature >= 0, "temperature", f"must be at least 0, got {self.temperature}.")
+        _require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}.")
+        _require(self.top_k >= -1, "top_k", f"must be -1 or 0 (off) or at least 1, got {self.top_k}.")
+        _require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, f"must be in [-2, 2], got {getattr(self, name)}.")
+        _require(
+            self.repetition_penalty > 0, "repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}."
+        )
+
+    def _check_lengths(self) -> None:
+        _require(1 <= self.n <= limits.MAX_N, "n", f"must be in [1, {limits.MAX_N}], got {self.n}.")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {self.max_tokens}."
+        )
+        _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {self.min_tokens}.")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"is {self.min_tokens}, more than max_tokens={self.max_tokens}.",
+        )
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", f"must fit in 64 bits, got {self.seed}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 <= value <= limits.MAX_LOGPROBS,
+                name,
+                f"must be in [0, {limits.MAX_LOGPROBS}], got {value}.",
+            )
+
+    def _normalise(self) -> None:
+        put = msgspec.structs.force_setattr
+        put(self, "stop", _strings("stop", self.stop, limits.MAX_STOP_STRINGS))
+        put(self, "bad_words", _strings("bad_words", self.bad_words, limits.MAX_BAD_WORDS))
+        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _require(
+            len(self.stop_token_ids or ()) <= limits.MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"has {len(self.stop_token_ids or ())} entries; at most {limits.MAX_STOP_TOKEN_IDS} are allowed.",
+        )
+        put(self, "top_k", max(self.top_k, 0))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            count = len(self.allowed_token_ids)
+            _require(
+                0 < count <= limits.MAX_ALLOWED_TOKEN_IDS,
+                "allowed_token_ids",
+                f"must hold 1 to {limits.MAX_ALLOWED_TOKEN_IDS} ids, got {count}.",
+            )
+        if self.logit_bias is not None:
+            count = len(self.logit_bias)
+            _require(
+                count <= limits.MAX_LOGIT_BIAS,
+                "logit_bias",
+                f"has {count} entries; at most {limits.MAX_LOGIT_BIAS} are allowed.",
+            )
+            for token, bias in self.logit_bias.items():
+                _require(
+                    isinstance(bias, (int, float)) and -100 <= bias <= 100,
+                    "logit_bias",
+                    f"of token {token} must be in [-100, 100], got {bias!r}.",
+                )
+        _require(self.detokenize or not self.stop, "stop", "needs detokenize=True.")
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """One sequence to generate, as the frontend hands it to the engine core. A request with `n > 1` is n of these.
+
+    `request_id` is server-made and unique. `family` is shared by the n siblings of one request, so that they share the
+    prompt's pages even when prefix caching is off. `bad_words_ids` are `bad_words` as token sequences.
+    `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
+    resolved against the model's length.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+    family: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token's and the `k` most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What one step added to one sequence. `finish_reason` is set exactly once, on the last update."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class SlotInit(msgspec.Struct, frozen=True):
+    """A request takes a slot: what the runner must know until the slot is released.
+
+    `output_token_ids` are the tokens a preempted request had already generated (penalties count them).
+    """
+
+    slot: int
+    request: EngineRequest
+    output_token_ids: list[int]
+
+
+class StepRow(NamedTuple):
+    """One request's share of a step: tokens at positions [start, start + count).
+
+    `tokens` holds the ids that the host knows for the first `len(tokens)` positions; a missing last one is the token
+    that the device sampled for this slot last. With `samples` the last position's logits are sampled.
+    """
+
+    slot: int
+    start: int
+    count: int
+    tokens: list[int]
+    samples: bool
+
+
+class TableWrite(NamedTuple):
+    """`tables[group][slot, index : index + len(entries)] = entries`."""
+
+    group: int
+    slot: int
+    index: int
+    entries: list[int]
+
+
+class PageCopy(NamedTuple):
+    """Copy one page of `group` from byte offset `source` to byte offset `target` of the KV region."""
+
+    group: int
+    source: int
+    target: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the runner does in one step, in this order: slots, table writes, zeroing, copies, forward, sampling.
+
+    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it.
+    Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
+    """
+
+    step_id: int
+    rows: list[StepRow]
+    admitted: list[SlotInit] = []
+    table_writes: list[TableWrite] = []
+    zero: list[list[int]] = []
+    copies: list[PageCopy] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
+
+    `prompt_logprobs[i]` covers positions start+1 .. start+count of row i (the token after each computed position that
+    is still a prompt token). `errors` maps a row index to the sentence that ends only that request.
+    """
+
+    step_id: int
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    errors: dict[int, str] = {}
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token, its rank in the vocabulary (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of a request's n generated sequences (or, with output_kind "delta", what was added to it)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this sequence has ended."""
+        return self.finish_reason is not None
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Monotonic times in seconds; None where the request has not got that far."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request's state as its caller sees it; fields are vLLM's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
