@@ -213,7 +213,7 @@ class SlotInit(msgspec.Struct, frozen=True):
 
 
 class StepRow(NamedTuple):
-    """One request's share of a step: tokens at positions [start, start + count).
+    """One request's share of a step: tokens at positions [start, start + num_tokens).
 
     `tokens` holds the ids that the host knows for the first `len(tokens)` positions; a missing last one is the token
     that the device sampled for this slot last. With `samples` the last position's logits are sampled.
@@ -221,17 +221,17 @@ class StepRow(NamedTuple):
 
     slot: int
     start: int
-    count: int
+    num_tokens: int
     tokens: list[int]
     samples: bool
 
 
 class TableWrite(NamedTuple):
-    """`tables[group][slot, index : index + len(entries)] = entries`."""
+    """`tables[group][slot, first : first + len(entries)] = entries`."""
 
     group: int
     slot: int
-    index: int
+    first: int
     entries: list[int]
 
 
@@ -261,7 +261,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
 
-    `prompt_logprobs[i]` covers positions start+1 .. start+count of row i (the token after each computed position that
+    `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position that
     is still a prompt token). `errors` maps a row index to the sentence that ends only that request.
     """
 
