@@ -13,10 +13,9 @@ from pagerunner import limits
 from pagerunner.config import engine_args
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
-from pagerunner.engine.input_processor import InputProcessor
-from pagerunner.engine.output_processor import OutputProcessor
+from pagerunner.engine.frontend import build_frontend
 from pagerunner.engine.resolve import resolve
-from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.sched.scheduler import SchedulerStats
@@ -42,20 +41,12 @@ class LLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
-        resolved = resolve(engine_args(model=str(model), tokenizer=tokenizer, **kwargs))
-        self._config = config = resolved.config
-        self._tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_path(config.tokenizer_path)
-        self._default_params = resolved.default_sampling_params
+        args = engine_args(model=str(model), tokenizer=tokenizer, **kwargs)
+        resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
-        self._inputs = InputProcessor(
-            self._tokenizer,
-            vocab_size=resolved.model.vocab_size,
-            max_model_len=config.max_model_len,
-            eos_token_ids=resolved.model.eos_token_ids,
-            seed=config.seed,
-        )
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._frontend = build_frontend(args, resolved.config.max_model_len)
+        self._outputs = self._frontend.outputs
         self._ids = count()
 
     @property
@@ -69,13 +60,11 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError when it was switched off."""
-        if self._tokenizer is None:
-            raise ConfigError("This engine has no tokenizer: it was started with skip_tokenizer_init=True.")
-        return self._tokenizer
+        return self._frontend.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the checkpoint's generation_config.json over the defaults."""
-        return self._default_params
+        return self._frontend.default_sampling_params
 
     def generate(
         self,
@@ -102,7 +91,7 @@ class LLM:
             raise InvalidRequestError('Token ids are passed as {"prompt_token_ids": [...]}.', param="prompts")
         if len(items) > limits.MAX_PROMPTS_PER_CALL * 1_000:
             raise InvalidRequestError(f"{len(items)} prompts in one call are too many.", param="prompts")
-        params = self._one_each("sampling_params", sampling_params or self._default_params, len(items))
+        params = self._one_each("sampling_params", sampling_params or self._frontend.default_sampling_params, len(items))
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
         order = self._submit(items, params, priorities)
         return self._run(order, use_tqdm)
@@ -154,7 +143,7 @@ class LLM:
         batches = []
         for prompt, one_params, one_priority in zip(prompts, params, priorities, strict=True):
             request_id = str(next(self._ids))
-            batches.append((request_id, prompt, self._inputs.process(prompt, one_params, request_id, one_priority)))
+            batches.append((request_id, prompt, self._frontend.inputs.process(prompt, one_params, request_id, one_priority)))
         added: list[str] = []
         try:
             for request_id, prompt, requests in batches:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pagerunner.config import Dtype, EngineArgs, EngineConfig
 from pagerunner.engine.machine import available_memory, resolve_device
-from pagerunner.engine.generation_config import default_sampling_params
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.models.config import ModelConfig, read_model_config
 from pagerunner.models.loader import weights_bytes
 from pagerunner.models.registry import build_model
 from pagerunner.runner.pages import TORCH_DTYPES
-from pagerunner.types import SamplingParams
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = 2_048
@@ -36,7 +33,6 @@ class Resolved:
     config: EngineConfig
     model: ModelConfig
     plan: MemoryPlan
-    default_sampling_params: SamplingParams
 
 
 def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
@@ -80,7 +76,7 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         poison_fresh_pages=args.poison_fresh_pages,
         attention_backend=args.attention_backend,
     )
-    return Resolved(config, model, plan, default_sampling_params(Path(args.model), args.generation_config))
+    return Resolved(config, model, plan)
 
 
 def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
@@ -119,6 +115,7 @@ def _plan(
     batched_tokens: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
+    longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     weights = weights_bytes(build_model(model, TORCH_DTYPES[kv_dtype]))
     in_flight = args.max_in_flight or 1
 
@@ -140,7 +137,7 @@ def _plan(
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        made = _plan_in(memory_bytes, args.gpu_memory_utilization, weights, plan)
+        made = _plan_in(memory_bytes, args.gpu_memory_utilization, weights, longest, plan)
     other = (
         ("weights", weights),
         ("page tables", sum(8 * max_num_seqs * group.table_width for group in made.groups)),
@@ -151,7 +148,11 @@ def _plan(
 
 
 def _plan_in(
-    memory_bytes: int | None, utilization: float, weights: int, plan: Callable[[int | None], MemoryPlan]
+    memory_bytes: int | None,
+    utilization: float,
+    weights: int,
+    longest: int,
+    plan: Callable[[int | None], MemoryPlan],
 ) -> MemoryPlan:
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
     total = available_memory() if memory_bytes is None else memory_bytes
@@ -168,4 +169,4 @@ def _plan_in(
         modest = plan(DEFAULT_CPU_KV_BYTES)
     except CapacityError:
         return plan(room)
-    return modest if modest.max_model_len_is_models else plan(room)
+    return modest if modest.max_model_len == longest else plan(room)
