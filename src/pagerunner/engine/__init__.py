@@ -1,0 +1,1 @@
+"""The engine (L7): requests in, outputs out, and the loop between scheduler and runner."""
