@@ -14,6 +14,9 @@ from pagerunner.types import EngineRequest
 
 # Below this a temperature is greedy decoding (vLLM's bound): dividing by less overflows float32 logits.
 GREEDY_TEMPERATURE = 1e-5
+# Values beyond these have no further effect on real logits, but leave the range of float32.
+_MAX_TEMPERATURE = 1e30
+_MAX_REPETITION = 1e20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) 
     params = request.params
     penalties = bias = allowed = None
     if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-        penalties = Penalties(params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        repetition = min(max(params.repetition_penalty, 1.0 / _MAX_REPETITION), _MAX_REPETITION)
+        penalties = Penalties(repetition, params.frequency_penalty, params.presence_penalty)
     held_ids: tuple[int, ...] = ()
     if params.min_tokens > 0:
         _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
@@ -97,7 +101,7 @@ def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) 
         allowed = to_device(list(params.allowed_token_ids), torch.int64, device)
     return SlotParams(
         prompt_len=len(request.prompt_token_ids),
-        temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else params.temperature,
+        temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _MAX_TEMPERATURE),
         min_p=params.min_p,
         top_k=params.top_k if params.top_k < vocab_size else 0,
         top_p=params.top_p,
