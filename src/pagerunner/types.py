@@ -26,8 +26,8 @@ def show(value: object) -> str:
     """A value from a user for an error message: its repr, cut to a readable length."""
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits refuses to become text
-        return f"a {type(value).__name__} that cannot be shown"
+    except ValueError:  # an integer of thousands of digits refuses to become text
+        return f"{type(value).__name__} too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -39,7 +39,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _strings(param: str, value: object, most: int) -> tuple[str, ...]:
@@ -136,10 +136,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             value = getattr(self, name)
-            _require(_is_int(value), name, f"must be an integer, got {show(value)}.")
+            _require(_is_int(value), name, f"must be an integer of at most 64 bits, got {show(value)}.")
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or _is_int(value), name, f"must be an integer or None, got {show(value)}.")
+            _require(
+                value is None or _is_int(value),
+                name,
+                f"must be an integer of at most 64 bits or None, got {show(value)}.",
+            )
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             value = getattr(self, name)
             _require(_is_finite(value), name, f"must be a finite number, got {show(value)}.")
@@ -178,9 +182,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"is {show(self.min_tokens)}, more than max_tokens={show(self.max_tokens)}.",
-        )
-        _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", f"must fit in 64 bits, got {show(self.seed)}."
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
