@@ -27,6 +27,7 @@ EVAL = "eval"
 RECALL_DISTANCES: tuple[int, ...] = (64, 256, 512, 1024)
 RECALL_FACTS = 12
 
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -60,9 +61,7 @@ REASONS = (
     ("lonely", "called a friend"),
 )
 
-_FILLER_SUBJECTS = _words(
-    "river wind road hill sky rain field night sun moon snow air water grass sea light"
-)
+_FILLER_SUBJECTS = _words("river wind road hill sky rain field night sun moon snow air water grass sea light")
 _FILLER_ADJECTIVES = _words("quiet old long soft bright slow deep cool gentle dark")
 _FILLER_VERBS = _words("was seemed stayed looked became")
 _FILLER_TAILS = (
