@@ -271,7 +271,6 @@ def train(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe, args: argparse
     )
     stream: Iterator[tuple[Tensor, Tensor]] = iter(loader)
     optimizers = make_optimizers(model, recipe)
-    forward = torch.compile(model, dynamic=True) if args.compile else model
     started, seen, waited = time.monotonic(), 0, 0.0
     for step, buckets in enumerate(plan):
         losses: dict[int, Tensor] = {}
@@ -281,7 +280,7 @@ def train(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe, args: argparse
             waited += time.monotonic() - before
             ids = tokens.long()
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                logits = forward(input_ids=ids, use_cache=False).logits
+                logits = model(input_ids=ids, use_cache=False).logits
             loss = weighted_loss(logits, ids, flags, recipe.context_weight)
             (loss / len(buckets)).backward()
             losses[bucket.length] = loss.detach()
@@ -334,7 +333,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train for fewer or more steps than the recipe says")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="data processes")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--eval-count", type=int, default=200, help="examples per row of the final table")
     return parser.parse_args()
@@ -351,6 +349,8 @@ def main() -> None:
     print(f"{args.model}: {count / 1e6:.3f}M parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
     train(model, tokenizer, recipe, args)
     save(model, tokenizer, args.out)
+    for path in args.out.iterdir():
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in args.out.iterdir())
     print(f"saved {args.out}: {size} bytes", flush=True)
     if args.eval_count:

@@ -151,10 +151,12 @@ class _Dialogue:
         self.facts.update(pairs := dict(drawn))
         return [f"The {key} has the {value}." for key, value in pairs.items()]
 
-    def tell_and_ask(self, count: int, distance: int) -> bool:
+    def tell_and_ask(self, count: int, distance: int, fillers: bool = True) -> bool:
         """The recall task itself: facts, filler and the question in one message."""
         before = dict(self.facts)
-        lines = [f"{fact} {filler_sentence(self.rng)}" for fact in self.new_facts(count)]
+        lines = self.new_facts(count)
+        if fillers:
+            lines = [f"{line} {filler_sentence(self.rng)}" for line in lines]
         pairs = [(key, value) for key, value in self.facts.items() if key not in before]
         self.rng.shuffle(pairs)
         if distance > 0:
@@ -229,6 +231,8 @@ class _Dialogue:
         """One independent question."""
         rng = self.rng
         roll = rng.random()
+        if roll < 0.1:
+            return self.say(repeat_turn(rng))
         if roll < 0.35:
             return self.say(in_split(lambda: addition_turn(rng), TRAIN))
         if roll < 0.6:
@@ -236,6 +240,13 @@ class _Dialogue:
         if roll < 0.85:
             return self.say(in_split(lambda: sentences_turn(rng), TRAIN))
         return self.say(small_talk(rng))
+
+
+def repeat_turn(rng: random.Random) -> Turn:
+    """Return a request to repeat words: the plainest form of copying, which recall builds on."""
+    words = rng.sample(ANIMALS + OBJECTS + PLACES, rng.randint(2, 16))
+    text = rng.choice((", ", " ")).join(words)
+    return Turn(f"{rng.choice(('Repeat:', 'Say:', 'Repeat after me:'))} {text}.", f"You said: {text}.")
 
 
 def small_talk(rng: random.Random) -> Turn:
@@ -321,20 +332,29 @@ def plain_document(rng: random.Random, max_tokens: int) -> list[Segment]:
         if tokens > max_tokens:
             break
         parts.append(part)
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             break
     start = "" if rng.random() < 0.1 else BOS
     return [Segment(start + "\n".join(parts) + END_OF_TEXT, True)]
 
 
 def short_document(rng: random.Random, max_tokens: int) -> list[Segment]:
-    """Return a single question with its answer, or a little plain text."""
-    if rng.random() < 0.12:
+    """Return a single question with its answer, a few facts to recall, or a little plain text."""
+    roll = rng.random()
+    if roll < 0.1:
         return plain_document(rng, max_tokens)
     dialogue = _Dialogue(rng, max_tokens)
     dialogue.open()
-    while not dialogue.task_turn():
-        pass
+    if roll < 0.25:
+        while not dialogue.tell_and_ask(rng.randint(1, 6), 0, fillers=False):
+            pass
+    elif roll < 0.35:
+        dialogue.tell(rng.randint(1, 6), fillers=False)
+        while dialogue.ask():
+            pass
+    else:
+        while not dialogue.task_turn():
+            pass
     return dialogue.segments
 
 
