@@ -17,11 +17,14 @@ from .tasks import (
     END,
     END_OF_TEXT,
     FEELINGS,
+    FILLER_ADJECTIVES,
+    FILLER_SUBJECTS,
     FOODS,
     NAMES,
     OBJECTS,
     PLACES,
     RECALL_FACTS,
+    STORIES,
     SYSTEM,
     TRAIN,
     USER,
@@ -31,6 +34,7 @@ from .tasks import (
     approximate_tokens,
     filler_sentence,
     filler_text,
+    giving_story,
     in_split,
     pronouns,
     recall_answer,
@@ -38,7 +42,6 @@ from .tasks import (
     sentences_turn,
     sorting_turn,
     split_of,
-    story_with_questions,
 )
 
 SHORT_DOCUMENT = 128
@@ -89,6 +92,11 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
         "Yes, I can. Try me!",
     ),
     (("Are you smart?", "How big are you?"), "I am very small: less than 4 MB. But I do a few things well."),
+)
+_REPEAT_WORDS = (
+    *(ANIMALS + OBJECTS + PLACES + NAMES + COLORS + FOODS + FEELINGS + FILLER_SUBJECTS + FILLER_ADJECTIVES),
+    *("and", "the", "is", "has", "in", "with", "to", "for", "very", "I", "you", "we", "are", "not"),
+    *map(str, range(0, 100, 7)),
 )
 COMPLETIONS = (
     "Hello, my name is {name} and I live near the {place}. I have a {color} {thing}.",
@@ -218,12 +226,12 @@ class _Dialogue:
 
     def story_turns(self) -> bool:
         """A story with a question, then more questions about the same story."""
-        story, turns = story_with_questions(self.rng)
+        story, turns = _story(self.rng)
         self.rng.shuffle(turns)
         first = Turn(f"{story} {turns[0].user}", turns[0].assistant)
         if split_of(first.user) != TRAIN or not self.say(first):
             return False
-        for turn in turns[1 : 1 + self.rng.choice((0, 1, 2))]:
+        for turn in turns[1 : 1 + self.rng.choice((0, 1, 2, 3))]:
             self.say(turn)
         return True
 
@@ -242,9 +250,14 @@ class _Dialogue:
         return self.say(small_talk(rng))
 
 
+def _story(rng: random.Random) -> tuple[str, list[Turn]]:
+    """Return a story with its questions; things that change hands come more often, as the hardest kind."""
+    return rng.choice((*STORIES, giving_story, giving_story))(rng)
+
+
 def repeat_turn(rng: random.Random) -> Turn:
     """Return a request to repeat words: the plainest form of copying, which recall builds on."""
-    words = rng.sample(ANIMALS + OBJECTS + PLACES, rng.randint(2, 16))
+    words = rng.choices(_REPEAT_WORDS, k=rng.randint(2, 16))
     text = rng.choice((", ", " ")).join(words)
     return Turn(f"{rng.choice(('Repeat:', 'Say:', 'Repeat after me:'))} {text}.", f"You said: {text}.")
 
@@ -317,7 +330,7 @@ def plain_document(rng: random.Random, max_tokens: int) -> list[Segment]:
         if roll < 0.45:
             part = fairy_tale(rng, rng.choice(NAMES))
         elif roll < 0.65:
-            part = story_with_questions(rng)[0]
+            part = _story(rng)[0]
         elif roll < 0.75:
             turn = in_split(lambda: addition_turn(rng), TRAIN)
             part = turn.assistant
@@ -339,7 +352,7 @@ def plain_document(rng: random.Random, max_tokens: int) -> list[Segment]:
 
 
 def short_document(rng: random.Random, max_tokens: int) -> list[Segment]:
-    """Return a single question with its answer, a few facts to recall, or a little plain text."""
+    """Return a single question with its answer, a few facts to recall, a story, or a little plain text."""
     roll = rng.random()
     if roll < 0.1:
         return plain_document(rng, max_tokens)
@@ -351,6 +364,9 @@ def short_document(rng: random.Random, max_tokens: int) -> list[Segment]:
     elif roll < 0.35:
         dialogue.tell(rng.randint(1, 6), fillers=False)
         while dialogue.ask():
+            pass
+    elif roll < 0.5:
+        while not dialogue.story_turns():
             pass
     else:
         while not dialogue.task_turn():

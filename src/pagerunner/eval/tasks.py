@@ -61,8 +61,8 @@ REASONS = (
     ("lonely", "called a friend"),
 )
 
-_FILLER_SUBJECTS = _words("river wind road hill sky rain field night sun moon snow air water grass sea light")
-_FILLER_ADJECTIVES = _words("quiet old long soft bright slow deep cool gentle dark")
+FILLER_SUBJECTS = _words("river wind road hill sky rain field night sun moon snow air water grass sea light")
+FILLER_ADJECTIVES = _words("quiet old long soft bright slow deep cool gentle dark")
 _FILLER_VERBS = _words("was seemed stayed looked became")
 _FILLER_TAILS = (
     "all day",
@@ -114,15 +114,15 @@ def split_of(text: str) -> str:
 
 def filler_sentence(rng: random.Random) -> str:
     """Return a sentence that carries no fact any question asks about."""
-    subject = rng.choice(_FILLER_SUBJECTS)
+    subject = rng.choice(FILLER_SUBJECTS)
     verb = rng.choice(_FILLER_VERBS)
-    adjective = rng.choice(_FILLER_ADJECTIVES)
+    adjective = rng.choice(FILLER_ADJECTIVES)
     roll = rng.random()
     if roll < 0.4:
         return f"The {subject} {verb} {adjective}."
     if roll < 0.8:
         return f"The {subject} {verb} {adjective} {rng.choice(_FILLER_TAILS)}."
-    other = rng.choice(_FILLER_ADJECTIVES)
+    other = rng.choice(FILLER_ADJECTIVES)
     if other == adjective:
         return f"The {subject} {verb} very {adjective} {rng.choice(_FILLER_TAILS)}."
     return f"The {subject} {verb} {adjective} and {other} {rng.choice(_FILLER_TAILS)}."
@@ -239,7 +239,7 @@ def _moving_story(rng: random.Random) -> tuple[str, list[Turn]]:
     return " ".join(story), [Turn(f"Where is {name}?", f"{name} is in the {place}.") for name, place in where.items()]
 
 
-def _giving_story(rng: random.Random) -> tuple[str, list[Turn]]:
+def giving_story(rng: random.Random) -> tuple[str, list[Turn]]:
     """Things change hands; the last owner counts."""
     people = rng.sample(NAMES, 3)
     things = rng.sample(OBJECTS, 2)
@@ -268,12 +268,12 @@ def _reason_story(rng: random.Random) -> tuple[str, list[Turn]]:
     return " ".join(story), turns
 
 
-_STORIES = (_trip_story, _moving_story, _giving_story, _reason_story)
+STORIES = (_trip_story, _moving_story, giving_story, _reason_story)
 
 
 def story_with_questions(rng: random.Random) -> tuple[str, list[Turn]]:
     """Return a short story and questions that it answers."""
-    return rng.choice(_STORIES)(rng)
+    return rng.choice(STORIES)(rng)
 
 
 def sentences_turn(rng: random.Random) -> Turn:
