@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory
@@ -35,21 +36,21 @@ def best(measure: Callable[[], float], repeats: int = 7) -> float:
 
 
 def decode(num_seqs: int, depth: int, steps: int = 400) -> float:
-    """Microseconds of schedule + commit per step with `num_seqs` requests decoding."""
-    manager = KVManager(make_plan(48 * max(num_seqs, 16), 4096 if num_seqs > 1 else 700, num_seqs, 200 * num_seqs))
+    """Microseconds of schedule + commit per step with `num_seqs` requests decoding from 200 tokens on."""
+    length, batched = 200 + steps + 40, 200 * num_seqs
+    manager = KVManager(make_plan(-(-length // 16) * num_seqs, length, num_seqs, batched))
     scheduler = Scheduler(
-        manager, max_num_seqs=num_seqs, max_num_batched_tokens=200 * num_seqs, max_model_len=4096, max_in_flight=depth
+        manager, max_num_seqs=num_seqs, max_num_batched_tokens=batched, max_model_len=length, max_in_flight=depth
     )
     for number in range(num_seqs):
         prompt = [number * 1000 + i for i in range(200)]
-        params = SamplingParams(max_tokens=3000)
         scheduler.add(
             EngineRequest(
                 request_id=str(number),
                 prompt_token_ids=prompt,
-                params=params,
+                params=SamplingParams(max_tokens=None),
                 seed=0,
-                max_tokens=3000,
+                max_tokens=length,
                 eos_token_ids=(2, 3),
             )
         )
@@ -95,7 +96,7 @@ def hashing() -> float:
 
 def prefill(full_pool: bool, hashed: bool = True) -> float:
     """Milliseconds to allocate and publish 64K tokens in 8K steps; with `full_pool` every page must first be evicted."""
-    manager = KVManager(make_plan(4224, 65_536, 1, 8192))
+    manager = KVManager(make_plan(4231, 65_536, 1, 8192))
     passes = (1 << 20, 0) if full_pool else (0,)
     spent = 0.0
     for first in passes:
@@ -135,9 +136,8 @@ def main() -> None:
     gc.disable()
     for num_seqs in (1, 32, 256):
         for depth in (1, 2):
-            print(
-                f"schedule + commit, {num_seqs:3} decoding, depth {depth}: {best(lambda: decode(num_seqs, depth)):8.1f} us"
-            )
+            spent = best(partial(decode, num_seqs, depth))
+            print(f"schedule + commit, {num_seqs:3} decoding, depth {depth}: {spent:8.1f} us")
     print(f"manager, one decode step of one request:  {best(grow_one):8.2f} us")
     print(f"hash a 131,072-token prompt:              {best(hashing):8.2f} ms")
     print(f"64K prefill in 8K steps, empty pool:      {best(lambda: prefill(False)):8.2f} ms")
