@@ -244,9 +244,10 @@ class PageCopy(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the runner does in one step, in this order: slots, table writes, zeroing, copies, forward, sampling.
+    """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
 
-    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it.
+    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
+    been the source of one of the step's copies, so copies come first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     """
 
