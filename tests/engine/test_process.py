@@ -19,7 +19,7 @@ from helpers import fake_core
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
-from pagerunner.engine.core_client import CoreClient
+from pagerunner.engine.core_client import CoreClient, launch_core
 from pagerunner.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 
@@ -72,9 +72,8 @@ class Frontend:
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[CoreClient, Frontend]]:
     frontend = Frontend()
-    client = await CoreClient.launch(
-        ARGS, receive=frontend.messages.append, died=frontend.died, factory=fake_core.FACTORY
-    )
+    core = await launch_core(ARGS, fake_core.FACTORY)
+    client = CoreClient(core, receive=frontend.messages.append, died=frontend.died)
     try:
         yield client, frontend
     finally:
@@ -231,7 +230,7 @@ def test_a_failed_start_raises_the_cores_own_error(
 def test_an_unknown_factory_is_a_config_error() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="no_such_module"):
-            await CoreClient.launch(ARGS, receive=print, died=print, factory="no_such_module:build")
+            await launch_core(ARGS, "no_such_module:build")
 
     asyncio.run(main())
 
@@ -258,7 +257,7 @@ def test_cancelling_the_start_ends_the_process(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def main() -> None:
-        start = asyncio.create_task(CoreClient.launch(ARGS, receive=print, died=print, factory=fake_core.FACTORY))
+        start = asyncio.create_task(launch_core(ARGS, fake_core.FACTORY))
         await asyncio.sleep(0.3)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -275,13 +274,11 @@ def test_a_killed_parent_leaves_no_orphan_and_no_directory(tmp_path: Path) -> No
         import asyncio, sys
         from helpers import fake_core
         from pagerunner.config import EngineArgs
-        from pagerunner.engine.core_client import CoreClient
+        from pagerunner.engine.core_client import launch_core
 
         async def main():
-            client = await CoreClient.launch(
-                EngineArgs(model="none"), receive=print, died=print, factory=fake_core.FACTORY
-            )
-            print(client.pid, flush=True)
+            core = await launch_core(EngineArgs(model="none"), fake_core.FACTORY)
+            print(core.process.pid, flush=True)
             await asyncio.sleep(60)
 
         asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,24 +32,57 @@ _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _LAST_WORDS_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class LoadedCore:
+    """A core process that has said `Ready`, and the socket to it."""
+
+    process: subprocess.Popen[bytes]
+    socket: zmq.asyncio.Socket
+    directory: Path
+    exited: asyncio.Future[int]
+    ready: wire.Ready
+
+    def kill(self) -> None:
+        """End the process at once and remove what it used."""
+        _clean_up(self.process, self.socket, self.directory)
+
+
+async def launch_core(args: EngineArgs, factory: str = DEFAULT_FACTORY) -> LoadedCore:
+    """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError: as the core raised it.
+        EngineDeadError: the process ended, or failed in another way, before it was ready.
+    """
+    directory = _private_directory()
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            socket.setsockopt(option, value)
+        address = f"ipc://{directory}/core"
+        socket.bind(address)
+        process = _spawn(wire.Launch(args=args, address=address, factory=factory))
+        exited = _watch_exit(process)
+        ready = await _first_message(socket, exited)
+        return LoadedCore(process, socket, directory, exited, ready)
+    except BaseException:
+        _clean_up(process, socket, directory)
+        raise
+
+
 class CoreClient:
-    """A loaded engine core in another process. Use `launch`; every method is for the event loop that launched it."""
+    """Talks to a loaded core. Every method is for the event loop that launched it."""
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
-        socket: zmq.asyncio.Socket,
-        directory: Path,
-        exited: asyncio.Future[int],
-        ready: wire.Ready,
+        core: LoadedCore,
+        *,
         receive: Callable[[wire.FromCore], None],
         died: Callable[[EngineDeadError], None],
     ) -> None:
-        self._process = process
-        self._socket = socket
-        self._directory = directory
-        self._exited = exited
-        self.ready = ready
+        """`receive` gets every message but replies to calls; `died` is called once, when the core ends."""
+        self._core = core
         self._receive = receive
         self._died = died
         self._death: EngineDeadError | None = None
@@ -60,44 +95,10 @@ class CoreClient:
         self._reader.add_done_callback(self._reader_done)
         self._watcher = asyncio.create_task(self._watch(), name="pagerunner-core-watcher")
 
-    @classmethod
-    async def launch(
-        cls,
-        args: EngineArgs,
-        *,
-        receive: Callable[[wire.FromCore], None],
-        died: Callable[[EngineDeadError], None],
-        factory: str = DEFAULT_FACTORY,
-    ) -> CoreClient:
-        """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
-
-        `receive` gets every message but replies to calls; `died` is called once if the core ends unasked.
-
-        Raises:
-            ConfigError, CheckpointError, CapacityError: as the core raised it.
-            EngineDeadError: the process ended, or failed in another way, before it was ready.
-        """
-        directory = _private_directory()
-        context = zmq.asyncio.Context.instance()
-        socket = context.socket(zmq.PAIR)
-        process: subprocess.Popen[bytes] | None = None
-        try:
-            for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
-                socket.setsockopt(option, value)
-            address = f"ipc://{directory}/core"
-            socket.bind(address)
-            process = _spawn(wire.Launch(args=args, address=address, factory=factory))
-            exited = _watch_exit(process)
-            ready = await _first_message(socket, exited)
-            return cls(process, socket, directory, exited, ready, receive, died)
-        except BaseException:
-            if process is not None:
-                process.kill()
-                process.wait()
-                _close_stdin(process)
-            socket.close()
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+    @property
+    def ready(self) -> wire.Ready:
+        """What the core said when it was loaded."""
+        return self._core.ready
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -107,13 +108,13 @@ class CoreClient:
     @property
     def pid(self) -> int:
         """The core's process id."""
-        return self._process.pid
+        return self._core.process.pid
 
     def send(self, message: wire.ToCore) -> None:
         """Send a message; never blocks. Raises EngineDeadError when the core is gone."""
         if self._death is not None:
             raise EngineDeadError(str(self._death))
-        self._socket.send(self._encoder.encode(message))
+        self._core.socket.send(self._encoder.encode(message))
 
     async def call(self, make: Callable[[int], wire.Call]) -> bool | None:
         """Send the call that `make(call_id)` builds; returns the core's answer or raises its error."""
@@ -128,8 +129,8 @@ class CoreClient:
 
     def dump_stacks(self) -> None:
         """Make the core print its threads' stacks on standard error."""
-        if not self._exited.done():
-            os.kill(self._process.pid, signal.SIGUSR1)
+        if not self._core.exited.done():
+            os.kill(self._core.process.pid, signal.SIGUSR1)
 
     async def close(self, timeout: float = 5.0) -> None:
         """End the process: asked first, killed after `timeout` seconds. Idempotent."""
@@ -137,23 +138,21 @@ class CoreClient:
             return
         self._closing = True
         if self._death is None:
-            self._socket.send(self._encoder.encode(wire.Shutdown()))
+            self._core.socket.send(self._encoder.encode(wire.Shutdown()))
             self._die(EngineDeadError("The engine has been shut down."))
         try:
-            await asyncio.wait_for(asyncio.shield(self._exited), timeout)
+            await asyncio.wait_for(asyncio.shield(self._core.exited), timeout)
         except TimeoutError:
-            self._process.kill()
-            await self._exited
+            self._core.process.kill()
+            await self._core.exited
         for task in (self._reader, self._watcher):
             task.cancel()
         await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
-        _close_stdin(self._process)
-        self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._core.kill()
 
     async def _read(self) -> None:
         while True:
-            message = self._decoder.decode(await self._socket.recv())
+            message = self._decoder.decode(await self._core.socket.recv())
             match message:
                 case wire.Reply(call_id, value, error):
                     future = self._calls.get(call_id)
@@ -174,7 +173,7 @@ class CoreClient:
             self._die(EngineDeadError(f"The engine's messages can no longer be handled: {error!r}."))
 
     async def _watch(self) -> None:
-        status = await asyncio.shield(self._exited)
+        status = await asyncio.shield(self._core.exited)
         await asyncio.sleep(_LAST_WORDS_SECONDS)  # the reader may still find the reason in the socket
         self._die(EngineDeadError(_exit_reason(status)))
 
@@ -215,12 +214,15 @@ def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
     return process
 
 
-def _close_stdin(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        try:
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
+def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket, directory: Path) -> None:
+    if process is not None:
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+    socket.close()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

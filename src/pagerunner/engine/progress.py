@@ -55,30 +55,43 @@ class ProgressMeter:
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)
 
+    def stopped(self, sequence_id: str) -> None:
+        """The frontend has ended this sequence itself, at a stop string; later updates of it don't count."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._finish(sequence, "stop", time.monotonic())
+
+    def clear(self) -> None:
+        """The core is gone and owes nothing any more."""
+        self._sequences.clear()
+
     def advanced(self, updates: Iterable[RequestUpdate]) -> None:
-        """Measure the updates of one step; they must be of known sequences."""
+        """Measure the updates of one step."""
         now = time.monotonic()
         self._progress_at = now
         prompt = cached = generated = 0
         for update in updates:
-            sequence = self._sequences[update.request_id]
+            sequence = self._sequences.get(update.request_id)
+            if sequence is None:
+                continue
             count = len(update.new_token_ids)
             if count:
-                generated += count
                 if sequence.tokens == 0:
                     prompt += sequence.prompt_tokens
                     cached += update.num_cached_tokens
                     self._observer.on_first_token(now - sequence.arrival)
                 else:
                     self._observer.on_inter_token((now - sequence.last_token) / count)
+                generated += count
                 sequence.last_token = now
                 sequence.tokens += count
             if update.finish_reason is not None:
                 del self._sequences[update.request_id]
-                self._observer.on_finished(
-                    FinishedSequence(
-                        update.finish_reason, sequence.prompt_tokens, sequence.tokens, now - sequence.arrival
-                    )
-                )
+                self._finish(sequence, update.finish_reason, now)
         if generated:
             self._observer.on_step(prompt, cached, generated)
+
+    def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:
+        self._observer.on_finished(
+            FinishedSequence(reason, sequence.prompt_tokens, sequence.tokens, now - sequence.arrival)
+        )
