@@ -4,21 +4,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint figures clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.base: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagerunner needs Python 3.11 or newer; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation --editable .
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagerunner needs Python 3.11 or newer; set PYTHON=")'
+	@echo 'Setting up $(VENV) (about a minute) ...'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
-	touch $@
+	@echo 'Adding the development tools to $(VENV) ...'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
 
 demo: $(VENV)/.base
 	$(BIN)/pagerunner generate

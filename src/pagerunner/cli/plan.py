@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def run(namespace: argparse.Namespace) -> int:
         from pagerunner.memory.report import plan_json, plan_table
 
         plan = resolve(args, namespace.memory).plan
-    print(plan_json(plan) if namespace.json else plan_table(plan))
+    print(json.dumps(plan_json(plan), indent=2) if namespace.json else plan_table(plan))
     return 0
 
 
