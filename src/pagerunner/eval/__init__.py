@@ -1,1 +1,0 @@
-"""Evaluation tasks for small models, with deterministic seeded generators."""
