@@ -1,0 +1,1 @@
+"""Evaluation tasks for small models, with deterministic seeded generators."""
