@@ -27,7 +27,7 @@ from pagerunner.errors import EngineDeadError, PagerunnerError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FACTORY = "pagerunner.engine.build:build_core"
+DEFAULT_FACTORY = "pagerunner.engine.core_factory:build_with_progress"
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _LAST_WORDS_SECONDS = 0.2
 
