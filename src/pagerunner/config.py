@@ -1,4 +1,4 @@
-"""Engine configuration: user arguments resolved once into one frozen value. Components receive narrow values from it."""
+"""Engine configuration: user arguments resolved once into one frozen value. Components get narrow values from it."""
 
 from __future__ import annotations
 

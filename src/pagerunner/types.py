@@ -312,8 +312,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
 
-    `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position that
-    is still a prompt token). `errors` maps a row index to the sentence that ends only that request.
+    `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
+    that is still a prompt token). `errors` maps a row index to the sentence that ends only that request.
     """
 
     step_id: int

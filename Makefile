@@ -1,0 +1,40 @@
+# `make demo`: install and generate text with the demo model inside the package.
+# `make test`: install with the development tools, then every check. Needs Python >= 3.11, pip and git; nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint figures clean
+.DEFAULT_GOAL := demo
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagerunner needs Python 3.11 or newer; set PYTHON=")'
+	@echo 'Setting up $(VENV) (about a minute) ...'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo 'Adding the development tools to $(VENV) ...'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/pagerunner generate
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+figures: $(VENV)/.dev
+	$(BIN)/python scripts/draw_figures.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,162 @@
+"""Run a workload several times through `LLM.generate` and report medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from pagerunner.bench.workloads import BenchRequest
+from pagerunner.errors import PagerunnerError
+from pagerunner.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+class Generator(Protocol):
+    """What a benchmark needs of `LLM`."""
+
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run the prompts to their end and return their outputs in order."""
+        ...
+
+
+class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians over the repetitions; times in seconds, rates per second. Prefix hits are tokens of one repetition."""
+
+    label: str
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    seconds: list[float]
+    elapsed: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+
+    def text(self) -> str:
+        """Lines for a person."""
+        runs = ", ".join(f"{value:.3f}" for value in self.seconds)
+        return (
+            f"{self.label}: {self.num_requests} requests, {self.prompt_tokens} prompt tokens "
+            f"({self.cached_tokens} from the prefix cache), {self.output_tokens} output tokens\n"
+            f"  seconds: {self.elapsed:.3f} (median of {runs})\n"
+            f"  requests/s: {self.requests_per_second:.2f}\n"
+            f"  output tokens/s: {self.output_tokens_per_second:.1f}\n"
+            f"  total tokens/s: {self.total_tokens_per_second:.1f}"
+        )
+
+
+class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one batch from submission to its last token."""
+
+    label: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    seconds: list[float]
+    average: float
+    percentiles: dict[int, float]
+
+    def text(self) -> str:
+        """Lines for a person."""
+        lines = [
+            f"{self.label}: batch of {self.batch_size}, {self.input_len} tokens in, {self.output_len} out",
+            f"  average: {self.average:.4f} s over {len(self.seconds)} iterations",
+        ]
+        lines += [f"  {percent}% percentile: {value:.4f} s" for percent, value in self.percentiles.items()]
+        return "\n".join(lines)
+
+
+def throughput(
+    llm: Generator,
+    make: Callable[[int], Sequence[BenchRequest]],
+    *,
+    label: str,
+    repetitions: int,
+    warmups: int,
+    rounds: Callable[[int], Iterable[int]] = range,
+) -> ThroughputReport:
+    """Run `make(salt)` with a fresh salt per round, `warmups` rounds unmeasured. `rounds` may draw a progress bar."""
+    seconds: list[float] = []
+    outputs: list[RequestOutput] = []
+    for index in rounds(warmups + repetitions):
+        requests = make(index)
+        elapsed, outputs = _timed(llm, requests)
+        if index >= warmups:
+            seconds.append(elapsed)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    median = statistics.median(seconds)
+    return ThroughputReport(
+        label=label,
+        num_requests=len(outputs),
+        prompt_tokens=prompt_tokens,
+        output_tokens=generated,
+        cached_tokens=sum(output.num_cached_tokens for output in outputs),
+        seconds=seconds,
+        elapsed=median,
+        requests_per_second=len(outputs) / median,
+        output_tokens_per_second=generated / median,
+        total_tokens_per_second=(generated + prompt_tokens) / median,
+    )
+
+
+def latency(
+    llm: Generator,
+    make: Callable[[int], Sequence[BenchRequest]],
+    *,
+    label: str,
+    repetitions: int,
+    warmups: int,
+    rounds: Callable[[int], Iterable[int]] = range,
+) -> LatencyReport:
+    """Time whole batches of equal requests, `warmups` rounds unmeasured."""
+    seconds: list[float] = []
+    first: Sequence[BenchRequest] = []
+    for index in rounds(warmups + repetitions):
+        requests = make(index)
+        first = first or requests
+        elapsed, _ = _timed(llm, requests)
+        if index >= warmups:
+            seconds.append(elapsed)
+    return LatencyReport(
+        label=label,
+        batch_size=len(first),
+        input_len=len(first[0].prompt_token_ids),
+        output_len=first[0].output_len,
+        seconds=seconds,
+        average=statistics.fmean(seconds),
+        percentiles={percent: _percentile(seconds, percent) for percent in PERCENTILES},
+    )
+
+
+def _timed(llm: Generator, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.output_len, detokenize=False)
+        for request in requests
+    ]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    elapsed = time.perf_counter() - started
+    for request, output in zip(requests, outputs, strict=True):
+        got = len(output.outputs[0].token_ids)
+        if got != request.output_len:
+            raise PagerunnerError(f"a request stopped after {got} of {request.output_len} tokens; no rate is reported.")
+    return elapsed, outputs
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,128 @@
+"""`pagerunner chat`: a conversation in the terminal, or one turn per line of stdin where there is no terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pagerunner.cli.options import (
+    Parser,
+    add_common_options,
+    add_engine_options,
+    add_sampling_options,
+    sampling_values,
+)
+from pagerunner.cli.session import note, open_llm, resolve_model, show_progress
+from pagerunner.errors import InvalidRequestError
+from pagerunner.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pagerunner.llm import LLM
+
+HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops a reply."
+
+
+def build_parser() -> Parser:
+    """The verb's flags."""
+    parser = Parser("pagerunner chat", "Talk to a model. Where stdin is no terminal, each line is one turn.")
+    parser.add_argument("--model", help="model directory (default: the demo model inside the package)")
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the reply and leave")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
+    add_sampling_options(parser, max_tokens=512)
+    add_engine_options(parser, without=("served_model_name", "enable_sleep_mode"))
+    add_common_options(parser)
+    return parser
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Hold the conversation."""
+    params = SamplingParams(**sampling_values(namespace), output_kind="delta")
+    args, _ = resolve_model(namespace)
+    llm = open_llm(args, use_tqdm=show_progress(namespace))
+    talk = Conversation(llm, params, namespace.system_prompt)
+    if namespace.quick is not None:
+        _print_reply(talk.reply(namespace.quick))
+    elif sys.stdin.isatty():
+        note(namespace, HELP)
+        _converse(talk)
+    else:
+        for line in sys.stdin:
+            if line.strip():
+                _print_reply(talk.reply(line.strip()))
+    return 0
+
+
+class Conversation:
+    """The messages so far. A turn joins the history only when its reply is complete."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system_prompt: str | None = None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """System prompt and finished turns."""
+        return [*self._system, *self._turns]
+
+    def clear(self) -> None:
+        """Forget everything but the system prompt."""
+        self._turns.clear()
+
+    def reply(self, text: str) -> Iterator[str]:
+        """Yield the reply to `text` piece by piece; closing the iterator early aborts it and forgets the turn.
+
+        Raises:
+            InvalidRequestError: the conversation is longer than the model; it stays as it was.
+        """
+        user = {"role": "user", "content": text}
+        pieces: list[str] = []
+        for output in self._llm.stream_chat([*self.messages, user], self._params):
+            piece = output.outputs[0].text
+            pieces.append(piece)
+            yield piece
+        self._turns += [user, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _print_reply(pieces: Iterator[str]) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def _converse(talk: Conversation) -> None:
+    try:
+        import readline  # noqa: F401 - gives input() line editing and history
+    except ImportError:
+        pass
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/clear":
+            talk.clear()
+        elif text.startswith("/"):
+            print(HELP)
+        elif text:
+            _answer(talk, text)
+
+
+def _answer(talk: Conversation, text: str) -> None:
+    pieces = talk.reply(text)
+    try:
+        _print_reply(pieces)
+    except KeyboardInterrupt:
+        print(" [stopped; this turn is forgotten]")
+    except InvalidRequestError as error:
+        print(f"{error} (/clear starts over)", file=sys.stderr)
+    finally:
+        close = getattr(pieces, "close", None)
+        if close is not None:
+            close()

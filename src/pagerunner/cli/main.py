@@ -1,0 +1,90 @@
+"""Entry point: find the verb, load its module, turn errors into one sentence and an exit code.
+
+Exit codes: 0 done, 1 a bug of ours, 2 the user's input or machine, 130 interrupted, 141 nobody reads the output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from pagerunner.errors import ConfigError, PagerunnerError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "generate": ("pagerunner.cli.generate", "complete prompts; without a model, with the demo model"),
+    "chat": ("pagerunner.cli.chat", "talk to a model in the terminal"),
+    "serve": ("pagerunner.cli.serve", "serve a model over HTTP with OpenAI's endpoints"),
+    "plan": ("pagerunner.cli.plan", "show how a model would use memory, from its config alone"),
+    "bench": ("pagerunner.cli.bench", "measure throughput or latency"),
+    "eval": ("pagerunner.cli.evaluate", "score a model on recall, addition, sorting and sentences"),
+    "collect-env": ("pagerunner.cli.collect_env", "print versions and hardware for a bug report"),
+}
+
+
+def usage() -> str:
+    """The text of `pagerunner --help`."""
+    width = max(map(len, VERBS))
+    lines = ["usage: pagerunner VERB [options]", "", "An LLM inference engine whose subject is memory.", "", "verbs:"]
+    lines += [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    lines += ["", "`pagerunner VERB --help` lists a verb's options; `--version` prints the version."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except PagerunnerError as error:
+        return _report(f"error: {_sentence(error)}", 2, debug)
+    except KeyboardInterrupt:
+        return _report("interrupted.", 130, debug)
+    except BrokenPipeError:
+        # What is still buffered can't be written; without this the interpreter complains about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        what = f"internal error: {type(error).__name__}: {_sentence(error)}"
+        return _report(what if debug else f"{what} (--debug shows where)", 1, debug)
+
+
+def _dispatch(words: list[str]) -> int:
+    while words and words[0] == "--debug":
+        words = [*words[1:], words[0]]
+        if len(words) == 1:
+            break
+    if not words or words[0] in ("-h", "--help", "help", "--debug"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        from pagerunner import __version__
+
+        print(f"pagerunner {__version__}")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}."
+        raise ConfigError(f"unknown verb {verb!r}; {hint}")
+    module: Any = importlib.import_module(VERBS[verb][0])
+    namespace = module.build_parser().parse(rest)
+    return int(module.run(namespace))
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _report(text: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"pagerunner: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,267 @@
+"""Flags: the engine's are made from `EngineArgs` in one place, so a field and its flag can't drift apart."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import types
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn, Union, get_args, get_origin
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.errors import ConfigError
+
+ENGINE_HELP: dict[str, str] = {
+    "tokenizer": "directory of the tokenizer, if it isn't the model's",
+    "served_model_name": "name of the model in answers and metrics",
+    "dtype": "what weights and activations are computed in: auto (the checkpoint's), float32, bfloat16, float16",
+    "device": "auto, cpu or cuda",
+    "max_model_len": "longest prompt plus output in tokens; auto or -1 takes the longest that fits the memory",
+    "gpu_memory_utilization": "share of the device's memory to use, if no size is given",
+    "kv_cache_memory_bytes": "memory for pages, for example 10GiB or 512MiB",
+    "num_gpu_blocks_override": "number of pages of the largest group; beats every other memory flag",
+    "kv_cache_dtype": "what keys and values are stored in: auto (the model's), float32, bfloat16, float16",
+    "block_size": "tokens in a page",
+    "max_num_seqs": "most requests that run at the same time",
+    "max_num_batched_tokens": "most tokens of one step",
+    "enable_prefix_caching": "reuse the pages of a common prefix",
+    "enable_chunked_prefill": "run long prompts in pieces, mixed with running requests",
+    "scheduling_policy": "fcfs or priority",
+    "seed": "seed of requests that don't bring one, and of dummy weights",
+    "load_format": "auto, safetensors, or dummy for small random weights",
+    "enforce_eager": "don't capture CUDA graphs",
+    "enable_sleep_mode": "keep weights and pages where sleep can free them",
+    "max_in_flight": "steps scheduled before the first one's tokens are read",
+    "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
+    "attention_backend": "attention implementation; auto takes the first that supports the model",
+    "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
+    "chat_template": "file with a chat template to use instead of the checkpoint's",
+    "disable_log_stats": "log no statistics",
+}
+# Every verb needs text, or none does: that is the verb's choice and not the user's.
+NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
+BENCH_EXCLUDED: frozenset[str] = frozenset({"tokenizer", "served_model_name", "generation_config", "chat_template"})
+PLAN_FIELDS: frozenset[str] = frozenset(
+    {
+        "dtype",
+        "max_model_len",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "kv_cache_dtype",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_in_flight",
+    }
+)
+_UNITS: dict[str, int] = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+
+
+def parse_number(text: str) -> int:
+    """A whole number with an optional unit: `16`, `32k` (thousands), `32K` (1024s).
+
+    Raises:
+        ValueError: `text` is something else; the message says what is understood.
+    """
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number such as 4096, 32k or 32K")
+    return _whole(text, match[1], _UNITS[match[2]])
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes: `1048576`, `512MiB`, `10GiB`, `10GB` (decimal), `10G` (binary, as in vLLM).
+
+    Raises:
+        ValueError: `text` is something else; the message says what is understood.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B|([kmgtKMGT]?)|B)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 10GiB, 512MiB or 1048576")
+    number, unit, binary, short = match.groups()
+    if unit is None:
+        return _whole(text, number, _UNITS[short or ""])
+    return _whole(text, number, _UNITS[unit.upper() if binary else unit.lower()])
+
+
+def _whole(text: str, number: str, factor: int) -> int:
+    if "." not in number:
+        return int(number) * factor
+    value = float(number) * factor
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _parse_length(text: str) -> int | str:
+    return "auto" if text == "auto" else parse_number(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        ValueError: `text` is something else.
+    """
+    value = parse_number(text)
+    if value < 1:
+        raise ValueError(f"must be at least 1, got {value}")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0.
+
+    Raises:
+        ValueError: `text` is something else.
+    """
+    value = parse_number(text)
+    if value < 0:
+        raise ValueError(f"must be at least 0, got {value}")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are `ConfigError`s of one sentence, and which names the nearest flag.
+
+    Flags may be written with underscores, as vLLM allows; they can't be abbreviated.
+    """
+
+    def __init__(self, prog: str, description: str, **kwargs: Any) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing the usage and exiting."""
+        raise ConfigError(f"{message} (see `{self.prog} --help`).")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`; flags and positional arguments may be mixed.
+
+        Raises:
+            ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
+        """
+        namespace, extra = self.parse_known_intermixed_args([_dashed(word) for word in argv])
+        if extra:
+            self.error(self._explain(extra))
+        return namespace
+
+    def option_names(self) -> list[str]:
+        """Every `--flag` of this parser that has its own meaning (`--no-` forms are left out)."""
+        names = [name for action in self._actions for name in action.option_strings[:1]]
+        return sorted(name for name in names if name not in ("-h", "--help"))
+
+    def _explain(self, extra: Sequence[str]) -> str:
+        flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
+        if flag is None:
+            return f"unexpected argument {extra[0]!r}"
+        name = flag.split("=", 1)[0]
+        known = [option for action in self._actions for option in action.option_strings]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _dashed(word: str) -> str:
+    if not re.match(r"--[a-z]", word):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def flag_of(field: str) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + field.replace("_", "-")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every verb."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes on stderr")
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, only: Collection[str] | None = None, without: Collection[str] = ()
+) -> None:
+    """A flag for each field of `EngineArgs` but `model`; what isn't given keeps the field's own default."""
+    group = parser.add_argument_group("engine options")
+    for field in msgspec.structs.fields(EngineArgs):
+        if field.name in NO_FLAG or field.name in without or (only is not None and field.name not in only):
+            continue
+        default = "" if field.default is None else f" (default: {field.default})"
+        text = (ENGINE_HELP[field.name] + default).replace("%", "%%")
+        flag = flag_of(field.name)
+        if field.type is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        else:
+            convert, shown = _converter(field.name, field.type)
+            group.add_argument(flag, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
+
+
+def _converter(name: str, annotation: Any) -> tuple[Callable[[str], Any], str]:
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    if name == "max_model_len":
+        return reported(_parse_length), "TOKENS"
+    if name.endswith("_bytes"):
+        return reported(parse_bytes), "SIZE"
+    if int in members:
+        return reported(parse_number), "N"
+    if float in members:
+        return float, "X"
+    return str, "TEXT"
+
+
+def reported(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` with its ValueError's message kept by argparse."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def engine_args(namespace: argparse.Namespace, model: str, **defaults: Any) -> EngineArgs:
+    """The engine arguments that the flags in `namespace` ask for; flags beat `defaults`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    names = {field.name for field in msgspec.structs.fields(EngineArgs)} - {"model"}
+    given = {name: value for name, value in vars(namespace).items() if name in names}
+    return EngineArgs(model=model, **{**defaults, **given})
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """The sampling flags of `generate` and `chat`; unset ones keep the checkpoint's or `SamplingParams`' default."""
+    group = parser.add_argument_group("sampling options")
+    suppress = argparse.SUPPRESS
+    group.add_argument(
+        "--max-tokens", type=reported(positive), metavar="N", default=max_tokens, help="(default: %(default)s)"
+    )
+    group.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default: %(default)s)")
+    group.add_argument("--top-p", type=float, metavar="X", default=suppress, help="keep tokens up to this probability")
+    group.add_argument("--top-k", type=reported(parse_number), metavar="N", default=suppress, help="keep N tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", default=suppress, help="stop at TEXT; repeatable")
+
+
+SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "n", "ignore_eos")
+
+
+def sampling_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The `SamplingParams` fields that the flags in `namespace` set."""
+    return {name: value for name, value in vars(namespace).items() if name in SAMPLING_FIELDS}

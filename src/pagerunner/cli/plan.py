@@ -1,0 +1,66 @@
+"""`pagerunner plan`: how a model would use memory, from its `config.json` alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagerunner.cli.options import (
+    PLAN_FIELDS,
+    Parser,
+    add_common_options,
+    add_engine_options,
+    engine_args,
+    parse_bytes,
+    reported,
+)
+from pagerunner.cli.session import demo_model_path, note, one_model
+
+
+def build_parser() -> Parser:
+    """The verb's flags."""
+    parser = Parser("pagerunner plan", "Show how a model would use memory. Needs its config.json: no weights, no GPU.")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory or config.json")
+    parser.add_argument("--model", help="the same as MODEL")
+    parser.add_argument(
+        "--memory", type=reported(parse_bytes), metavar="SIZE", help="the device's memory (default: this machine's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_engine_options(parser, only=PLAN_FIELDS)
+    add_common_options(parser)
+    return parser
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print the plan."""
+    model = one_model(namespace)
+    if model is None:
+        note(namespace, "No model named: planning for the demo model inside the package.")
+        model = str(demo_model_path())
+    with _directory(model) as directory:
+        args = engine_args(namespace, directory)
+        from pagerunner.engine.resolve import resolve
+        from pagerunner.memory.report import plan_json, plan_table
+
+        plan = resolve(args, namespace.memory).plan
+    print(json.dumps(plan_json(plan), indent=2) if namespace.json else plan_table(plan))
+    return 0
+
+
+@contextmanager
+def _directory(model: str) -> Iterator[str]:
+    """The model's directory; a config file that isn't called config.json gets one for itself."""
+    path = Path(model)
+    if not path.is_file():
+        yield model
+    elif path.name == "config.json":
+        yield str(path.parent)
+    else:
+        with tempfile.TemporaryDirectory(prefix="pagerunner-plan-") as directory:
+            shutil.copyfile(path, Path(directory) / "config.json")
+            yield directory

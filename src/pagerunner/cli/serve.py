@@ -1,0 +1,41 @@
+"""`pagerunner serve`: OpenAI's endpoints over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+from pagerunner.cli.options import Parser, add_common_options, add_engine_options, parse_number, reported
+from pagerunner.cli.session import one_model, resolve_model
+
+
+def build_parser() -> Parser:
+    """The verb's flags."""
+    parser = Parser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory (default: the demo model)")
+    parser.add_argument("--model", help="the same as MODEL")
+    group = parser.add_argument_group("server options")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument(
+        "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
+    )
+    group.add_argument("--api-key", action="append", metavar="KEY", help="ask clients for this key; repeatable")
+    add_engine_options(parser)
+    add_common_options(parser)
+    return parser
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    namespace.model = one_model(namespace)
+    args, _ = resolve_model(namespace)
+    from pagerunner.server.launch import run_server
+
+    run_server(args, host=namespace.host, port=namespace.port, api_keys=namespace.api_key or [])
+    return 0
+
+
+def _port(text: str) -> int:
+    value = parse_number(text)
+    if not 0 <= value <= 65535:
+        raise ValueError(f"must be in [0, 65535], got {value}")
+    return value

@@ -1,0 +1,67 @@
+"""What verbs that run a model share: the demo checkpoint, opening an engine, and when to draw progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pagerunner
+from pagerunner.cli.options import engine_args
+from pagerunner.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from pagerunner.config import EngineArgs
+    from pagerunner.llm import LLM
+
+
+def demo_model_path() -> Path:
+    """Directory of the demo checkpoint inside the package.
+
+    Raises:
+        CheckpointError: the package was installed without it.
+    """
+    path = Path(pagerunner.__file__).parent / "demo"
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"the demo model is missing from this installation ({path}); name a model with --model.")
+    return path
+
+
+def note(namespace: argparse.Namespace, text: str) -> None:
+    """Tell the user something on stderr, unless --quiet."""
+    if not namespace.quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def show_progress(namespace: argparse.Namespace) -> bool:
+    """Whether progress bars make sense: a person watches stderr and didn't ask for quiet."""
+    return not namespace.quiet and sys.stderr.isatty()
+
+
+def resolve_model(namespace: argparse.Namespace) -> tuple[EngineArgs, bool]:
+    """The engine arguments the flags ask for, and whether the demo model stands in for a model that wasn't named."""
+    if namespace.model is not None:
+        return engine_args(namespace, namespace.model), False
+    note(namespace, "No model named: using the demo model inside the package (--model DIR runs another).")
+    return engine_args(namespace, str(demo_model_path()), served_model_name="demo"), True
+
+
+def one_model(namespace: argparse.Namespace) -> str | None:
+    """The model named by position or by --model.
+
+    Raises:
+        ConfigError: both are given and differ.
+    """
+    named, tag = namespace.model, namespace.model_tag
+    if named is not None and tag is not None and named != tag:
+        raise ConfigError(f"two models are named, {tag!r} and --model {named!r}; give one.")
+    return named if named is not None else tag
+
+
+def open_llm(args: EngineArgs, *, use_tqdm: bool = False) -> LLM:
+    """Load a model, with a progress bar if asked; imports torch."""
+    from pagerunner.llm import LLM
+
+    values: dict[str, Any] = {name: getattr(args, name) for name in args.__struct_fields__}
+    return LLM(**values, use_tqdm=use_tqdm)

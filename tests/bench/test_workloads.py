@@ -1,0 +1,110 @@
+"""The workloads are the published ones, and a benchmark reports medians of complete runs only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagerunner.bench.runner import latency, throughput
+from pagerunner.bench.workloads import SHAPES, BenchRequest, uniform_workload, workload, write_model
+from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.types import CompletionOutput, RequestOutput
+
+# First ids, prompt tokens, output tokens and last ids, from the program that the peers' figures were measured with.
+PUBLISHED = {
+    ("W1", 4096, 0): ([3484, 2057, 3043], 128, 128, [2259, 3111, 1125]),
+    ("W2", 4096, 0): ([3484, 2057, 3043], 5180, 2407, [1933, 3196, 3939]),
+    ("W3", 32000, 1): ([26404, 30727, 2221], 16896, 512, [9293, 17480, 31522]),
+}
+
+
+class Instant:
+    """A generator that returns as many tokens as asked for, `short` fewer for the last prompt."""
+
+    def __init__(self, short=0):
+        self.short = short
+        self.prompts = []
+
+    def generate(self, prompts, sampling_params=None, use_tqdm=True):
+        self.prompts.append(prompts)
+        missing = [0] * (len(prompts) - 1) + [self.short]
+        return [
+            RequestOutput(
+                request_id="0",
+                prompt=None,
+                prompt_token_ids=prompt["prompt_token_ids"],
+                outputs=[CompletionOutput(index=0, text="", token_ids=[5] * (params.max_tokens - less))],
+                finished=True,
+                num_cached_tokens=3,
+            )
+            for prompt, params, less in zip(prompts, sampling_params, missing, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("key", PUBLISHED)
+def test_workloads_are_the_published_ones(key):
+    requests = workload(*key)
+    prompts = [request.prompt_token_ids for request in requests]
+    outputs = sum(request.output_len for request in requests)
+    assert (prompts[0][:3], sum(map(len, prompts)), outputs, prompts[-1][-3:]) == PUBLISHED[key]
+
+
+@pytest.mark.parametrize("name", ["W1", "W2", "W3"])
+def test_repetitions_differ_in_ids_and_not_in_lengths(name):
+    first, second = workload(name, 4096, 0), workload(name, 4096, 1)
+    sizes = [[(len(r.prompt_token_ids), r.output_len) for r in requests] for requests in (first, second)]
+    assert sizes[0] == sizes[1]
+    assert first != second
+    assert first == workload(name, 4096, 0)
+
+
+def test_shapes_of_the_workloads():
+    assert [(len(r.prompt_token_ids), r.output_len) for r in workload("W1", 4096)] == [(128, 128)]
+    mixed = workload("W2", 32000)
+    assert len(mixed) == 32
+    assert all(16 <= len(r.prompt_token_ids) <= 256 and 32 <= r.output_len <= 128 for r in mixed)
+    shared = workload("W3", 32000)
+    assert len({tuple(r.prompt_token_ids[:512]) for r in shared}) == 1
+    assert len({tuple(r.prompt_token_ids) for r in shared}) == 32
+
+
+def test_ids_stay_in_the_vocabulary():
+    for request in [*workload("W2", 4096), *uniform_workload(3, 50, 1, 301)]:
+        assert all(300 <= token for token in request.prompt_token_ids)
+    assert set(uniform_workload(1, 50, 1, 301)[0].prompt_token_ids) == {300}
+
+
+def test_a_tiny_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="the vocabulary has only 300"):
+        workload("W1", 300)
+
+
+def test_model_files_name_the_shape(tmp_path):
+    config = json.loads((write_model("tiny", tmp_path / "m") / "config.json").read_text())
+    assert config["model_type"] == "qwen3" and config["tie_word_embeddings"]
+    assert all(config[name] == value for name, value in SHAPES["tiny"].items())
+    with pytest.raises(ConfigError, match="unknown shape"):
+        write_model("huge", tmp_path)
+
+
+def test_throughput_uses_fresh_prompts_each_round_and_reports_the_last():
+    llm = Instant()
+    report = throughput(llm, lambda salt: workload("W1", 4096, salt), label="x", repetitions=3, warmups=1)
+    assert len(llm.prompts) == 4 and len({str(prompts) for prompts in llm.prompts}) == 4
+    assert (len(report.seconds), report.prompt_tokens, report.output_tokens, report.cached_tokens) == (3, 128, 128, 3)
+    assert report.elapsed == sorted(report.seconds)[1]
+    assert report.output_tokens_per_second == pytest.approx(128 / report.elapsed)
+
+
+def test_a_run_that_stopped_early_gives_no_rate():
+    with pytest.raises(PagerunnerError, match="127 of 128 tokens"):
+        throughput(Instant(short=1), lambda salt: workload("W1", 4096), label="x", repetitions=1, warmups=0)
+
+
+def test_latency_reports_percentiles_in_order():
+    report = latency(Instant(), lambda salt: [BenchRequest([1, 2], 3)] * 2, label="x", repetitions=5, warmups=1)
+    values = list(report.percentiles.values())
+    assert values == sorted(values) and len(report.seconds) == 5
+    assert (report.batch_size, report.input_len, report.output_len) == (2, 2, 3)
+    assert min(report.seconds) <= report.percentiles[50] <= max(report.seconds)

@@ -1,0 +1,128 @@
+"""Exit codes and messages of the command itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from pagerunner.cli import main as cli
+from pagerunner.errors import ConfigError
+
+
+def plant(monkeypatch, action):
+    """Make `pagerunner planted` run `action`."""
+    from pagerunner.cli.options import Parser, add_common_options
+
+    def build_parser():
+        parser = Parser("pagerunner planted", "")
+        add_common_options(parser)
+        return parser
+
+    module = types.ModuleType("planted")
+    module.build_parser = build_parser
+    module.run = lambda namespace: action()
+    monkeypatch.setitem(sys.modules, "planted", module)
+    monkeypatch.setitem(cli.VERBS, "planted", ("planted", "a test"))
+
+
+def raiser(error):
+    def action():
+        raise error
+
+    return action
+
+
+def test_help_lists_every_verb(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(verb in printed for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["--debug"]])
+def test_nothing_to_do_prints_the_help(words, capsys):
+    assert cli.main(words) == 0
+    assert "usage: pagerunner" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    import pagerunner
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pagerunner {pagerunner.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_verb_help(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([verb, "--help"])
+    assert left.value.code == 0
+    assert f"pagerunner {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["generat"], "unknown verb 'generat'; did you mean generate?"),
+        (["xyzzy"], "unknown verb 'xyzzy'; the verbs are generate, chat,"),
+        (["generate", "--topp", "1"], "unknown flag --topp; did you mean --top-p?"),
+        (["bench", "speed"], "bench measures throughput or latency, not 'speed'."),
+        (["bench"], "required: throughput|latency"),
+        (["bench", "throughput", "--workload", "W9"], "unknown workload 'W9'; there are W1, W2, W3."),
+        (["bench", "throughput", "--workload", "W1", "--input-len", "4"], "leave out --input-len"),
+        (["bench", "latency", "--num-prompts", "4"], "--num-prompts doesn't apply to bench latency; use --batch-size"),
+        (["bench", "throughput", "--shape", "huge"], "unknown shape 'huge'; there are tiny, small."),
+        (["serve", "a", "--model", "b"], "two models are named"),
+        (["serve", "--port", "70000"], "--port: must be in [0, 65535], got 70000"),
+        (["generate", "--temperature", "nan"], "temperature must be a finite number"),
+        (["generate", "--n", "0"], "n must be in [1, 128], got 0."),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pagerunner: error: ")
+    assert captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+def test_our_errors_lose_their_line_breaks(monkeypatch, capsys):
+    plant(monkeypatch, raiser(ConfigError("two\n  lines")))
+    assert cli.main(["planted"]) == 2
+    assert capsys.readouterr().err == "pagerunner: error: two lines\n"
+
+
+@pytest.mark.parametrize("words", [["planted", "--debug"], ["--debug", "planted"]])
+def test_debug_shows_the_traceback(words, monkeypatch, capsys):
+    plant(monkeypatch, raiser(ConfigError("no")))
+    assert cli.main(words) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_exit_code_1_and_points_to_debug(monkeypatch, capsys):
+    plant(monkeypatch, raiser(KeyError("slot")))
+    assert cli.main(["planted"]) == 1
+    assert "internal error: KeyError: 'slot' (--debug shows where)" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+    plant(monkeypatch, raiser(KeyboardInterrupt()))
+    assert cli.main(["planted"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_collect_env(capsys):
+    import json
+
+    assert cli.main(["collect-env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["msgspec"] != "not installed"
+    assert report["system"]["cores"] >= 1
+
+
+def test_collect_env_without_torch(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["collect-env"]) == 0
+    assert "can't be imported" in capsys.readouterr().out

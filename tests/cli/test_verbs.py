@@ -1,0 +1,207 @@
+"""The verbs against a stand-in for `LLM`: what they ask of it, what they print, and where."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from pagerunner.cli import chat, session
+from pagerunner.cli.main import main
+from pagerunner.errors import InvalidRequestError
+from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
+
+
+class StandIn:
+    """Echoes prompts in capitals, one token per word, as one delta per word when streaming."""
+
+    made: ClassVar[list[StandIn]] = []
+
+    def __init__(self, model, use_tqdm=True, **values):
+        self.model, self.values = model, values
+        self.calls, self.closed = [], 0
+        group = SimpleNamespace(page_tokens=16)
+        self.memory_plan = SimpleNamespace(groups=(group,), num_pages=lambda group: 64)
+        StandIn.made.append(self)
+
+    def generate(self, prompts, sampling_params=None, use_tqdm=True):
+        self.calls.append((prompts, sampling_params, use_tqdm))
+        return [self._output(prompt, "final", list(range(20))) for prompt in prompts]
+
+    def stream_chat(self, messages, sampling_params=None):
+        self.calls.append(([dict(message) for message in messages], sampling_params))
+        if len(messages) > 6:
+            raise InvalidRequestError("The prompt is too long.")
+        try:
+            for word in messages[-1]["content"].upper().split():
+                yield self._output("", word + " ", [1])
+        finally:
+            self.closed += 1
+
+    def _output(self, prompt, text, token_ids):
+        completion = CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason="stop")
+        return RequestOutput(
+            request_id="0",
+            prompt=prompt,
+            prompt_token_ids=[1] * 40,
+            outputs=[completion],
+            finished=True,
+            num_cached_tokens=32,
+        )
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    module = types.ModuleType("pagerunner.llm")
+    module.LLM = StandIn
+    monkeypatch.setitem(sys.modules, "pagerunner.llm", module)
+    monkeypatch.setattr(StandIn, "made", [])
+    return StandIn
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_generate_prints_prompts_with_texts_and_a_summary(stand_in, capsys):
+    assert main(["generate", "one", "two", "--model", "dir", "--max-model-len", "auto"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "one\n  -> final\n\ntwo\n  -> final\n\n"
+    assert "2 prompts, 80 prompt tokens (64 from the prefix cache), 40 generated" in captured.err
+    assert "4 of 64 pages of 16 tokens filled" in captured.err  # ceil(60 / 16) - 32 / 16 for each
+    assert "demo" not in captured.err
+    [llm] = stand_in.made
+    assert (llm.model, llm.values["max_model_len"]) == ("dir", "auto")
+    [(prompts, params, _)] = llm.calls
+    assert prompts == ["one", "two"]
+    assert params == SamplingParams(temperature=0.0, max_tokens=128)
+
+
+def test_generate_without_a_model_says_that_it_uses_the_demo(stand_in, capsys, monkeypatch):
+    monkeypatch.setattr(session, "demo_model_path", lambda: "demo-dir")
+    assert main(["generate"]) == 0
+    assert "demo model" in capsys.readouterr().err
+    assert stand_in.made[0].model == "demo-dir"
+    assert len(stand_in.made[0].calls[0][0]) >= 4
+
+
+def test_generate_quietly(stand_in, capsys):
+    assert main(["generate", "x", "--model", "dir", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_generate_json_is_one_object_per_prompt(capsys):
+    assert main(["generate", "a", "b", "--model", "dir", "--json"]) == 0
+    objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["prompt"] for entry in objects] == ["a", "b"]
+    assert objects[0]["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_generate_reads_prompts_from_stdin(stand_in, stdin):
+    stdin("first\n\nsecond\n")
+    assert main(["generate", "-", "--model", "dir"]) == 0
+    assert stand_in.made[0].calls[0][0] == ["first", "second"]
+
+
+def test_generate_with_empty_stdin_is_an_error(stdin, capsys):
+    stdin("\n")
+    assert main(["generate", "-", "--model", "dir"]) == 2
+    assert "stdin holds no prompt" in capsys.readouterr().err
+
+
+def test_a_missing_demo_model_is_an_error(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(session.pagerunner, "__file__", str(tmp_path / "__init__.py"))
+    assert main(["generate"]) == 2
+    assert "the demo model is missing from this installation" in capsys.readouterr().err
+
+
+def test_chat_takes_lines_of_stdin_as_turns_and_keeps_the_history(stand_in, stdin, capsys):
+    stdin("hello there\n\nand again\n")
+    assert main(["chat", "--model", "dir", "--system-prompt", "Be brief."]) == 0
+    assert capsys.readouterr().out == "HELLO THERE \nAND AGAIN \n"
+    first, second = (call[0] for call in stand_in.made[0].calls)
+    assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello there"}]
+    assert second[2:] == [
+        {"role": "assistant", "content": "HELLO THERE "},
+        {"role": "user", "content": "and again"},
+    ]
+
+
+def test_chat_quick_is_one_turn(stand_in, capsys):
+    assert main(["chat", "--model", "dir", "--quick", "hi you"]) == 0
+    assert capsys.readouterr().out == "HI YOU \n"
+    assert stand_in.made[0].calls[0][1].output_kind == "delta"
+
+
+def test_chat_beyond_the_models_length_is_an_error(stdin, capsys):
+    stdin("a\nb\nc\nd\n")
+    assert main(["chat", "--model", "dir"]) == 2
+    assert "The prompt is too long." in capsys.readouterr().err
+
+
+def test_an_interrupted_reply_is_closed_and_forgotten():
+    llm = StandIn("dir")
+    talk = chat.Conversation(llm, SamplingParams())
+    pieces = talk.reply("one two three")
+    assert next(pieces) == "ONE "
+    pieces.close()
+    assert llm.closed == 1 and talk.messages == []
+
+
+def test_repl_goes_on_after_an_error_and_after_ctrl_c(monkeypatch, capsys):
+    llm = StandIn("dir")
+    talk = chat.Conversation(llm, SamplingParams(), "Be brief.")
+    lines = iter(["one", "/what", "two", "three", "four", "/clear", "five"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next_line(lines))
+    chat._converse(talk)
+    captured = capsys.readouterr()
+    assert "too long" in captured.err and "/clear starts over" in captured.err
+    assert "FIVE" in captured.out and "/quit" in captured.out
+    assert [message["content"] for message in talk.messages] == ["Be brief.", "five", "FIVE "]
+
+    monkeypatch.setattr(llm, "stream_chat", interrupted)
+    chat._answer(talk, "six")
+    assert "stopped" in capsys.readouterr().out
+    assert len(talk.messages) == 3
+
+
+def next_line(lines):
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError from None
+
+
+def interrupted(messages, params):
+    raise KeyboardInterrupt
+    yield
+
+
+def test_eval_prints_a_row_per_task_and_distance(capsys, monkeypatch):
+    monkeypatch.setattr(session, "demo_model_path", lambda: "demo-dir")
+    assert main(["eval", "--num-examples", "2", "--tasks", "recall,addition"]) == 0
+    out = capsys.readouterr().out
+    assert "recall @ 64" in out and "recall @ 1024" in out and "addition" in out and "0 of 2" in out
+
+
+def test_eval_of_an_unknown_task(capsys):
+    assert main(["eval", "--model", "dir", "--tasks", "singing"]) == 2
+    assert "unknown task 'singing'" in capsys.readouterr().err
+
+
+def test_serve_hands_its_options_to_the_server(monkeypatch):
+    calls = []
+    module = types.ModuleType("pagerunner.server.launch")
+    module.run_server = lambda args, **options: calls.append((args, options))
+    monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
+    words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    assert main(words) == 0
+    [(args, options)] = calls
+    assert (args.model, args.max_num_seqs) == ("dir", 4)
+    assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"]}

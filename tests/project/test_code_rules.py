@@ -1,0 +1,134 @@
+"""Layers, sizes, docstrings and safety of the code; every rule is first shown to catch a planted fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from project import checks
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("module", "snippet"),
+    [
+        ("pagerunner.memory.x", "from pagerunner.sched import queue"),
+        ("pagerunner.layers.x", "def f():\n    from pagerunner.runner.arena import Arena"),
+        ("pagerunner.ops.x", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pagerunner.models.llama"),
+        ("pagerunner.ops.x", "from ..engine import core"),
+        ("pagerunner.llm", "from pagerunner import cli"),
+        ("pagerunner.cli.x", "from pagerunner.runner.runner import ModelRunner"),
+        ("pagerunner.models.x", "import pagerunner.novelty"),
+        ("pagerunner.novelty", ""),
+    ],
+)
+def test_layer_rule_catches(module, snippet):
+    assert checks.layer_faults(snippet, module)
+
+
+def test_layer_rule_lets_imports_point_down():
+    assert not checks.layer_faults("import os\nfrom pagerunner.memory import planner", "pagerunner.sched.scheduler")
+    assert not checks.layer_faults(
+        "from pagerunner import limits\nfrom . import base", "pagerunner.attention.torch_ref"
+    )
+
+
+def test_imports_point_down():
+    faults = [f for path in checks.package_files() for f in checks.layer_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
+def test_torch_rule_catches():
+    assert checks.torch_imports("def f():\n    import torch.nn as nn", "m")
+    assert checks.torch_imports("from safetensors.torch import load_file", "m")
+
+
+def test_lower_layers_are_torch_free():
+    files = [path for path in checks.package_files() if checks.part(checks.dotted(path)) in checks.TORCH_FREE]
+    assert files
+    faults = [f for path in files for f in checks.torch_imports(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
+def test_size_rule_catches():
+    assert checks.size_faults("x = 1\n" * (checks.MAX_FILE_LINES + 1), "m")
+    assert checks.size_faults("async def f():\n" + "    x = 1\n" * checks.MAX_FUNCTION_LINES, "m")
+    assert not checks.size_faults("def f():\n" + "    x = 1\n" * (checks.MAX_FUNCTION_LINES - 1), "m")
+
+
+def test_files_and_functions_stay_small():
+    faults = [f for path in checks.python_files() for f in checks.size_faults(read(path), str(path.name))]
+    assert not faults, "\n".join(faults)
+
+
+def test_package_stays_small():
+    assert sum(len(read(path).splitlines()) for path in checks.package_files()) < checks.MAX_PACKAGE_LINES
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "x = 1",
+        '"""m"""\ndef f():\n    pass',
+        '"""m"""\nclass C:\n    """c"""\n    async def m(self):\n        pass',
+        '"""m"""\nclass C:\n    """c"""\n    @property\n    def p(self):\n        return 1',
+    ],
+)
+def test_docstring_rule_catches(snippet):
+    assert checks.docstring_faults(snippet, "m")
+
+
+def test_docstring_rule_leaves_private_names_alone():
+    assert not checks.docstring_faults('"""m"""\ndef _f():\n    pass\nclass _C:\n    def m(self):\n        pass', "m")
+
+
+def test_public_names_have_docstrings():
+    faults = [f for path in checks.package_files() for f in checks.docstring_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
+def test_all_rule_catches():
+    assert checks.all_faults('__all__ = ["gone"]', "m")
+    assert checks.all_faults('x = 1\n__all__ = ["x", "x"]', "m")
+    assert not checks.all_faults('from a import x\n__all__ = ["x"]', "m")
+
+
+def test_all_lists_what_is_there():
+    faults = [f for path in checks.package_files() for f in checks.all_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import pickle",
+        "def f():\n    from cloudpickle import loads",
+        "import dill as d",
+        "import marshal",
+        "import torch\ntorch.load('x')",
+        "eval('1')",
+        "exec('1')",
+        "socket.recv_pyobj()",
+        "f(trust_remote_code=True)",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import os\nos.system('ls')",
+        "host = '0.0.0.0'",
+        "url = 'tcp://*:5555'",
+        "url = 'tcp://10.0.0.1:5555'",
+    ],
+)
+def test_safety_rule_catches(snippet):
+    assert checks.unsafe_faults(snippet, "m")
+
+
+def test_safety_rule_allows_loopback_and_ordinary_calls():
+    assert not checks.unsafe_faults(
+        "url = 'tcp://127.0.0.1:0'\nre.compile('x')\nmodel.eval()\nrun(x, shell=False)", "m"
+    )
+
+
+def test_package_uses_nothing_unsafe():
+    faults = [f for path in checks.package_files() for f in checks.unsafe_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,104 @@
+"""What importing costs: time, torch, and the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import pagerunner
+from project import checks
+
+
+def python(code, *argv):
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(checks.PACKAGE.parent)},
+        cwd=checks.ROOT,
+        check=False,
+    )
+
+
+def fastest(code, runs=5):
+    """The least of several measurements: noise of a busy machine only adds."""
+    done = [python(code) for _ in range(runs)]
+    assert all(run.returncode == 0 for run in done), done[0].stderr
+    return min(float(run.stdout.split()[-1]) for run in done)
+
+
+def test_importing_the_package_takes_under_100_ms_and_no_torch():
+    code = (
+        "import sys, time; start = time.perf_counter(); import pagerunner; "
+        "took = time.perf_counter() - start; assert 'torch' not in sys.modules; print(took)"
+    )
+    assert fastest(code) < 0.1
+
+
+def test_help_takes_under_300_ms_and_no_torch():
+    code = (
+        "import subprocess, sys, time; start = time.perf_counter(); "
+        "subprocess.run([sys.executable, '-m', 'pagerunner', '--help'], check=True, stdout=subprocess.DEVNULL); "
+        "print(time.perf_counter() - start)"
+    )
+    assert fastest(code) < 0.3
+
+
+def modules():
+    return [checks.dotted(path) for path in checks.package_files() if path.name != "__main__.py"]
+
+
+def test_torch_free_parts_load_without_torch():
+    free = [m for m in modules() if checks.part(m) in checks.TORCH_FREE | {"", "cli", "eval", "bench"}]
+    code = (
+        "import importlib, json, sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch': raise ImportError('torch is blocked')\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+    )
+    assert len(free) > 10
+    assert python("import sys\nsys.exit('torch' in sys.modules)").returncode == 0
+    result = python(code, json.dumps(free))
+    assert result.returncode == 0, result.stderr
+
+
+NO_NETWORK = (
+    "import importlib, json, sys\n"
+    "def hook(event, args):\n"
+    "    if event in ('socket.connect', 'socket.bind', 'socket.getaddrinfo', 'socket.gethostbyname'):\n"
+    "        raise RuntimeError(f'network at import: {event}')\n"
+    "sys.addaudithook(hook)\n"
+)
+
+
+def test_network_guard_catches():
+    result = python(NO_NETWORK + "import socket\nsocket.socket().bind(('127.0.0.1', 0))")
+    assert result.returncode != 0 and "network at import" in result.stderr
+
+
+def test_no_module_touches_the_network_when_imported():
+    result = python(NO_NETWORK + "for n in json.loads(sys.argv[1]): importlib.import_module(n)", json.dumps(modules()))
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names_are_those_of_all():
+    public = {name for name in dir(pagerunner) if not name.startswith("_")}
+    submodules = {checks.part(module) for module in modules()} | {"annotations", "importlib", "TYPE_CHECKING", "Any"}
+    assert public - submodules == {name for name in pagerunner.__all__ if not name.startswith("_")}
+    assert sorted(set(pagerunner.__all__)) == sorted(pagerunner.__all__)
+
+
+def test_every_public_name_can_be_imported():
+    for name in pagerunner.__all__:
+        assert getattr(pagerunner, name) is not None
+
+
+def test_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pagerunner.nothing
