@@ -120,7 +120,7 @@ def summary(outputs: Sequence[RequestOutput], seconds: float, plan: MemoryPlan) 
 
 def _pages(outputs: Sequence[RequestOutput], plan: MemoryPlan) -> str:
     parts = []
-    for group in plan.groups:
+    for index, group in enumerate(plan.groups):
         size = group.page_tokens
         filled = 0
         for output in outputs:
@@ -129,5 +129,5 @@ def _pages(outputs: Sequence[RequestOutput], plan: MemoryPlan) -> str:
             # Siblings share the prompt's full pages, and a prefix hit shares those of an earlier request.
             shared = prompt // size * (len(lengths) - 1) + output.num_cached_tokens // size
             filled += sum(-(-length // size) for length in lengths) - shared
-        parts.append(f"{filled} of {plan.num_pages(group)} pages of {size} tokens filled")
+        parts.append(f"{filled} of {plan.num_pages(index)} pages of {size} tokens filled")
     return ", ".join(parts) + "."

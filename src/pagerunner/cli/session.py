@@ -52,7 +52,8 @@ def one_model(namespace: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: both are given and differ.
     """
-    named, tag = namespace.model, namespace.model_tag
+    named: str | None = namespace.model
+    tag: str | None = namespace.model_tag
     if named is not None and tag is not None and named != tag:
         raise ConfigError(f"two models are named, {tag!r} and --model {named!r}; give one.")
     return named if named is not None else tag
