@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Literal
 
 import msgspec
@@ -108,3 +109,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_in_flight: int
     poison_fresh_pages: bool
     attention_backend: str
+
+
+def engine_args(**values: object) -> EngineArgs:
+    """EngineArgs from keyword arguments. Raises ConfigError that names an unknown one and the nearest known one."""
+    known = EngineArgs.__struct_fields__
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"Unknown engine argument {name!r}.{hint}")
+    return EngineArgs(**values)  # type: ignore[arg-type]

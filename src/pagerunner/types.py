@@ -6,7 +6,7 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -22,14 +22,73 @@ def _require(condition: bool, param: str, message: str) -> None:
         raise InvalidRequestError(f"{param} {message}", param=param)
 
 
-def _strings(param: str, value: str | list[str] | tuple[str, ...] | None, most: int) -> tuple[str, ...]:
-    items = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    _require(len(items) <= most, param, f"has {len(items)} entries; at most {most} are allowed.")
-    for item in items:
+def show(value: object) -> str:
+    """A value from a user for an error message: its repr, cut to a readable length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits refuses to become text
+        return f"{type(value).__name__} too long to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _strings(param: str, value: object, most: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError(f"{param} must be a string or a list of strings, got {show(value)}.", param=param)
+    _require(len(value) <= most, param, f"has {len(value)} entries; at most {most} are allowed.")
+    limit = limits.MAX_STOP_STRING_CHARS
+    for item in value:
         _require(isinstance(item, str) and item != "", param, "must hold non-empty strings.")
-        limit = limits.MAX_STOP_STRING_CHARS
         _require(len(item) <= limit, param, f"holds a string of {len(item)} characters; at most {limit} are allowed.")
-    return items
+        _require(item.isascii() or _is_unicode(item), param, "holds a lone surrogate, which is not valid Unicode.")
+    return tuple(value)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise InvalidRequestError(f"{param} must be a list of token ids, got {show(value)}.", param=param)
+    _require(len(value) <= most, param, f"has {len(value)} entries; at most {most} are allowed.")
+    for token in value:
+        _require(_is_int(token) and token >= 0, param, f"must hold token ids (integers from 0), got {show(token)}.")
+    return tuple(value)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """Keys may be digits in a string: that is how JSON carries them."""
+    name, most = "logit_bias", limits.MAX_LOGIT_BIAS
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{name} must map token ids to numbers, got {show(value)}.", param=name)
+    _require(len(value) <= most, name, f"has {len(value)} entries; at most {most} are allowed.")
+    checked: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        _require(_is_int(token) and token >= 0, name, f"must have token ids as keys, got {show(key)}.")
+        _require(
+            _is_finite(bias) and -100 <= bias <= 100,
+            name,
+            f"of token {token} must be in [-100, 100], got {show(bias)}.",
+        )
+        _require(token not in checked, name, f"names token {token} twice.")
+        checked[token] = float(bias)
+    return checked
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -75,84 +134,75 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         self._normalise()
 
     def _check_types(self) -> None:
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("n", "top_k", "min_tokens"):
+            value = getattr(self, name)
+            _require(_is_int(value), name, f"must be an integer of at most 64 bits, got {show(value)}.")
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(
-                value is None or (isinstance(value, int) and not isinstance(value, bool)),
+                value is None or _is_int(value),
                 name,
-                f"must be an integer, got {value!r}.",
+                f"must be an integer of at most 64 bits or None, got {show(value)}.",
             )
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             value = getattr(self, name)
-            _require(
-                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
-                name,
-                f"must be a finite number, got {value!r}.",
-            )
+            _require(_is_finite(value), name, f"must be a finite number, got {show(value)}.")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, f"must be true or false, got {show(value)}.")
+        kinds = get_args(OutputKind)
+        _require(
+            self.output_kind in kinds,
+            "output_kind",
+            f"must be one of {', '.join(kinds)}, got {show(self.output_kind)}.",
+        )
 
     def _check_filters(self) -> None:
-        _require(self.temperature >= 0, "temperature", f"must be at least 0, got {self.temperature}.")
-        _require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}.")
-        _require(self.top_k >= -1, "top_k", f"must be -1 or 0 (off) or at least 1, got {self.top_k}.")
-        _require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}.")
+        _require(self.temperature >= 0, "temperature", f"must be at least 0, got {show(self.temperature)}.")
+        _require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {show(self.top_p)}.")
+        _require(self.top_k >= -1, "top_k", f"must be -1 or 0 (off) or at least 1, got {show(self.top_k)}.")
+        _require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {show(self.min_p)}.")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, f"must be in [-2, 2], got {getattr(self, name)}.")
+            _require(-2 <= getattr(self, name) <= 2, name, f"must be in [-2, 2], got {show(getattr(self, name))}.")
         _require(
-            self.repetition_penalty > 0, "repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}."
+            self.repetition_penalty > 0,
+            "repetition_penalty",
+            f"must be greater than 0, got {show(self.repetition_penalty)}.",
         )
 
     def _check_lengths(self) -> None:
-        _require(1 <= self.n <= limits.MAX_N, "n", f"must be in [1, {limits.MAX_N}], got {self.n}.")
+        _require(1 <= self.n <= limits.MAX_N, "n", f"must be in [1, {limits.MAX_N}], got {show(self.n)}.")
         _require(
-            self.max_tokens is None or self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {self.max_tokens}."
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            f"must be at least 1, got {show(self.max_tokens)}.",
         )
-        _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {self.min_tokens}.")
+        _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {show(self.min_tokens)}.")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
-            f"is {self.min_tokens}, more than max_tokens={self.max_tokens}.",
+            f"is {show(self.min_tokens)}, more than max_tokens={show(self.max_tokens)}.",
         )
-        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", f"must fit in 64 bits, got {self.seed}.")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(
                 value is None or 0 <= value <= limits.MAX_LOGPROBS,
                 name,
-                f"must be in [0, {limits.MAX_LOGPROBS}], got {value}.",
+                f"must be in [0, {limits.MAX_LOGPROBS}], got {show(value)}.",
             )
 
     def _normalise(self) -> None:
         put = msgspec.structs.force_setattr
         put(self, "stop", _strings("stop", self.stop, limits.MAX_STOP_STRINGS))
         put(self, "bad_words", _strings("bad_words", self.bad_words, limits.MAX_BAD_WORDS))
-        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _require(
-            len(self.stop_token_ids or ()) <= limits.MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"has {len(self.stop_token_ids or ())} entries; at most {limits.MAX_STOP_TOKEN_IDS} are allowed.",
-        )
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), limits.MAX_STOP_TOKEN_IDS))
         put(self, "top_k", max(self.top_k, 0))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-            count = len(self.allowed_token_ids)
-            _require(
-                0 < count <= limits.MAX_ALLOWED_TOKEN_IDS,
-                "allowed_token_ids",
-                f"must hold 1 to {limits.MAX_ALLOWED_TOKEN_IDS} ids, got {count}.",
-            )
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS)
+            _require(bool(allowed), "allowed_token_ids", "must hold at least 1 id, got none.")
+            put(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
-            count = len(self.logit_bias)
-            _require(
-                count <= limits.MAX_LOGIT_BIAS,
-                "logit_bias",
-                f"has {count} entries; at most {limits.MAX_LOGIT_BIAS} are allowed.",
-            )
-            for token, bias in self.logit_bias.items():
-                _require(
-                    isinstance(bias, (int, float)) and -100 <= bias <= 100,
-                    "logit_bias",
-                    f"of token {token} must be in [-100, 100], got {bias!r}.",
-                )
+            put(self, "logit_bias", _logit_bias(self.logit_bias))
         _require(self.detokenize or not self.stop, "stop", "needs detokenize=True.")
 
 
@@ -244,9 +294,10 @@ class PageCopy(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the runner does in one step, in this order: slots, table writes, zeroing, copies, forward, sampling.
+    """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
 
-    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it.
+    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
+    been the source of one of the step's copies, so copies come first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     """
 
@@ -305,7 +356,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request's state as its caller sees it; fields are vLLM's."""
+    """A request's state as its caller sees it; fields are vLLM's, and `error` says why a sequence ended with "error"."""
 
     request_id: str
     prompt: str | None
@@ -315,3 +366,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    error: str | None = None

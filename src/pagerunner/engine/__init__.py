@@ -1,0 +1,1 @@
+"""The engine: configuration resolved, parts put together, steps run."""

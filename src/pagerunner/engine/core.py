@@ -1,0 +1,120 @@
+"""EngineCore: the step loop. Requests in, token updates out; everything about text is the frontend's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from pagerunner.config import one_of
+from pagerunner.engine.executors.base import Executor, Pending
+from pagerunner.errors import ConfigError, EngineSleepingError
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.sched.scheduler import Scheduler, SchedulerStats
+from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
+
+SleepMode = Literal["abort", "wait", "keep"]
+
+
+class EngineCore:
+    """Schedules, launches and commits steps, with up to `max_in_flight` of them launched before the first is read."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        memory_plan: MemoryPlan,
+        *,
+        max_in_flight: int,
+        enable_sleep_mode: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._max_in_flight = max_in_flight
+        self._enable_sleep_mode = enable_sleep_mode
+        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self.memory_plan = memory_plan
+        self.num_steps = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it could never run; the message has the numbers.
+            EngineSleepingError: the engine sleeps.
+        """
+        if self.is_sleeping:
+            raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
+        self._scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+        """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
+        return self._scheduler.abort(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work)
+
+    def step(self) -> list[RequestUpdate]:
+        """Launch what may be launched, then commit the oldest step in flight."""
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._executor.run(plan)))
+        return self._commit_oldest() if self._in_flight else []
+
+    def _commit_oldest(self) -> list[RequestUpdate]:
+        plan, pending = self._in_flight.popleft()
+        self.num_steps += 1
+        return self._scheduler.commit(plan, pending.result())
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges of the scheduler and the memory manager."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""
+        return self._scheduler.reset_prefix_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine is parked at any level."""
+        return self._executor.sleep_level is not None
+
+    @property
+    def sleep_level(self) -> int | None:
+        """The level the engine sleeps at, None while it runs."""
+        return self._executor.sleep_level
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
+        """Park the engine and free memory; see runner/sleep.py for the levels.
+
+        `mode` says what becomes of unfinished requests: "abort" ends them, "wait" finishes them first, "keep" preempts
+        them and goes on with them after waking. Returns the updates this caused. The prefix index is reset whenever
+        pages are freed.
+        """
+        if not self._enable_sleep_mode:
+            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
+        one_of("sleep mode", mode, ("abort", "wait", "keep"))
+        if level not in (0, 1, 2):
+            raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+        updates: list[RequestUpdate] = []
+        if mode == "wait":
+            while self.has_work:
+                updates += self.step()
+        while self._in_flight:
+            updates += self._commit_oldest()
+        if mode == "abort":
+            updates += self._scheduler.abort_all()
+        elif level > 0:
+            self._scheduler.preempt_all()
+        if level > 0:
+            self._scheduler.reset_prefix_cache()
+        self._executor.sleep(level)
+        return updates
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back; the engine runs again when every region is mapped."""
+        self._executor.wake_up(tags)

@@ -1,0 +1,1 @@
+"""Executors run step plans: in this process, or (later) one process a rank."""

@@ -1,0 +1,172 @@
+"""From user arguments to a complete configuration and memory plan: every default and every limit is settled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pagerunner.config import Dtype, EngineArgs, EngineConfig
+from pagerunner.engine.machine import available_memory, resolve_device
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.models.config import ModelConfig, read_model_config
+from pagerunner.models.loader import weights_bytes
+from pagerunner.models.registry import build_model
+from pagerunner.runner.pages import TORCH_DTYPES
+
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_BATCHED_TOKENS = 2_048
+DEFAULT_CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; more only when one request of full length needs it
+_DTYPE_NAMES: dict[str, Dtype] = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine is built from."""
+
+    config: EngineConfig
+    model: ModelConfig
+    plan: MemoryPlan
+
+
+def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
+    """Settle every choice. `memory_bytes` stands for the machine's available memory (measured when None).
+
+    Raises:
+        ConfigError: an argument contradicts the model or another argument.
+        CapacityError: the memory cannot hold one request of the wanted length.
+    """
+    model = read_model_config(args.model)
+    device = resolve_device(args.device)
+    dtype: Dtype = _DTYPE_NAMES.get(args.dtype, "float32")  # "auto" on a CPU: its kernels are fastest in float32
+    kv_dtype: Dtype = dtype if args.kv_cache_dtype == "auto" else _DTYPE_NAMES[args.kv_cache_dtype]
+    if kv_dtype != dtype:
+        raise ConfigError(f"kv_cache_dtype={kv_dtype} must equal the model's dtype, which is {dtype}.")
+    max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    wanted_length = _wanted_length(args, model)
+    longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    batched_tokens = _batched_tokens(args, longest)
+    plan = _plan(args, model, kv_dtype, wanted_length, max_num_seqs, batched_tokens, memory_bytes)
+    config = EngineConfig(
+        model_path=str(args.model),
+        tokenizer_path=str(args.tokenizer or args.model),
+        served_model_name=args.served_model_name or str(args.model),
+        dtype=dtype,
+        device=device,
+        max_model_len=plan.max_model_len,
+        kv_cache_dtype=kv_dtype,
+        block_size=args.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+        seed=args.seed,
+        load_format="dummy" if args.load_format == "dummy" else "auto",
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        enforce_eager=args.enforce_eager,
+        enable_sleep_mode=args.enable_sleep_mode,
+        max_in_flight=args.max_in_flight or 1,
+        poison_fresh_pages=args.poison_fresh_pages,
+        attention_backend=args.attention_backend,
+    )
+    return Resolved(config, model, plan)
+
+
+def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
+    if args.max_model_len in ("auto", -1):
+        return "auto"
+    if args.max_model_len is None:
+        return model.max_position_embeddings
+    length = int(args.max_model_len)
+    if length > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={length} is more than the model's max_position_embeddings="
+            f"{model.max_position_embeddings}; lower max_model_len."
+        )
+    return length
+
+
+def _batched_tokens(args: EngineArgs, max_model_len: int) -> int:
+    if args.enable_chunked_prefill:
+        return args.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+    tokens = args.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, max_model_len)
+    if tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, and with "
+            "enable_chunked_prefill=False a prompt must fit in one step; raise the first, lower the second, "
+            "or enable chunked prefill."
+        )
+    return tokens
+
+
+def _plan(
+    args: EngineArgs,
+    model: ModelConfig,
+    kv_dtype: Dtype,
+    wanted_length: int | str,
+    max_num_seqs: int,
+    batched_tokens: int,
+    memory_bytes: int | None,
+) -> MemoryPlan:
+    longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    weights = weights_bytes(build_model(model, TORCH_DTYPES[kv_dtype]))
+    in_flight = args.max_in_flight or 1
+
+    def plan(budget: int | None) -> MemoryPlan:
+        return plan_memory(
+            model.layer_specs(kv_dtype),
+            page_tokens=args.block_size,
+            budget_bytes=budget,
+            num_pages_override=args.num_gpu_blocks_override,
+            max_model_len=wanted_length,
+            model_max_len=model.max_position_embeddings,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched_tokens,
+            max_in_flight=in_flight,
+        )
+
+    if args.num_gpu_blocks_override is not None:
+        made = plan(None)
+    elif args.kv_cache_memory_bytes is not None:
+        made = plan(args.kv_cache_memory_bytes)
+    else:
+        made = _plan_in(memory_bytes, args.gpu_memory_utilization, weights, longest, plan)
+    other = (
+        ("weights", weights),
+        ("page tables", sum(8 * max_num_seqs * group.table_width for group in made.groups)),
+        ("sampling state", 4 * max_num_seqs * model.vocab_size),
+        ("logits of one step", 4 * max_num_seqs * model.vocab_size),
+    )
+    return replace(made, other=other)
+
+
+def _plan_in(
+    memory_bytes: int | None,
+    utilization: float,
+    weights: int,
+    longest: int,
+    plan: Callable[[int | None], MemoryPlan],
+) -> MemoryPlan:
+    """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
+    total = available_memory() if memory_bytes is None else memory_bytes
+    room = int(total * utilization) - weights
+    if room <= 0:
+        raise CapacityError(
+            f"The weights need {weights / 2**30:.2f} GiB, and gpu_memory_utilization={utilization} of the "
+            f"{total / 2**30:.2f} GiB there are is {total * utilization / 2**30:.2f} GiB; raise gpu_memory_utilization "
+            "or take a machine with more memory."
+        )
+    if memory_bytes is not None or room <= DEFAULT_CPU_KV_BYTES:
+        return plan(room)
+    try:
+        modest = plan(DEFAULT_CPU_KV_BYTES)
+    except CapacityError:
+        return plan(room)
+    return modest if modest.max_model_len == longest else plan(room)

@@ -1,0 +1,203 @@
+"""LLM: offline inference in this process, with vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from tqdm import tqdm
+
+from pagerunner import limits
+from pagerunner.config import engine_args
+from pagerunner.engine.build import build_from
+from pagerunner.engine.core import SleepMode
+from pagerunner.engine.frontend import build_frontend
+from pagerunner.engine.resolve import resolve
+from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.sched.scheduler import SchedulerStats
+from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams
+
+Prompt = str | dict[str, Any]
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model loaded and ready to generate.
+
+    Arguments are the fields of `pagerunner.config.EngineArgs`, which are vLLM's.
+
+        >>> llm = LLM("path/to/checkpoint", max_model_len="auto")
+        >>> [output] = llm.generate("Hello, my name is", SamplingParams(temperature=0))
+        >>> output.outputs[0].text
+
+    Raises:
+        ConfigError: an argument or a config field is wrong or unsupported.
+        CheckpointError: the directory is not a complete checkpoint.
+        CapacityError: the memory cannot hold one request of the wanted length.
+    """
+
+    def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
+        args = engine_args(model=str(model), tokenizer=tokenizer, **kwargs)
+        resolved = resolve(args)
+        with _loading_bar(use_tqdm) as progress:
+            self._core = build_from(resolved, progress)
+        self._frontend = build_frontend(args, resolved.config.max_model_len)
+        self._outputs = self._frontend.outputs
+        self._ids = count()
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """How the memory is divided: groups, pages, capacity, and everything that is allocated beside them."""
+        return self._core.memory_plan
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges: requests, pages in use, prefix queries and hits, preemptions."""
+        return self._core.stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError when it was switched off."""
+        return self._frontend.require_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the checkpoint's generation_config.json over the defaults."""
+        return self._frontend.default_sampling_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs come in the prompts' order.
+
+        Args:
+            prompts: a string, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
+            sampling_params: one for all, or one per prompt; the checkpoint's defaults when None.
+            use_tqdm: show a progress bar.
+            priority: with scheduling_policy="priority", one number per prompt; lower runs first.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are bad; nothing has run.
+            EngineSleepingError: call `wake_up` first.
+        """
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        if any(isinstance(item, int) for item in items):
+            raise InvalidRequestError('Token ids are passed as {"prompt_token_ids": [...]}.', param="prompts")
+        if len(items) > limits.MAX_PROMPTS_PER_CALL * 1_000:
+            raise InvalidRequestError(f"{len(items)} prompts in one call are too many.", param="prompts")
+        params = self._one_each("sampling_params", sampling_params or self._frontend.default_sampling_params, len(items))
+        priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
+        order = self._submit(items, params, priorities)
+        return self._run(order, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, rendered by the checkpoint's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        tokenizer = self.get_tokenizer()
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                list(conversation), add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
+        self._core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: "weights", "kv_cache", or all (None)."""
+        self._core.wake_up(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt pages. Returns False when some belong to running requests."""
+        return self._core.reset_prefix_cache()
+
+    @staticmethod
+    def _one_each(name: str, value: Any, length: int) -> list[Any]:
+        if not isinstance(value, Sequence):
+            return [value] * length
+        if len(value) != length:
+            raise InvalidRequestError(f"{name} has {len(value)} entries for {length} prompts.", param=name)
+        return list(value)
+
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[str]:
+        """Queue every prompt or none; returns the request ids in order."""
+        batches = []
+        for prompt, one_params, one_priority in zip(prompts, params, priorities, strict=True):
+            request_id = str(next(self._ids))
+            batches.append((request_id, prompt, self._frontend.inputs.process(prompt, one_params, request_id, one_priority)))
+        added: list[str] = []
+        try:
+            for request_id, prompt, requests in batches:
+                text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+                self._outputs.add(request_id, text, requests)
+                added.append(request_id)
+                for request in requests:
+                    self._core.add(request)
+        except BaseException:
+            self._drop(added)
+            raise
+        return added
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._core.abort(self._outputs.abort(request_id))
+
+    def _run(self, order: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        bar = tqdm(total=len(order), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        generated = 0
+        try:
+            while len(done) < len(order):
+                outputs = self._advance(self._core.step())
+                for output in outputs:
+                    if output.finished:
+                        done[output.request_id] = output
+                        generated += sum(len(one.token_ids) for one in output.outputs)
+                        rate = generated / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"output: {rate:.1f} tok/s", refresh=False)
+                        bar.update()
+        except BaseException:
+            self._drop([request_id for request_id in order if request_id not in done])
+            raise
+        finally:
+            bar.close()
+        return [done[request_id] for request_id in order]
+
+    def _advance(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
+        outputs, stopped = self._outputs.process(updates)
+        if stopped:
+            self._core.abort(stopped)
+        return outputs
+
+
+@contextmanager
+def _loading_bar(show: bool) -> Iterator[Callable[[int, int], None]]:
+    bar = tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=None if show else True, leave=False)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    try:
+        yield progress
+    finally:
+        bar.close()

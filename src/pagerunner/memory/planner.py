@@ -1,0 +1,307 @@
+"""Decides how the bytes for pages are cut: pure functions from specs and limits to a frozen `MemoryPlan`.
+
+Bytes -> equal slabs -> pages. A slab belongs to one group at a time and holds `pages_per_slab` of that group's pages.
+One page holds all the layers of its group: page -> layer -> K, then V -> tokens -> kv heads -> dim.
+`MemoryPlan.slabs_needed` is the one capacity formula: start-up check, auto-fit, admission and report all use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.prefix import UNIT_TOKENS
+from pagerunner.memory.report import human_bytes
+from pagerunner.memory.rules import RULES, GroupRule
+from pagerunner.memory.specs import Spec
+
+ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
+_SLAB_PAGES = 64  # pages of a slab when only one group exists: long runs of adjacent pages, little to round off
+_KNOBS = "raise kv_cache_memory_bytes, gpu_memory_utilization or num_gpu_blocks_override"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """Where one layer lives inside a page: `offset` bytes from the page's start."""
+
+    layer: int
+    spec: Spec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The pages of all layers of one lifetime.
+
+    A page table entry is the page's byte offset // `unit`; `unit` divides the slab and the page. `table_width` is the
+    entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[LayerSlice, ...]
+    page_tokens: int
+    page_bytes: int
+    pages_per_slab: int
+    unit: int
+    table_width: int
+    zero_fresh: bool
+    rule: GroupRule
+
+    def pages_needed(self, tokens: int) -> int:
+        """The most pages that a request holds at once on its way to `tokens` tokens."""
+        return self.rule.pages_needed(tokens)
+
+    @property
+    def useful_page_bytes(self) -> int:
+        """Bytes of a page that hold state; the rest is alignment."""
+        return sum(part.spec.page_bytes(self.page_tokens) for part in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Every byte of the page memory and, by name, what is allocated outside it (`other`)."""
+
+    groups: tuple[GroupPlan, ...]
+    slab_bytes: int
+    num_slabs: int
+    max_model_len: int
+    max_num_seqs: int
+    budget_bytes: int
+    other: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the page memory: what the arena must hold."""
+        return self.slab_bytes * self.num_slabs
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes allocated outside the page memory."""
+        return sum(size for _, size in self.other)
+
+    def num_pages(self, group: int) -> int:
+        """Pages of one group if every slab were its own; page ids of the group are below this."""
+        return self.num_slabs * self.groups[group].pages_per_slab
+
+    def page_offset(self, group: int, page: int) -> int:
+        """Byte offset of a page in the page memory."""
+        plan = self.groups[group]
+        slab, place = divmod(page, plan.pages_per_slab)
+        return slab * self.slab_bytes + place * plan.page_bytes
+
+    def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
+        """What a page table holds for these pages: byte offset // unit."""
+        plan = self.groups[group]
+        per_slab = plan.pages_per_slab
+        slab_units, page_units = self.slab_bytes // plan.unit, plan.page_bytes // plan.unit
+        if slab_units == per_slab * page_units:
+            return list(pages) if page_units == 1 else [page * page_units for page in pages]
+        return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
+
+    def slabs_needed(self, tokens: int) -> int:
+        """Slabs that one request of `tokens` tokens takes when it is alone."""
+        return sum(-(-group.pages_needed(tokens) // group.pages_per_slab) for group in self.groups)
+
+    def longest(self, most: int) -> int:
+        """The longest length, at most `most`, that one request can have."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.slabs_needed(middle) <= self.num_slabs else (low, middle - 1)
+        return low
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of max_model_len fit at once; a slab may be shared by requests."""
+        return float(self._concurrency(self.max_model_len))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit when they are spread over requests of about max_model_len (whole pages)."""
+        cell = lcm(*(group.page_tokens for group in self.groups))
+        length = -(-self.max_model_len // cell) * cell
+        return int(self._concurrency(length) * length)
+
+    def _concurrency(self, length: int) -> Fraction:
+        shares = (Fraction(group.pages_needed(length), group.pages_per_slab) for group in self.groups)
+        return self.num_slabs / sum(shares, Fraction(0))
+
+    @property
+    def waste(self) -> float:
+        """Share of the page memory that can hold no state, for the worst group: slab remainders and alignment."""
+        return max(1 - group.pages_per_slab * group.useful_page_bytes / self.slab_bytes for group in self.groups)
+
+
+def plan_memory(
+    specs: Sequence[Spec],
+    *,
+    page_tokens: int | Mapping[Hashable, int],
+    budget_bytes: int | None,
+    num_pages_override: int | None = None,
+    max_model_len: int | str | None = None,
+    model_max_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_in_flight: int = 1,
+    other: Sequence[tuple[str, int]] = (),
+) -> MemoryPlan:
+    """Cut the budget into slabs and pages for the layers `specs` (one per layer, in layer order).
+
+    `page_tokens` is one size or one per lifetime. `budget_bytes` is what pages may take; `num_pages_override` (pages of
+    the group whose pages are largest) replaces it. `max_model_len` None takes the model's length, "auto" or -1 the longest
+    that one request can have.
+
+    Raises:
+        CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
+        ConfigError: a limit is out of range.
+    """
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens * max_in_flight)
+    auto = max_model_len in ("auto", -1)
+    wanted = model_max_len if auto or max_model_len is None else max_model_len
+    _check_limits(wanted, model_max_len, max_num_seqs, max_num_batched_tokens, max_in_flight, num_pages_override)
+    assert isinstance(wanted, int)
+    largest = max(group.page_bytes for group in groups)
+    if num_pages_override is not None:
+        budget_bytes = num_pages_override * largest
+    if budget_bytes is None:
+        raise ConfigError("the memory for pages is unknown: give kv_cache_memory_bytes or num_gpu_blocks_override.")
+    slab_bytes = _slab_size([group.page_bytes for group in groups], budget_bytes, exact=num_pages_override is not None)
+    plan = MemoryPlan(
+        groups=tuple(_cut(group, slab_bytes, wanted) for group in groups),
+        slab_bytes=slab_bytes,
+        num_slabs=budget_bytes // slab_bytes,
+        max_model_len=wanted,
+        max_num_seqs=max_num_seqs,
+        budget_bytes=budget_bytes,
+        other=tuple(other),
+    )
+    longest = plan.longest(wanted)
+    if longest >= wanted:
+        return plan
+    if auto and longest >= 2:
+        return _with_length(plan, longest)
+    raise _too_small(plan, 2 if auto else wanted, longest)
+
+
+def _check_limits(
+    wanted: int | str | None, model_max_len: int, seqs: int, batched: int, in_flight: int, override: int | None
+) -> None:
+    if not isinstance(wanted, int) or wanted < 1:
+        raise ConfigError(
+            f'max_model_len must be at least 1, or "auto" or -1 for the longest that fits, got {wanted!r}.'
+        )
+    if wanted > model_max_len:
+        raise ConfigError(
+            f"max_model_len={wanted:,} is more than the model's {model_max_len:,} positions; lower it to {model_max_len}."
+        )
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": batched, "max_in_flight": in_flight}
+    for name, value in (limits | {"num_gpu_blocks_override": 1 if override is None else override}).items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
+def _form_groups(
+    specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], in_flight_tokens: int
+) -> list[GroupPlan]:
+    """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
+    if not specs:
+        raise ConfigError("the model has no layer that keeps state.")
+    members: dict[Hashable, list[tuple[int, Spec]]] = {}
+    for layer, spec in enumerate(specs):
+        members.setdefault(spec.lifetime, []).append((layer, spec))
+    groups: list[GroupPlan] = []
+    for lifetime, layers in members.items():
+        size = page_tokens if isinstance(page_tokens, int) else page_tokens[lifetime]
+        if size not in (1, 2, 4, 8) and (size < UNIT_TOKENS or size % UNIT_TOKENS):
+            raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of {UNIT_TOKENS}, got {size}.")
+        slices, end = [], 0
+        for layer, spec in layers:
+            slices.append(LayerSlice(layer, spec, end))
+            end += _align(spec.page_bytes(size))
+        first = layers[0][1]
+        groups.append(
+            GroupPlan(
+                name=_name(lifetime),
+                kind=first.kind,
+                layers=tuple(slices),
+                page_tokens=size,
+                page_bytes=end,
+                pages_per_slab=1,
+                unit=end,
+                table_width=1,
+                zero_fresh=any(spec.zero_fresh for _, spec in layers),
+                rule=RULES[first.kind](size, in_flight_tokens),
+            )
+        )
+    return groups
+
+
+def _name(lifetime: Hashable) -> str:
+    return "-".join(str(part) for part in lifetime) if isinstance(lifetime, tuple) else str(lifetime)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _cut(group: GroupPlan, slab_bytes: int, max_model_len: int) -> GroupPlan:
+    return GroupPlan(
+        name=group.name,
+        kind=group.kind,
+        layers=group.layers,
+        page_tokens=group.page_tokens,
+        page_bytes=group.page_bytes,
+        pages_per_slab=slab_bytes // group.page_bytes,
+        unit=gcd(slab_bytes, group.page_bytes),
+        table_width=group.pages_needed(max_model_len),
+        zero_fresh=group.zero_fresh,
+        rule=group.rule,
+    )
+
+
+def _with_length(plan: MemoryPlan, length: int) -> MemoryPlan:
+    groups = tuple(_cut(group, plan.slab_bytes, length) for group in plan.groups)
+    return MemoryPlan(groups, plan.slab_bytes, plan.num_slabs, length, plan.max_num_seqs, plan.budget_bytes, plan.other)
+
+
+def _slab_size(page_sizes: Sequence[int], budget: int, *, exact: bool) -> int:
+    """The slab size that wastes least of `budget`.
+
+    One group: whole pages, as many as the rounding allows (with `exact`, none is lost). Several: every size that is a
+    whole number of some group's pages and holds at least one of each group's; its waste is the worst group's slab
+    remainder, plus the half-filled slab that each group keeps on average, plus the budget's remainder.
+    """
+    largest = max(page_sizes)
+    if len(page_sizes) == 1:
+        pages = budget // largest
+        spare = 0 if exact else pages // 256
+        return largest * next(
+            count for count in range(min(_SLAB_PAGES, max(pages, 1)), 0, -1) if pages % count <= spare
+        )
+    sizes = {size * count for size in page_sizes for count in range(-(-largest // size), 8 * largest // size + 1)}
+
+    def waste(slab: int) -> float:
+        if slab > budget:
+            return 2.0
+        remainder = max(slab % size for size in page_sizes) / slab
+        return remainder + len(page_sizes) * slab / 2 / budget + budget % slab / budget
+
+    return min(sorted(sizes), key=waste)
+
+
+def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
+    need = plan.slabs_needed(wanted) * plan.slab_bytes
+    pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
+    fits = (
+        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS}.'
+        if longest > 1
+        else f"No length fits: {_KNOBS} to {need} bytes or more."
+    )
+    return CapacityError(
+        f"A request of {wanted:,} tokens needs {human_bytes(need)} ({need:,} bytes: {pages}), but there are "
+        f"{human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes) for pages. {fits}"
+    )

@@ -1,0 +1,93 @@
+"""The prefix index: chained content hashes of token prefixes, and which page holds which content.
+
+A hash covers 16 tokens and everything before them, so equal hashes mean equal prefixes: 256 bits of BLAKE2b over
+canonical little-endian token ids, seeded with all that makes equal tokens give different keys and values (salt, adapter).
+It doesn't depend on any page size. What identifies a page is made of these hashes by the group's rule.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+UNIT_TOKENS = 16
+_UNIT_BYTES = 4 * UNIT_TOKENS
+
+PageKey = bytes
+
+
+def chain_seed(cache_salt: str = "", adapter: str = "", family: str = "") -> bytes:
+    """The hash that a chain starts from: requests share pages only if all three are equal."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, adapter, family)]
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(framed, digest_size=32, person=b"pagerunner-v1").digest()
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class PrefixChain:
+    """One request's hashes: `hashes[i]` covers tokens [0, 16 * (i + 1)). Computed once and extended as tokens arrive."""
+
+    __slots__ = ("hashes", "seed")
+
+    def __init__(self, seed: bytes) -> None:
+        self.seed = seed
+        self.hashes: list[bytes] = []
+
+    def cover(self, tokens: Sequence[int], limit: int) -> None:
+        """Hash the whole units among the first `limit` of `tokens` that are not hashed yet.
+
+        `tokens` must begin with the tokens of earlier calls.
+        """
+        done = len(self.hashes)
+        units = min(limit, len(tokens)) // UNIT_TOKENS
+        if units <= done:
+            return
+        data = _token_bytes(tokens[done * UNIT_TOKENS : units * UNIT_TOKENS])
+        last = self.hashes[-1] if done else self.seed
+        append = self.hashes.append
+        for at in range(0, len(data), _UNIT_BYTES):
+            last = blake2b(last + data[at : at + _UNIT_BYTES], digest_size=32).digest()
+            append(last)
+
+
+class PrefixIndex:
+    """Which page holds which content, per group. Knows nothing of reference counts: the pool asks it what is worth keeping.
+
+    `pages[group]` maps a key to a page; `keys[group]` maps a page to its key.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.pages: list[dict[PageKey, int]] = [{} for _ in range(num_groups)]
+        self.keys: list[dict[int, PageKey]] = [{} for _ in range(num_groups)]
+
+    def publish(self, group: int, key: PageKey, page: int) -> None:
+        """Make a page findable. Of two pages with equal content the first stays; the second is not indexed."""
+        if self.pages[group].setdefault(key, page) == page:
+            self.keys[group][page] = key
+
+    def forget(self, group: int, page: int) -> None:
+        """The page's content is no longer findable."""
+        key = self.keys[group].pop(page, None)
+        if key is not None:
+            del self.pages[group][key]
+
+    def move(self, group: int, source: int, target: int) -> None:
+        """The content of page `source` is now in page `target`."""
+        key = self.keys[group].pop(source, None)
+        if key is not None:
+            self.pages[group][key] = target
+            self.keys[group][target] = key
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for pages, keys in zip(self.pages, self.keys, strict=True):
+            pages.clear()
+            keys.clear()

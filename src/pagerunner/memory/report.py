@@ -1,0 +1,93 @@
+"""The memory plan for people (an aligned table) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagerunner.memory.planner import MemoryPlan
+
+
+def human_bytes(size: int) -> str:
+    """A byte count with a binary unit: 1536 -> "1.50 KiB"."""
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            break
+    return f"{value:.2f} {unit}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def plan_table(plan: MemoryPlan) -> str:
+    """The plan as text: one line per group, then the totals, then what is allocated outside the pages."""
+    header = ("group", "layers", "page tokens", "page bytes", "pages/slab", "pages", "per request")
+    groups = [
+        (
+            group.name,
+            str(len(group.layers)),
+            str(group.page_tokens),
+            f"{group.page_bytes:,}",
+            f"{group.pages_per_slab:,}",
+            f"{plan.num_pages(number):,}",
+            f"{group.pages_needed(plan.max_model_len):,}",
+        )
+        for number, group in enumerate(plan.groups)
+    ]
+    totals = [
+        ("max_model_len", f"{plan.max_model_len:,} tokens"),
+        ("slabs", f"{plan.num_slabs:,} x {human_bytes(plan.slab_bytes)}"),
+        ("capacity", f"{plan.tokens:,} tokens"),
+        ("concurrency", f"{plan.max_concurrency:,.2f} requests of max_model_len (at most {plan.max_num_seqs:,} run)"),
+        ("waste", f"{plan.waste:.2%}"),
+        ("pages", f"{human_bytes(plan.kv_bytes)} of {human_bytes(plan.budget_bytes)}"),
+        *((name, human_bytes(size)) for name, size in plan.other),
+        ("total", human_bytes(plan.kv_bytes + plan.other_bytes)),
+    ]
+    width = max(len(name) for name, _ in totals)
+    return "\n".join([*_aligned([header, *groups]), "", *(f"{name.ljust(width)}  {value}" for name, value in totals)])
+
+
+def plan_json(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan as plain values; bytes and counts are exact."""
+    return {
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "budget_bytes": plan.budget_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "slab_bytes": plan.slab_bytes,
+        "num_slabs": plan.num_slabs,
+        "tokens": plan.tokens,
+        "max_concurrency": plan.max_concurrency,
+        "waste": plan.waste,
+        "total_bytes": plan.kv_bytes + plan.other_bytes,
+        "other": [{"name": name, "bytes": size} for name, size in plan.other],
+        "groups": [
+            {
+                "name": group.name,
+                "kind": group.kind,
+                "layers": [part.layer for part in group.layers],
+                "page_tokens": group.page_tokens,
+                "page_bytes": group.page_bytes,
+                "pages_per_slab": group.pages_per_slab,
+                "unit": group.unit,
+                "table_width": group.table_width,
+                "num_pages": plan.num_pages(number),
+                "pages_per_request": group.pages_needed(plan.max_model_len),
+                "zero_fresh": group.zero_fresh,
+            }
+            for number, group in enumerate(plan.groups)
+        ],
+    }

@@ -1,0 +1,287 @@
+"""The two-level page pool: bytes -> slabs -> pages. Plain ints in lists and dicts; nothing here knows tokens or requests.
+
+A slab belongs to one group at a time and is cut into that group's pages: page = slab * pages_per_slab + place. A page is
+free, in use (reference count above 0), or cached (count 0, its content findable in the prefix index, kept until its
+bytes are needed, least recently used first). A slab without a page in use can go to any group.
+
+Pages are handed out ascending, from whole slabs where possible, so that reads stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+from pagerunner.memory.prefix import PrefixIndex
+
+
+class SlabPool:
+    """Reference-counted pages of several groups over one set of slabs.
+
+    With `keep_cached` a published page whose last owner leaves stays findable until evicted; without, it is freed at once.
+    """
+
+    def __init__(
+        self, num_slabs: int, pages_per_slab: Sequence[int], index: PrefixIndex, *, keep_cached: bool = True
+    ) -> None:
+        groups = range(len(pages_per_slab))
+        self.num_slabs = num_slabs
+        self.per_slab = tuple(pages_per_slab)
+        self.index = index
+        self.keep_cached = keep_cached
+        self.refs = [[0] * (num_slabs * count) for count in pages_per_slab]
+        self.cached: list[OrderedDict[int, int]] = [OrderedDict() for _ in groups]  # page -> when, oldest first
+        self.used = [0 for _ in groups]  # pages in use
+        self.evictions = [0 for _ in groups]
+        self.free_slabs = list(range(num_slabs - 1, -1, -1))  # a stack, lowest on top
+        self.owner = [-1] * num_slabs
+        self._slab_free: list[list[int]] = [[] for _ in range(num_slabs)]  # stacks of free pages
+        self._slab_used = [0] * num_slabs
+        self._open: list[dict[int, None]] = [{} for _ in groups]  # slabs with free pages
+        self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in groups]  # slab with cached pages only -> when
+        self._busy = [0 for _ in groups]  # slabs with a page in use
+        self._clock = 0
+
+    # -- capacity
+
+    def slack(self, needs: Sequence[int]) -> int:
+        """Slabs left over if every group got `needs[group]` more pages; negative if they can't be had.
+
+        A group first fills the slabs in which it has pages in use, then takes whole slabs.
+        """
+        left = self.num_slabs
+        for count, busy, used, need in zip(self.per_slab, self._busy, self.used, needs, strict=True):
+            beyond = need + used - busy * count
+            left -= busy + (-(-beyond // count) if beyond > 0 else 0)
+        return left
+
+    # -- taking pages
+
+    def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """`needs[group]` fresh pages for every group at once, each with one reference; None (and no change) if too few."""
+        slack = self.slack(needs)
+        if slack < 0:
+            return None
+        # With little slack an eviction must not touch a slab that another group's share depends on.
+        thrifty = len(needs) > 1 and slack < sum(needs)
+        return [self._take(group, need, thrifty) if need else [] for group, need in enumerate(needs)]
+
+    def share(self, group: int, page: int) -> None:
+        """One more reference to a page that is in use or cached."""
+        refs = self.refs[group]
+        if refs[page] == 0:
+            del self.cached[group][page]
+            self._mark_used(group, page // self.per_slab[group], 1)
+        refs[page] += 1
+
+    def _take(self, group: int, need: int, thrifty: bool) -> list[int]:
+        taken: list[int] = []
+        refs, per_slab, alone = self.refs[group], self.per_slab[group], len(self.per_slab) == 1
+        while need:
+            slab = self._pick(group, alone and need >= per_slab, thrifty)
+            if slab < 0:
+                self._make_room(group, thrifty)
+                continue
+            free = self._slab_free[slab]
+            part = free[-need:]
+            del free[-need:]
+            if not free:
+                del self._open[group][slab]
+            self._mark_used(group, slab, len(part))
+            need -= len(part)
+            for page in part:
+                refs[page] = 1
+            taken += part
+        taken.sort()
+        return taken
+
+    def _mark_used(self, group: int, slab: int, pages: int) -> None:
+        if self._slab_used[slab] == 0:
+            self._busy[group] += 1
+            self._idle[group].pop(slab, None)
+        self._slab_used[slab] += pages
+        self.used[group] += pages
+
+    def _pick(self, group: int, whole: bool, thrifty: bool) -> int:
+        """A slab of the group with a free page, or -1. Opens a free slab if `whole`, or if there is no other."""
+        if self._open[group] and not (whole and self.free_slabs):
+            if not thrifty:
+                return next(reversed(self._open[group]))
+            for slab in self._open[group]:
+                if self._slab_used[slab]:
+                    return slab
+            if self._oldest_partial(group) >= 0:
+                return -1
+            return next(iter(self._open[group]))
+        if thrifty and self._oldest_partial(group) >= 0:
+            return -1
+        if not self.free_slabs:
+            return -1
+        slab = self.free_slabs.pop()
+        per_slab = self.per_slab[group]
+        self.owner[slab] = group
+        self._slab_free[slab] = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
+        self._open[group][slab] = None
+        return slab
+
+    # -- giving pages back
+
+    def release(self, group: int, pages: Sequence[int]) -> None:
+        """Drop one reference of each page. Of pages that become cached, the first is evicted first."""
+        refs, per_slab = self.refs[group], self.per_slab[group]
+        keys, cached = self.index.keys[group], self.cached[group]
+        self._clock += 1
+        for page in pages:
+            count = refs[page] - 1
+            refs[page] = count
+            if count:
+                continue
+            slab = page // per_slab
+            self.used[group] -= 1
+            left = self._slab_used[slab] = self._slab_used[slab] - 1
+            if page in keys and self.keep_cached:
+                cached[page] = self._clock
+            else:
+                self.index.forget(group, page)
+                self._slab_free[slab].append(page)
+                self._open[group][slab] = None
+            if left == 0:
+                self._busy[group] -= 1
+                self._idle[group][slab] = self._clock
+                self._close_if_free(group, slab)
+
+    def _close_if_free(self, group: int, slab: int) -> None:
+        """A slab of which every page is free belongs to nobody."""
+        if len(self._slab_free[slab]) == self.per_slab[group]:
+            self.owner[slab] = -1
+            self._slab_free[slab] = []
+            del self._open[group][slab]
+            self._idle[group].pop(slab, None)
+            self.free_slabs.append(slab)
+
+    # -- eviction
+
+    def _make_room(self, group: int, thrifty: bool) -> None:
+        """Evict: afterwards the group has a free page or there is a free slab.
+
+        Normally what has been unused longest, a page of the group or a slab of another. Thriftily, first pages of slabs
+        that the group occupies anyway, then a whole slab.
+        """
+        page = self._oldest_partial(group) if thrifty else next(iter(self.cached[group]), -1)
+        candidates = [
+            (when, slab)
+            for number, idle in enumerate(self._idle)
+            if thrifty or number != group
+            for slab, when in islice(idle.items(), 1)
+        ]
+        if page >= 0 and not (candidates and not thrifty and min(candidates)[0] < self.cached[group][page]):
+            self.evict(group, page)
+        else:
+            self._evict_slab(min(candidates)[1])
+
+    def _oldest_partial(self, group: int) -> int:
+        """The least recently used cached page in a slab with pages in use, or -1."""
+        per_slab = self.per_slab[group]
+        if not self._busy[group]:
+            return -1
+        return next((page for page in self.cached[group] if self._slab_used[page // per_slab]), -1)
+
+    def evict(self, group: int, page: int) -> bool:
+        """Free a page if it is cached; whether it was."""
+        if self.cached[group].pop(page, None) is None:
+            return False
+        self.index.forget(group, page)
+        self.evictions[group] += 1
+        slab = page // self.per_slab[group]
+        self._slab_free[slab].append(page)
+        self._open[group][slab] = None
+        self._close_if_free(group, slab)
+        return True
+
+    def _evict_slab(self, slab: int) -> None:
+        group = self.owner[slab]
+        per_slab = self.per_slab[group]
+        for page in range(slab * per_slab, (slab + 1) * per_slab):
+            self.evict(group, page)
+
+    def evict_all(self) -> None:
+        """Free every cached page."""
+        for group, cached in enumerate(self.cached):
+            for page in list(cached):
+                self.evict(group, page)
+
+    # -- moving
+
+    def compact(self) -> list[tuple[int, int, int]]:
+        """Empty as many slabs as possible by moving pages in use. Returns the moves (group, source, target), in order.
+
+        A target was free or cached. The caller must copy the bytes and correct whoever holds the page ids.
+        """
+        moves: list[tuple[int, int, int]] = []
+        for group, per_slab in enumerate(self.per_slab):
+            spread = sorted(
+                (slab for slab, owner in enumerate(self.owner) if owner == group and self._slab_used[slab]),
+                key=lambda slab: self._slab_used[slab],
+                reverse=True,
+            )
+            keep = -(-self.used[group] // per_slab)
+            targets = [
+                page
+                for slab in spread[:keep]
+                for page in range(slab * per_slab, (slab + 1) * per_slab)
+                if not self.refs[group][page]
+            ]
+            sources = [
+                page
+                for slab in spread[keep:]
+                for page in range(slab * per_slab, (slab + 1) * per_slab)
+                if self.refs[group][page]
+            ]
+            for source, target in zip(sources, targets, strict=False):
+                self._move(group, source, target)
+                moves.append((group, source, target))
+        return moves
+
+    def _move(self, group: int, source: int, target: int) -> None:
+        self.evict(group, target)
+        slab = target // self.per_slab[group]
+        self._slab_free[slab].remove(target)
+        if not self._slab_free[slab]:
+            del self._open[group][slab]
+        self._mark_used(group, slab, 1)
+        self.refs[group][target] = self.refs[group][source]
+        self.refs[group][source] = 1
+        self.index.move(group, source, target)
+        self.release(group, (source,))
+
+    # -- proof
+
+    def check(self) -> None:
+        """Recount everything. Raises AssertionError with what disagrees."""
+        free = sum(self.owner[slab] == -1 for slab in self.free_slabs)
+        assert free == len(self.free_slabs) == len(set(self.free_slabs)) == self.owner.count(-1), "free slabs"
+        for group, per_slab in enumerate(self.per_slab):
+            refs, cached = self.refs[group], self.cached[group]
+            assert min(refs, default=0) >= 0, "negative reference count"
+            assert self.used[group] == sum(count > 0 for count in refs), "pages in use"
+            assert len(self.index.keys[group]) == len(self.index.pages[group]), "index sides differ"
+            for key, page in self.index.pages[group].items():
+                assert self.index.keys[group][page] == key, "index sides differ"
+                assert refs[page] or page in cached, f"page {page} is findable but free"
+            busy = 0
+            for slab in range(self.num_slabs):
+                pages = range(slab * per_slab, (slab + 1) * per_slab)
+                used = sum(refs[page] > 0 for page in pages)
+                kept = sum(page in cached for page in pages)
+                if self.owner[slab] != group:
+                    assert used == kept == 0, f"slab {slab} has pages of a group that doesn't own it"
+                    continue
+                loose = self._slab_free[slab]
+                assert all(not refs[page] and page not in cached for page in loose), "a free page is also held"
+                assert used + kept + len(set(loose)) == per_slab and len(set(loose)) == len(loose), "pages lost"
+                assert used == self._slab_used[slab] and (slab in self._open[group]) == bool(loose), "slab state"
+                assert used or kept, "an empty slab is still owned"
+                assert (slab in self._idle[group]) == (used == 0), "idle slabs"
+                busy += used > 0
+            assert busy == self._busy[group], "busy slabs"

@@ -1,0 +1,1 @@
+"""The model runner: arena, pages, slots, tables, batch building, sampling, sleep."""

@@ -1,0 +1,64 @@
+"""The arena: the one owner of the memory that holds weights and pages, in tagged regions that can be unmapped.
+
+Nothing else lives here. Tables, sampling state and constants are ordinary tensors, so a sleeping engine cannot lose
+them. On the CPU a region is one buffer whose storage is really given back while it is unmapped; tensors that view the
+buffer stay valid across unmap and map, but their contents do not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+Tag = Literal["weights", "kv"]
+TAGS: tuple[Tag, ...] = ("weights", "kv")
+
+
+class Arena(Protocol):
+    """Memory regions by tag. A region is reserved once, then mapped and unmapped any number of times."""
+
+    def reserve(self, tag: Tag, num_bytes: int) -> torch.Tensor:
+        """Reserve and map a region; returns its bytes, uint8 of shape [num_bytes], valid while it is mapped."""
+        ...
+
+    def map(self, tag: Tag) -> None:
+        """Back the region with memory. Contents are undefined. Idempotent."""
+        ...
+
+    def unmap(self, tag: Tag) -> None:
+        """Give the region's memory back. Idempotent."""
+        ...
+
+    def mapped_bytes(self) -> dict[Tag, int]:
+        """Bytes of memory behind each reserved region now."""
+        ...
+
+
+class CpuArena:
+    """An arena of plain host buffers."""
+
+    def __init__(self) -> None:
+        self._regions: dict[Tag, tuple[torch.Tensor, int]] = {}
+
+    def reserve(self, tag: Tag, num_bytes: int) -> torch.Tensor:
+        """See Arena.reserve. Raises RuntimeError when the tag is reserved already."""
+        if tag in self._regions:
+            raise RuntimeError(f"region {tag!r} is reserved already")
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._regions[tag] = (buffer, num_bytes)
+        return buffer
+
+    def map(self, tag: Tag) -> None:
+        """See Arena.map."""
+        buffer, num_bytes = self._regions[tag]
+        if buffer.untyped_storage().size() != num_bytes:
+            buffer.untyped_storage().resize_(num_bytes)
+
+    def unmap(self, tag: Tag) -> None:
+        """See Arena.unmap."""
+        self._regions[tag][0].untyped_storage().resize_(0)
+
+    def mapped_bytes(self) -> dict[Tag, int]:
+        """See Arena.mapped_bytes."""
+        return {tag: buffer.untyped_storage().size() for tag, (buffer, _) in self._regions.items()}

@@ -1,0 +1,64 @@
+"""Pages: the KV region of the arena, seen by layers as strided views and by plans as byte ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagerunner.batch import LayerKV
+from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
+from pagerunner.types import PageCopy
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+POISON_BYTE = 0xFF  # every float format reads NaN from bytes of all ones
+
+
+def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LayerKV:
+    """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
+
+    The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
+    """
+    spec = piece.spec
+    dtype = TORCH_DTYPES[spec.dtype]
+    typed = kv_bytes.view(dtype)
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+
+    def view(offset_bytes: int, head_dim: int) -> torch.Tensor:
+        row = spec.num_kv_heads * head_dim
+        size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
+        return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
+
+    k_bytes = group.page_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return LayerKV(
+        index, view(piece.offset, spec.head_dim), view(piece.offset + k_bytes, spec.head_dim_v or spec.head_dim)
+    )
+
+
+class Pages:
+    """Owns the views of the KV region, and zeroes, poisons and copies whole pages in it."""
+
+    def __init__(self, plan: MemoryPlan, kv_bytes: torch.Tensor, *, poison: bool) -> None:
+        self._bytes = kv_bytes
+        self._groups = plan.groups
+        self._poison = poison
+        layers: dict[int, LayerKV] = {}
+        for index, group in enumerate(plan.groups):
+            for piece in group.layers:
+                layers[piece.layer] = layer_view(kv_bytes, group, index, piece)
+        self.layers: tuple[LayerKV, ...] = tuple(layers[layer] for layer in sorted(layers))
+
+    def prepare(self, zero: Sequence[Sequence[int]], copies: Sequence[PageCopy]) -> None:
+        """Clear the fresh pages (byte offsets by group), then copy pages; all before the step's first kernel.
+
+        A poisoned run fills fresh pages with NaN patterns where a normal one leaves or zeroes them, except in groups
+        whose kernels read before they write: those must be zero.
+        """
+        for group, offsets in zip(self._groups, zero, strict=False):
+            if group.zero_fresh or self._poison:
+                fill = 0 if group.zero_fresh else POISON_BYTE
+                for offset in offsets:
+                    self._bytes[offset : offset + group.page_bytes].fill_(fill)
+        for copy in copies:
+            size = self._groups[copy.group].page_bytes
+            self._bytes[copy.target : copy.target + size].copy_(self._bytes[copy.source : copy.source + size])

@@ -1,0 +1,40 @@
+"""Log-probabilities of the raw logits: a token's own, its rank, and the most likely alternatives.
+
+Shape letters: L rows that report, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagerunner.types import TokenLogprobs
+
+
+def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """For float32 logits: the chosen tokens' log-probabilities [L] and ranks [L], the `num_top` best ids [L, K] and their
+    log-probabilities [L, K]. The rank is 1 plus how many tokens are more likely, so tied tokens share a rank.
+    """
+    total_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    own_L1 = logits_LV.gather(1, chosen_L[:, None])
+    rank_L = (logits_LV > own_L1).sum(dim=-1) + 1
+    top = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
+    return (own_L1 - total_L1).squeeze(-1), rank_L, top.indices, top.values - total_L1
+
+
+def to_token_logprobs(tokens: Sequence[int], lists: Sequence[list[Any]], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """`gather_logprobs` as read on the host, one value per row; row i keeps `num_top[i]` alternatives."""
+    found = []
+    for token, logprob, rank, ids, values, count in zip(tokens, *lists, num_top, strict=True):
+        ids, values = ids[:count], values[:count]
+        if rank == 1 and ids and ids[0] != token:
+            # A tie for the first place, which top-k broke otherwise than the sampler: show the chosen token first.
+            place = ids.index(token) if token in ids else len(ids) - 1
+            ids.insert(0, ids.pop(place))
+            ids[0] = token
+            values.insert(0, values.pop(place))
+            values[0] = logprob
+        found.append(TokenLogprobs(token, logprob, rank, ids, values))
+    return found

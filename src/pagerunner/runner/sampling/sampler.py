@@ -1,0 +1,216 @@
+"""The sampler: one step's logits in, one token per row out. State is indexed by slot and never moves.
+
+Order, as in vLLM: log-probabilities of the raw logits; allowed ids; bad words; min_tokens; logit bias; penalties; greedy
+rows take the most likely token; the others go through temperature, min-p, top-k, top-p and draw.
+
+Shape letters: S sampled rows, T prompt tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from pagerunner.runner.sampling.filters import draw
+from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
+from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
+from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
+from pagerunner.runner.sampling.slots import SlotParams, compile_slot
+from pagerunner.runner.sampling.transfer import HostCopy, to_device
+from pagerunner.types import SlotInit, TokenLogprobs
+
+_KEPT_LAYOUTS = 8
+_PROMPT_ROWS_AT_ONCE = 256
+
+NO_TOKEN_ALLOWED = (
+    "No token can be sampled: allowed_token_ids, bad_words, min_tokens and logit_bias together exclude every token."
+)
+BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sampled."
+
+
+class Sampled:
+    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host."""
+
+    __slots__ = ("_copy", "_logprob_rows", "_read", "token_ids")
+
+    def __init__(self, token_ids: torch.Tensor, copy: HostCopy, logprob_rows: LogprobRows | None) -> None:
+        self.token_ids = token_ids
+        self._copy = copy
+        self._logprob_rows = logprob_rows
+        self._read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
+
+    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Token ids and, for rows that asked, log-probabilities. Waits for this step only. Rows in `errors` hold some
+        id of the vocabulary that means nothing."""
+        tokens, logprobs, _ = self._fetch()
+        return tokens, logprobs
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """Rows that have no token to sample, with the sentence for the client. Waits like `read`."""
+        return self._fetch()[2]
+
+    def _fetch(self) -> tuple[list[int], list[TokenLogprobs | None], dict[int, str]]:
+        if self._read is None:
+            tokens, best, *lists = self._copy.lists()
+            logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+            if self._logprob_rows is not None:
+                rows = self._logprob_rows.row_numbers
+                found = to_token_logprobs([tokens[row] for row in rows], lists, self._logprob_rows.top)
+                for row, value in zip(rows, found, strict=True):
+                    logprobs[row] = value
+            errors = {
+                row: NO_TOKEN_ALLOWED if value == -math.inf else BAD_LOGITS
+                for row, value in enumerate(best)
+                if not math.isfinite(value)
+            }
+            self._read = (tokens, logprobs, errors)
+        return self._read
+
+
+class Sampler:
+    """Samples slots. A request's state is set by `init_slot` and replaced by the next request's.
+
+    Device memory: see `state_bytes`; what a request lists itself (bias, allowed ids, bad words) comes on top while it
+    holds its slot.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._vocab_size = vocab_size
+        self._params: list[SlotParams | None] = [None] * max_num_seqs
+        # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
+        self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
+        # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
+        self._recent = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=self._device)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    @staticmethod
+    def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """Device bytes that a sampler of this size holds from the start."""
+        return max_num_seqs * (vocab_size * 4 + 8)
+
+    def init_slot(self, init: SlotInit) -> None:
+        """A request takes a slot, new or back from preemption; nothing of the slot's former request remains.
+
+        Raises:
+            InvalidRequestError: the request names a token id outside the vocabulary; the slot is then empty.
+        """
+        slot = init.slot
+        self._params[slot] = None
+        self._layouts.clear()
+        params = compile_slot(init.request, self._vocab_size, self._device)
+        if params.penalties is not None:
+            self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
+        if params.bad_words is not None:
+            self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
+        self._params[slot] = params
+
+    def sample(self, logits_SV: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
+        """Sample one token per row. The logits are consumed: processors change them in place.
+
+        Args:
+            logits_SV: float32 [S, V], row i for `slots[i]`.
+            slots: distinct slots that hold a request.
+            positions: absolute position of each row's new token; the first one after the prompt is at prompt length.
+        """
+        logits_SV = logits_SV.contiguous()
+        layout = self._layout(slots)
+        raw_LV = self._raw_rows(logits_SV, layout)
+        self._process(logits_SV, layout, positions)
+        tokens_S, best_S = self._choose(logits_SV, layout, positions)
+        self._remember(layout, tokens_S)
+        report: tuple[torch.Tensor, ...] = ()
+        if layout.logprobs is not None and raw_LV is not None:
+            report = gather_logprobs(raw_LV, tokens_S.index_select(0, layout.logprobs.rows), max(layout.logprobs.top))
+        return Sampled(tokens_S, HostCopy((tokens_S, best_S, *report), self._device), layout.logprobs)
+
+    def prompt_logprobs(self, logits_TV: torch.Tensor, target_ids_T: torch.Tensor, num: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt's own tokens: row t scores `target_ids_T[t]`, the token after position t,
+        with `num` alternatives. Waits for the device."""
+        found: list[TokenLogprobs] = []
+        for start in range(0, logits_TV.shape[0], _PROMPT_ROWS_AT_ONCE):
+            targets = target_ids_T[start : start + _PROMPT_ROWS_AT_ONCE]
+            report = gather_logprobs(logits_TV[start : start + _PROMPT_ROWS_AT_ONCE].float(), targets, num)
+            lists = [tensor.tolist() for tensor in report]
+            found += to_token_logprobs(targets.tolist(), lists, [num] * len(targets))
+        return found
+
+    def _layout(self, slots: Sequence[int]) -> Layout:
+        key = tuple(slots)
+        layout = self._layouts.get(key)
+        if layout is None:
+            params = [p for p in (self._params[slot] for slot in slots) if p is not None]
+            assert len(params) == len(slots), "a slot was sampled that holds no request"
+            layout = build_layout(slots, params, self._vocab_size, self._device)
+            if len(self._layouts) >= _KEPT_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = layout
+        return layout
+
+    def _raw_rows(self, logits_SV: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        """The logits that log-probabilities are reported of, safe from what processors do."""
+        if layout.logprobs is None:
+            return None
+        if len(layout.logprobs.row_numbers) == layout.num_rows and not layout.changes_logits:
+            return logits_SV
+        return logits_SV.index_select(0, layout.logprobs.rows)
+
+    def _process(self, logits_SV: torch.Tensor, layout: Layout, positions: list[int]) -> None:
+        if not layout.changes_logits:
+            return
+        if layout.allowed is not None:
+            allow_only(logits_SV, layout.allowed)
+        if layout.bad_words is not None:
+            ban_words(logits_SV, layout.bad_words, self._recent)
+        held = [flat for h in layout.held if positions[h.row] < h.until for flat in h.flat_ids]
+        if held:
+            logits_SV.view(-1).index_fill_(0, to_device(held, torch.int64, self._device), -math.inf)
+        if layout.bias_flat is not None and layout.bias_values is not None:
+            logits_SV.view(-1).index_add_(0, layout.bias_flat, layout.bias_values)
+        if layout.penalties is not None:
+            penalize(logits_SV, layout.penalties, self._seen)
+
+    def _choose(
+        self, logits_SV: torch.Tensor, layout: Layout, positions: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [S] and the processed logit that shows whether the row had any: NaN or infinite if not."""
+        random = layout.random
+        if random is None:
+            tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
+            return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1)
+        uniform = [p.uniforms.at(positions[row]) for p, row in zip(random.params, random.row_numbers, strict=True)]
+        uniform_N = to_device(uniform, torch.float64, self._device)
+        if random.index is None:
+            return draw(logits_SV, random, uniform_N)
+        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random, uniform_N)
+        tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
+        best_S = logits_SV.gather(1, tokens_S1).squeeze(-1)
+        return tokens_S1.squeeze(-1).index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
+
+    def _remember(self, layout: Layout, tokens_S: torch.Tensor) -> None:
+        """Penalties and bad words follow the sampled tokens on the device: the host may not know them yet."""
+        if layout.penalties is not None:
+            flat = layout.penalties.state_start + tokens_S.index_select(0, layout.penalties.rows)
+            self._seen.view(-1).index_add_(0, flat, torch.full_like(flat, 2, dtype=torch.int32))
+        if layout.bad_words is not None:
+            new = tokens_S.index_select(0, layout.bad_words.rows)[:, None]
+            older = self._recent.index_select(0, layout.bad_words.slots)[:, 1:]
+            self._recent.index_copy_(0, layout.bad_words.slots, torch.cat((older, new), dim=1))
+
+    def _init_seen(self, slot: int, prompt: list[int], output: list[int]) -> None:
+        row = self._seen[slot].zero_()
+        row.index_fill_(0, to_device(prompt, torch.int64, self._device), 1)
+        ids = to_device(output, torch.int64, self._device)
+        row.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
+
+    def _init_recent(self, slot: int, width: int, output: list[int]) -> None:
+        missing = width - self._recent.shape[1]
+        if missing > 0:
+            fill = torch.full((self._recent.shape[0], missing), -1, dtype=torch.int64, device=self._device)
+            self._recent = torch.cat((fill, self._recent), dim=1)
+        width = self._recent.shape[1]
+        latest = output[-width:]
+        self._recent[slot] = to_device([-1] * (width - len(latest)) + latest, torch.int64, self._device)

@@ -1,0 +1,142 @@
+"""What one slot asks of the sampler, compiled once when a request takes the slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.runner.sampling.philox import UniformStream
+from pagerunner.runner.sampling.transfer import to_device
+from pagerunner.types import EngineRequest
+
+# Below this a temperature is greedy decoding (vLLM's bound): dividing by less overflows float32 logits.
+GREEDY_TEMPERATURE = 1e-5
+# Values beyond these have no further effect on real logits, but leave the range of float32.
+_MAX_TEMPERATURE = 1e30
+_MAX_REPETITION = 1e20
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of one request; at least one of them is active."""
+
+    repetition: float
+    frequency: float
+    presence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Sparse additions to a row's logits: `ids` int64 [B], `values` float32 [B], on the device."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Banned token sequences, flattened: word w is its prefix and the token `last[w]` that may not follow it.
+
+    Prefix token p of the flat list belongs to word `word[p]` and must equal the token generated `distance[p]` steps
+    before the next one (1 is the latest). All int64 on the device.
+    """
+
+    last: torch.Tensor  # [W]
+    prefix_len: torch.Tensor  # [W]
+    prefix: torch.Tensor  # [P]
+    distance: torch.Tensor  # [P]
+    word: torch.Tensor  # [P]
+    max_prefix: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParams:
+    """One request's sampling parameters in the form that the step needs; None or 0 is a feature not in use.
+
+    `temperature` 0 is greedy; `held_ids` are masked until `min_tokens` tokens are generated.
+    """
+
+    prompt_len: int
+    temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
+    uniforms: UniformStream
+    logprobs: int | None
+    min_tokens: int
+    held_ids: tuple[int, ...]
+    penalties: Penalties | None
+    bias: Bias | None
+    allowed: torch.Tensor | None
+    bad_words: BadWords | None
+
+
+def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) -> SlotParams:
+    """The slot parameters of a request.
+
+    Raises:
+        InvalidRequestError: a token id lies outside the vocabulary. On a CUDA device it would kill the process.
+    """
+    params = request.params
+    penalties = bias = allowed = None
+    if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        repetition = min(max(params.repetition_penalty, 1.0 / _MAX_REPETITION), _MAX_REPETITION)
+        penalties = Penalties(repetition, params.frequency_penalty, params.presence_penalty)
+    held_ids: tuple[int, ...] = ()
+    if params.min_tokens > 0:
+        _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+        eos = (token for token in request.eos_token_ids if token < vocab_size)
+        held_ids = tuple(sorted({*eos, *(params.stop_token_ids or ())}))
+    if params.logit_bias:
+        _check_ids("logit_bias", params.logit_bias, vocab_size)
+        bias = Bias(
+            to_device(list(params.logit_bias.keys()), torch.int64, device),
+            to_device(list(params.logit_bias.values()), torch.float32, device),
+        )
+    if params.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        allowed = to_device(list(params.allowed_token_ids), torch.int64, device)
+    return SlotParams(
+        prompt_len=len(request.prompt_token_ids),
+        temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _MAX_TEMPERATURE),
+        min_p=params.min_p,
+        top_k=params.top_k if params.top_k < vocab_size else 0,
+        top_p=params.top_p,
+        uniforms=UniformStream(request.seed),
+        logprobs=params.logprobs,
+        min_tokens=params.min_tokens if held_ids else 0,
+        held_ids=held_ids,
+        penalties=penalties,
+        bias=bias,
+        allowed=allowed,
+        bad_words=_compile_bad_words(request.bad_words_ids, vocab_size, device),
+    )
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{name} holds token id {token}, outside the vocabulary of {vocab_size} tokens.", param=name
+            )
+
+
+def _compile_bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int, device: torch.device) -> BadWords | None:
+    if not words:
+        return None
+    for word in words:
+        _check_ids("bad_words", word, vocab_size)
+    prefix = [token for word in words for token in word[:-1]]
+    distance = [d for word in words for d in range(len(word) - 1, 0, -1)]
+    owner = [w for w, word in enumerate(words) for _ in word[:-1]]
+    return BadWords(
+        last=to_device([word[-1] for word in words], torch.int64, device),
+        prefix_len=to_device([len(word) - 1 for word in words], torch.int64, device),
+        prefix=to_device(prefix, torch.int64, device),
+        distance=to_device(distance, torch.int64, device),
+        word=to_device(owner, torch.int64, device),
+        max_prefix=max(len(word) - 1 for word in words),
+    )

@@ -1,0 +1,73 @@
+"""What the scheduler knows about one sequence between its arrival and its last token."""
+
+from __future__ import annotations
+
+from pagerunner.memory.manager import Grant
+from pagerunner.memory.prefix import PrefixChain
+from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
+
+
+class Sequence:
+    """One request's progress. Plain attributes: the scheduler is the only writer.
+
+    `tokens` are prompt and output as far as the host knows them; `pending` more have been sampled on the device or will be
+    by plans in flight. Positions below `scheduled` are in a plan. Positions below `refill` are fed from `tokens`; beyond,
+    the device feeds what it sampled. `in_flight` counts the plans with a row of this sequence.
+    """
+
+    __slots__ = (
+        "cached_tokens", "chain", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
+        "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
+        "retry_version", "scheduled",
+        "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: EngineRequest, chain: PrefixChain, *, shares: bool, max_model_len: int, arrival: int
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.chain = chain
+        self.shares = shares
+        self.key = (request.priority, request.arrival_time, arrival)
+        self.tokens = list(request.prompt_token_ids)
+        self.prompt_len = len(self.tokens)
+        self.max_total = min(self.prompt_len + request.max_tokens, max_model_len)
+        self.min_total = self.prompt_len + params.min_tokens
+        eos = () if params.ignore_eos else request.eos_token_ids
+        self.stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of positions 1, 2, ...
+        self.grant: Grant | None = None
+        self.scheduled = 0
+        self.pending = 0
+        self.in_flight = 0
+        self.refill = 0
+        self.cached_tokens = -1  # unknown before the first admission
+        self.retry_version = -1  # `KVManager.version` at which it didn't fit
+        self.retry_budget = 0  # tokens a step must have left for it
+        self.reported = False
+        self.finished = False
+
+    def hit_limit(self) -> int:
+        """How many leading tokens may come from the prefix index: all but the last, whose logits are needed.
+
+        With prompt log-probabilities, none whose logits are still to be reported.
+        """
+        most = len(self.tokens) - 1
+        have = len(self.prompt_logprobs)
+        return have if self.wants_prompt_logprobs and have < self.prompt_len - 1 else most
+
+    def add_prompt_logprobs(self, row: StepRow, entries: list[TokenLogprobs]) -> None:
+        """Keep what the row computed of positions row.start + 1 .. that an earlier run had not reported yet."""
+        skip = len(self.prompt_logprobs) - row.start
+        self.prompt_logprobs += entries[skip:] if skip >= 0 else []
+
+    def finish_reason(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Whether `token`, just appended, ends the sequence: (reason, the stop token's id if it was asked for by id)."""
+        total = len(self.tokens)
+        if token in self.stop_ids and total >= self.min_total:
+            is_eos = token in self.request.eos_token_ids and not self.request.params.ignore_eos
+            return "stop", None if is_eos else token
+        return ("length", None) if total >= self.max_total else (None, None)

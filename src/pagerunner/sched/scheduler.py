@@ -1,0 +1,400 @@
+"""Decides what every step runs: tokens, not phases.
+
+`schedule()` builds the next plan, `commit()` takes a step's tokens. Up to `max_in_flight` plans may be under way between
+them: a sequence whose next token is not known yet is scheduled all the same, because the device knows it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
+from pagerunner.sched.request import Sequence
+from pagerunner.types import (
+    EngineRequest,
+    FinishReason,
+    RequestUpdate,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
+
+
+class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of one memory group."""
+
+    name: str
+    pages_in_use: int
+    pages_cached: int
+    evictions: int
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    groups: list[GroupUsage]
+    prefix_queries_total: int
+    prefix_hits_total: int
+    preemptions_total: int
+    steps_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    last_step_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over a `KVManager`.
+
+    Running sequences come first, in order of admission ("fcfs") or of (priority, arrival) ("priority"); the last of them is
+    preempted when another can't grow. Waiting ones are admitted in the same order while the pages of their whole prompt
+    fit. Every accepted request finishes.
+
+    Args:
+        max_num_seqs: slots, that is how many sequences run at once.
+        max_num_batched_tokens: tokens of one step.
+        max_model_len: prompt and output together.
+        enable_chunked_prefill: whether a prompt may be spread over steps. Without it a prompt runs whole, unless it is
+            longer than max_num_batched_tokens.
+        max_in_flight: plans that may be scheduled and not committed.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        enable_chunked_prefill: bool = True,
+        max_in_flight: int = 1,
+    ) -> None:
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.max_in_flight = max_in_flight
+        self._by_priority = policy == "priority"
+        self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FcfsQueue()
+        self._running: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._free_slots = list(range(max_num_seqs))  # a heap: lowest first
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._arrivals = 0
+        self._steps = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generated = 0
+        self._last_step_tokens = 0
+
+    # -- requests
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run (the message has the numbers), or its id is taken.
+        """
+        prompt_len = len(request.prompt_token_ids)
+        if prompt_len == 0:
+            raise InvalidRequestError("prompt has no tokens; at least 1 is needed.", param="prompt")
+        if prompt_len >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {prompt_len:,} tokens; max_model_len={self.max_model_len:,} leaves room for at most "
+                f"{self.max_model_len - 1:,} and one output token. Shorten it or raise max_model_len.",
+                param="prompt",
+            )
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is already in use.", param="request_id")
+        refusal = self.manager.refusal(min(prompt_len + request.max_tokens, self.max_model_len))
+        if refusal is not None:
+            raise InvalidRequestError(f"the request {refusal}", param="max_tokens")
+        manager = self.manager
+        sequence = Sequence(
+            request,
+            manager.chain(request.cache_salt, family=request.family),
+            shares=manager.enable_prefix_caching or request.family != "",
+            max_model_len=self.max_model_len,
+            arrival=self._arrivals,
+        )
+        self._arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+
+    def abort(self, request_ids: list[str]) -> list[RequestUpdate]:
+        """End requests at once, whatever they are doing. Ids that are unknown or finished are passed over."""
+        updates = []
+        for request_id in request_ids:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                updates.append(self._finish(sequence, "abort"))
+        return updates
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any plan is not committed."""
+        return bool(self._sequences or self._in_flight)
+
+    # -- planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to run or `max_in_flight` plans are under way."""
+        if len(self._in_flight) >= self.max_in_flight:
+            return None
+        rows: list[StepRow] = []
+        sequences: list[Sequence] = []
+        admitted: list[SlotInit] = []
+        preempted = self._preemptions
+        budget = self._schedule_running(self.max_num_batched_tokens, rows, sequences)
+        if preempted == self._preemptions and self._waiting and self._free_slots:
+            budget = self._schedule_waiting(budget, rows, sequences, admitted)
+        if not rows:
+            return None
+        manager = self.manager
+        self._last_step_tokens = self.max_num_batched_tokens - budget
+        plan = StepPlan(
+            step_id=self._steps,
+            rows=rows,
+            admitted=admitted,
+            table_writes=manager.take_table_writes(),
+            zero=manager.take_fresh(),
+            copies=manager.take_copies(),
+        )
+        self._steps += 1
+        self._in_flight.append((plan, sequences))
+        return plan
+
+    def _schedule_running(self, budget: int, rows: list[StepRow], sequences: list[Sequence]) -> int:
+        running = self._running
+        at = 0
+        while at < len(running) and budget:
+            sequence = running[at]
+            total = len(sequence.tokens) + sequence.pending
+            start = sequence.scheduled
+            if total >= sequence.max_total:  # all its tokens are in flight
+                at += 1
+                continue
+            end = min(total, start + budget)
+            grant = sequence.grant
+            assert grant is not None
+            if end > grant.capacity and not self.manager.grow(grant, start, end):
+                # Rows already in this plan belong to sequences before `at`, so the victim has none.
+                self._preempt(running.pop())
+                continue
+            budget -= end - start
+            rows.append(self._row(sequence, grant, start, end))
+            sequences.append(sequence)
+            at += 1
+        return budget
+
+    def _row(self, sequence: Sequence, grant: Grant, start: int, end: int) -> StepRow:
+        """Put positions [start, end) of a sequence into the plan that is being built."""
+        sequence.scheduled = end
+        sequence.in_flight += 1
+        tokens = sequence.tokens
+        if start >= sequence.refill:
+            sequence.pending += 1
+            return StepRow(grant.slot, start, end - start, [], True)
+        samples = end == sequence.refill
+        sequence.pending += samples
+        if end >= grant.next_publish:
+            self.manager.publish(grant, tokens, end)
+        return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
+
+    def _schedule_waiting(
+        self, budget: int, rows: list[StepRow], sequences: list[Sequence], admitted: list[SlotInit]
+    ) -> int:
+        manager, waiting = self.manager, self._waiting
+        while budget and waiting and self._free_slots:
+            sequence = waiting.peek()
+            # Tokens of a preempted sequence's last steps are still to come: they belong to what it resumes from.
+            # One that didn't fit can't fit before pages came back, or while the step has no more tokens to give.
+            if sequence.in_flight or sequence.retry_version == manager.version or budget < sequence.retry_budget:
+                break
+            known = len(sequence.tokens)
+            slot = self._free_slots[0]
+            grant = manager.admit(slot, sequence.chain, sequence.tokens, sequence.hit_limit(), shares=sequence.shares)
+            if grant is None:
+                sequence.retry_version = manager.version
+                break
+            start = grant.cached_tokens
+            end = min(known, start + budget)
+            if end < known and not self.enable_chunked_prefill and budget < self.max_num_batched_tokens:
+                manager.release(grant)  # nothing was computed or published
+                sequence.retry_budget = min(known - start, self.max_num_batched_tokens)
+                break
+            grown = manager.grow(grant, start, end)
+            assert grown, "admission promised these pages"
+            waiting.remove(sequence)
+            heapq.heappop(self._free_slots)
+            sequence.grant = grant
+            sequence.refill = known
+            sequence.retry_budget = 0
+            if sequence.cached_tokens < 0:
+                sequence.cached_tokens = start
+                if sequence.shares and not sequence.wants_prompt_logprobs:
+                    manager.count_query(known, start)
+            if self._by_priority:
+                insort(self._running, sequence, key=_key)
+            else:
+                self._running.append(sequence)
+            admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
+            budget -= end - start
+            rows.append(self._row(sequence, grant, start, end))
+            sequences.append(sequence)
+        return budget
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
+        self._preemptions += 1
+        self._vacate(sequence)
+        self._waiting.put_back(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        grant = sequence.grant
+        assert grant is not None
+        self.manager.release(grant)
+        heapq.heappush(self._free_slots, grant.slot)
+        sequence.grant = None
+        sequence.scheduled = 0
+        sequence.retry_version = -1
+
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep)."""
+        while self._running:
+            self._preempt(self._running.pop())
+        self.manager.reset_prefix_cache()
+
+    # -- results
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Take the tokens of the oldest plan in flight; what changed, one update per request that got something."""
+        expected, sequences = self._in_flight.popleft()
+        assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
+        updates: list[RequestUpdate] = []
+        for number, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
+            sequence.in_flight -= 1
+            sequence.pending -= row.samples
+            if sequence.finished:
+                continue
+            if number in result.errors:
+                self.manager.distrust(sequence.chain, row.start)
+                updates.append(self._finish(sequence, "error", error=result.errors[number]))
+                continue
+            if number in result.prompt_logprobs:
+                sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
+            if row.samples:
+                updates.append(self._append(sequence, result.token_ids[number], result.logprobs.get(number)))
+        return updates
+
+    def _append(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestUpdate:
+        """Append sampled tokens up to the one that ends the sequence."""
+        tokens = sequence.tokens
+        reason: FinishReason | None = None
+        stop: int | None = None
+        for count, token in enumerate(token_ids, 1):
+            tokens.append(token)
+            if token in sequence.stop_ids or len(tokens) >= sequence.max_total:
+                reason, stop = sequence.finish_reason(token)
+                if reason is not None:
+                    token_ids = token_ids[:count]
+                    logprobs = logprobs[:count] if logprobs is not None else None
+                    break
+        self._generated += len(token_ids)
+        grant = sequence.grant
+        if grant is not None and sequence.scheduled >= grant.next_publish:
+            self.manager.publish(grant, tokens, min(sequence.scheduled, len(tokens)))
+        if reason is not None:
+            return self._finish(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
+        if sequence.reported:
+            return RequestUpdate(request_id=sequence.request_id, new_token_ids=token_ids, logprobs=logprobs)
+        return self._update(sequence, token_ids=token_ids, logprobs=logprobs)
+
+    def _update(
+        self,
+        sequence: Sequence,
+        *,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        reason: FinishReason | None = None,
+        stop: int | None = None,
+        error: str | None = None,
+    ) -> RequestUpdate:
+        """An update; a sequence's first one with tokens also says what is known about its prompt."""
+        first = bool(token_ids) and not sequence.reported
+        if first:
+            sequence.reported = True
+            self._prompt_tokens += sequence.prompt_len
+        return RequestUpdate(
+            request_id=sequence.request_id,
+            new_token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=stop,
+            logprobs=logprobs,
+            prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
+            num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
+            error=error,
+        )
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: list[int] | None = None,
+        stop: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestUpdate:
+        sequence.finished = True
+        del self._sequences[sequence.request_id]
+        if sequence.grant is None:
+            self._waiting.remove(sequence)
+        else:
+            self._running.remove(sequence)
+            self._vacate(sequence)
+        return self._update(
+            sequence, token_ids=token_ids or [], logprobs=logprobs, reason=reason, stop=stop, error=error
+        )
+
+    # -- state
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False if some are in use (they can't be found any more either)."""
+        return self.manager.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        """Counts for the log and the metrics."""
+        manager = self.manager
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_usage=manager.usage,
+            groups=[
+                GroupUsage(name=use.group, pages_in_use=use.in_use, pages_cached=use.cached, evictions=use.evictions)
+                for use in manager.usage_by_group()
+            ],
+            prefix_queries_total=manager.prefix_queries,
+            prefix_hits_total=manager.prefix_hits,
+            preemptions_total=self._preemptions,
+            steps_total=self._steps,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generated,
+            last_step_tokens=self._last_step_tokens,
+        )
+
+
+def _key(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.key

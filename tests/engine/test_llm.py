@@ -1,0 +1,228 @@
+"""LLM as its users see it: prompts, parameters, sharing, sleep, and errors that harm nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from pagerunner import LLM, SamplingParams
+from pagerunner.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineSleepingError,
+    InvalidRequestError,
+    PagerunnerError,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG_PROMPT = {"prompt_token_ids": [7 + index % 400 for index in range(100)]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llm"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), max_model_len=256, enable_sleep_mode=True)
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+def test_prompt_forms_agree(llm: LLM) -> None:
+    text = "The quick brown fox"
+    ids = llm.get_tokenizer().encode(text)
+    outputs = llm.generate([text, {"prompt": text}, {"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
+    first, second, third = tokens(outputs)
+    assert first == second == third
+    assert tokens(llm.generate(text, GREEDY, use_tqdm=False)) == [first]
+    assert outputs[0].prompt == text
+    assert outputs[2].prompt is None
+    assert outputs[2].prompt_token_ids == ids
+    assert outputs[0].outputs[0].text == llm.get_tokenizer().decode(first)
+    assert outputs[0].outputs[0].finish_reason == "length"
+
+
+def test_one_sampling_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 5, 3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(found) for found in tokens(outputs)] == [1, 5, 3]
+    with pytest.raises(InvalidRequestError, match="2 entries for 3"):
+        llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_seeded_requests_do_not_depend_on_the_batch(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    alone = tokens(llm.generate(LONG_PROMPT, seeded, use_tqdm=False))[0]
+    noise = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    crowd = llm.generate(["x", "y z", LONG_PROMPT, "w"], [noise, noise, seeded, noise], use_tqdm=False)
+    assert tokens(crowd)[2] == alone
+    other = SamplingParams(temperature=1.0, seed=12, max_tokens=12, ignore_eos=True)
+    assert tokens(llm.generate(LONG_PROMPT, other, use_tqdm=False))[0] != alone
+
+
+def test_n_samples_share_the_prompt_pages(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=6, ignore_eos=True)
+    for caching in (True, False):
+        llm = LLM(str(checkpoint), max_model_len=256, enable_prefix_caching=caching, num_gpu_blocks_override=16)
+        [output] = llm.generate(LONG_PROMPT, params, use_tqdm=False)
+        assert [one.index for one in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(one.token_ids) for one in output.outputs}) == 4
+        # 100 tokens are 7 pages, so four unshared copies would not fit 16 pages at once without preemption.
+        assert llm.stats().num_preemptions == 0
+        for index, one in enumerate(output.outputs):
+            alone = SamplingParams(temperature=1.0, seed=3 + index, max_tokens=6, ignore_eos=True)
+            assert tokens(llm.generate(LONG_PROMPT, alone, use_tqdm=False))[0] == one.token_ids
+
+
+def test_a_batch_shares_a_prefix_computed_in_the_same_step(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_model_len=256)
+    head = [9 + index % 300 for index in range(96)]
+    prompts = [{"prompt_token_ids": [*head, 5 + index]} for index in range(8)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0] + [96] * 7
+    cold = LLM(str(checkpoint), max_model_len=256, enable_prefix_caching=False)
+    assert tokens(outputs) == tokens(
+        cold.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    )
+
+
+def test_prefix_hits_are_counted_and_can_be_reset(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_model_len=256)
+    first = llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)
+    second = llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)
+    assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 96)
+    assert tokens(first) == tokens(second)
+    assert llm.stats().prefix_hits == 96
+    assert llm.reset_prefix_cache()
+    assert llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sleep_and_wake_give_the_same_tokens(llm: LLM, level: int) -> None:
+    before = tokens(llm.generate(["one", LONG_PROMPT], GREEDY, use_tqdm=False))
+    llm.sleep(level)
+    with pytest.raises(EngineSleepingError, match="wake_up"):
+        llm.generate("one", GREEDY, use_tqdm=False)
+    llm.wake_up()
+    assert tokens(llm.generate(["one", LONG_PROMPT], GREEDY, use_tqdm=False)) == before
+
+
+def test_sleep_needs_its_switch(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        LLM(str(checkpoint), max_model_len=64).sleep(1)
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    [output] = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False) == text
+
+
+def test_prompt_logprobs_cover_the_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1, logprobs=0)
+    llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)
+    [output] = llm.generate(LONG_PROMPT, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == 100
+    assert all(
+        token in entry
+        for token, entry in zip(LONG_PROMPT["prompt_token_ids"][1:], output.prompt_logprobs[1:], strict=True)
+        if entry is not None
+    )
+
+
+BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "empty text": ("", {}, "empty"),
+    "empty ids": ({"prompt_token_ids": []}, {}, "empty"),
+    "too long": ({"prompt_token_ids": [5] * 300}, {}, "300.*256"),
+    "id outside the vocabulary": ({"prompt_token_ids": [5, 512]}, {}, "512"),
+    "negative id": ({"prompt_token_ids": [-1]}, {}, "-1"),
+    "unknown key": ({"prompt": "a", "images": []}, {}, "images"),
+    "lone surrogate": ("a\ud800", {}, "(?i)unicode|surrogate"),
+    "nan temperature": ("a", {"temperature": float("nan")}, "temperature.*nan"),
+    "negative temperature": ("a", {"temperature": -1.0}, "temperature.*-1"),
+    "no samples": ("a", {"n": 0}, "n must be"),
+    "200,000 stop strings": ("a", {"stop": ["x"] * 200_000}, "200000"),
+    "bias of an unknown token": ("a", {"logit_bias": {600: 1.0}}, "600"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_are_refused_and_the_next_good_one_runs(llm: LLM, case: str) -> None:
+    prompt, fields, message = BAD_REQUESTS[case]
+    good = tokens(llm.generate("good", GREEDY, use_tqdm=False))
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(["fine", prompt], SamplingParams(**fields), use_tqdm=False)
+    assert tokens(llm.generate("good", GREEDY, use_tqdm=False)) == good
+
+
+def test_unknown_sampling_field_and_engine_argument_are_named(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="max_model_length.*max_model_len"):
+        LLM(str(checkpoint), max_model_length=64)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_model_len=128, num_gpu_blocks_override=8)
+    with pytest.raises(CapacityError, match=r"(?s)max_model_len"):
+        LLM(str(checkpoint), max_model_len=128, num_gpu_blocks_override=7)
+    assert len(tokens(llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False))[0]) == 8
+
+
+def test_auto_length_takes_what_the_override_holds(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_model_len="auto", num_gpu_blocks_override=20)
+    assert llm.memory_plan.max_model_len == 320
+    assert LLM(str(checkpoint), max_model_len=-1).memory_plan.max_model_len == 2048
+
+
+def test_skip_tokenizer_init_takes_ids_and_gives_ids(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_model_len=128, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    [output] = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text == ""
+    with pytest.raises(PagerunnerError, match="skip_tokenizer_init"):
+        llm.generate("text", params, use_tqdm=False)
+
+
+def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    llm = LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    assert len(tokens(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False))[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "config.json"),
+        (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
+        (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda path: (path / "config.json").write_text('{"model_type": "gpt9"}'), "gpt9"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:5000]),
+            "model.safetensors",
+        ),
+    ],
+)
+def test_broken_checkpoints_are_named(tmp_path: Path, damage: Any, message: str) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    damage(path)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        LLM(str(path), max_model_len=64, use_tqdm=False)
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(PagerunnerError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))

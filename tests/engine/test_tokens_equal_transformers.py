@@ -1,0 +1,133 @@
+"""The engine's greedy tokens and log-probabilities equal transformers' in float32, whatever the memory does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import make_checkpoint
+from pagerunner import LLM, SamplingParams
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-grouped": ("llama", {}),
+    "llama-full-heads-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-3-rope-biases": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama-linear-odd-sizes": ("llama", {"rope_parameters": LINEAR_ROPE, "vocab_size": 1013, "head_dim": 20}),
+    "mistral-one-kv-head": ("mistral", {"num_key_value_heads": 1, "head_dim": 24}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-full-heads": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3-grouped": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied-odd-vocab": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 777}),
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "budget-7": {"max_num_batched_tokens": 7},
+    "budget-64-two-in-flight": {"max_num_batched_tokens": 64, "max_in_flight": 2},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+    "no-chunked-prefill": {"enable_chunked_prefill": False},
+    "tight-pool": {"num_gpu_blocks_override": 9, "max_model_len": 128},
+    "tight-pool-two-in-flight": {
+        "num_gpu_blocks_override": 9,
+        "max_model_len": 128,
+        "max_in_flight": 2,
+        "max_num_batched_tokens": 64,
+    },
+    "page-48-poisoned": {"block_size": 48, "poison_fresh_pages": True},
+    "page-1": {"block_size": 1},
+    "poisoned-tight": {"num_gpu_blocks_override": 10, "max_model_len": 128, "poison_fresh_pages": True},
+}
+NEW_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Prompts with what transformers makes of them: greedy tokens and their log-probabilities."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(7)
+    shared = [rng.randrange(4, vocab_size) for _ in range(40)]
+    prompts = []
+    for index in range(33):
+        own = [rng.randrange(4, vocab_size) for _ in range(rng.randint(1, 50))]
+        prompts.append(shared[: rng.choice((16, 33, 40))] + own if index % 3 == 0 else own)
+    return prompts
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    from transformers import AutoModelForCausalLM
+
+    family, overrides = VARIANTS[request.param]
+    path = make_checkpoint(tmp_path_factory.mktemp("oracle"), family, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    prompts = _prompts(model.config.vocab_size)
+    tokens, logprobs = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        new = made.sequences[0, len(prompt) :].tolist()
+        scores = torch.stack(made.logits)[:, 0].float().log_softmax(-1)
+        tokens.append(new)
+        logprobs.append(scores.gather(1, torch.tensor(new)[:, None])[:, 0].tolist())
+    return Oracle(path, prompts, tokens, logprobs)
+
+
+def _generate(oracle: Oracle, count: int, **conditions: Any) -> tuple[LLM, list[Any]]:
+    llm = LLM(str(oracle.path), **conditions)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": prompt} for prompt in oracle.prompts[:count]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return llm, [output.outputs[0] for output in outputs]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_tokens_and_logprobs_under_every_memory_condition(oracle: Oracle, condition: str) -> None:
+    llm, outputs = _generate(oracle, 33, **CONDITIONS[condition])
+
+    assert [output.token_ids for output in outputs] == oracle.tokens
+    for output, expected in zip(outputs, oracle.logprobs, strict=True):
+        found = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        assert found == pytest.approx(expected, abs=1e-4)
+    if "tight" in condition:
+        assert llm.stats().num_preemptions > 0, "the pool was not small enough to preempt anything"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 17, 32])
+def test_tokens_for_every_batch_size(oracle: Oracle, count: int) -> None:
+    _, outputs = _generate(oracle, count)
+
+    assert [output.token_ids for output in outputs] == oracle.tokens[:count]
