@@ -1,0 +1,1 @@
+"""Attention backends: plan a step on the host, then run every layer."""

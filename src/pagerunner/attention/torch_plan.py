@@ -1,0 +1,249 @@
+"""How the torch backend divides a step: which queries attend to which token slots, in as few calls as is worth it.
+
+Every row's keys are split into at most three pieces, whose results are merged by their log-sum-exps:
+
+* a prefix of whole pages that several rows have in common, read once for all of them;
+* the rest of the row's past, read from its pages;
+* the tokens of this step, which a row with many of them takes straight from the projection.
+
+Short rows (decodes above all) take the last two as one piece, padded to rows of about their length. A padded slot
+repeats a slot of the same row and is masked, so nothing that was not written is ever read.
+
+Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key slots of a row, N slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from pagerunner.ops.pages import SlotLayout, slot_rows
+
+MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
+MIN_SHARED_SAVING = 512  # slots that sharing a prefix must spare, to be worth two more calls
+Tokens = slice | torch.Tensor
+
+
+@dataclass(slots=True)
+class Slots:
+    """Token slots as (page table entry, offset in the page); row numbers follow from a layer's layout, once a step."""
+
+    entries_N: torch.Tensor
+    offsets_N: torch.Tensor
+    _rows: dict[SlotLayout, torch.Tensor] = field(default_factory=dict)
+    _space: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def rows(self, layout: SlotLayout) -> torch.Tensor:
+        """Row numbers for `gather_slots`."""
+        rows = self._rows.get(layout)
+        if rows is None:
+            rows = self._rows[layout] = slot_rows(self.entries_N, self.offsets_N, layout)
+        return rows
+
+    def space(self, which: int, layout: SlotLayout, pages: torch.Tensor) -> torch.Tensor:
+        """Memory to gather into, the same for every layer of the step; `which` tells keys (0) from values (1)."""
+        key = (which, layout.unit, pages.dtype)
+        space = self._space.get(key)
+        if space is None:
+            count = self.entries_N.numel() * layout.rows_per_token
+            space = self._space[key] = torch.empty((count, layout.unit), dtype=pages.dtype, device=pages.device)
+        return space
+
+
+@dataclass(frozen=True, slots=True)
+class NewPart:
+    """`rows` adjacent rows of `queries` tokens each attend causally to their own new tokens."""
+
+    tokens: slice
+    rows: int
+    queries: int
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """All of `tokens` attend to all of `slots`, without a mask."""
+
+    tokens: Tokens
+    slots: Slots
+    first: bool
+    more: bool
+
+
+@dataclass(slots=True)
+class PaddedPart:
+    """`rows` short rows attend to slots of their own, [B, L], under a mask.
+
+    `tokens` are B * Q queries, padded with repetitions; results `kept` (None: all) go to tokens `targets`.
+    """
+
+    tokens: Tokens
+    targets: Tokens
+    kept: torch.Tensor | None
+    rows: int
+    queries: int
+    slots: Slots
+    allowed_BQL: torch.Tensor | None
+    more: bool
+    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """0 where a query may look and -inf elsewhere, [B, 1, group * Q or 1, L], built once a step."""
+        if self.allowed_BQL is None:
+            return None
+        group = 1 if self.queries == 1 else group
+        mask = self._masks.get((group, dtype))
+        if mask is None:
+            allowed = self.allowed_BQL
+            zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            mask = zeros.masked_fill_(~allowed, float("-inf")).repeat(1, group, 1).unsqueeze(1)
+            self._masks[group, dtype] = mask
+        return mask
+
+
+Part = NewPart | SharedPart | PaddedPart
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The parts of a step, in an order in which the first part of every token says so. `merges`: some token has several."""
+
+    parts: tuple[Part, ...]
+    merges: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    index: int
+    first_token: int
+    queries: int
+    start: int
+    base: int  # tokens that a shared part covers
+
+    @property
+    def length(self) -> int:
+        return self.start + self.queries
+
+
+def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> Plan:
+    """Divide the step. Rows are in table order and their tokens are adjacent."""
+    clusters = _clusters(query_lens, seq_lens, table_RP, page_tokens)
+    bases = {row: shared for rows, shared in clusters for row in rows}
+    rows, token = [], 0
+    for i, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        rows.append(_Row(i, token, queries, length - queries, bases.get(i, 0)))
+        token += queries
+    parts: list[Part] = []
+    long, short = [], []
+    for row in rows:
+        is_long = row.queries > MAX_SHORT_QUERIES or (row.queries > 1 and row.start == row.base)
+        (long if is_long else short).append(row)
+    parts.extend(_new_parts(long))
+    for row in long:
+        if row.start > row.base:
+            slots = _row_slots(row, row.base, row.start, table_RP, page_tokens)
+            tokens = slice(row.first_token, row.first_token + row.queries)
+            parts.append(SharedPart(tokens, slots, first=False, more=row.base > 0))
+    for bucket in _buckets(short):
+        parts.append(_padded_part(bucket, table_RP, page_tokens))
+    for members, shared in clusters:
+        one = _Row(members[0], 0, 0, shared, 0)
+        slots = _row_slots(one, 0, shared, table_RP, page_tokens)
+        parts.append(SharedPart(_token_index([rows[i] for i in members]), slots, first=False, more=False))
+    return Plan(tuple(parts), merges=any(isinstance(part, SharedPart) for part in parts))
+
+
+def _clusters(
+    query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int
+) -> list[tuple[list[int], int]]:
+    """Rows whose past begins with the same pages, and how many tokens those hold."""
+    if len(query_lens) < 2:
+        return []
+    by_page: dict[int, list[int]] = {}
+    for row, entry in enumerate(table_RP[:, 0].tolist()):
+        if seq_lens[row] - query_lens[row] >= page_tokens:
+            by_page.setdefault(entry, []).append(row)
+    found = []
+    for rows in by_page.values():
+        if len(rows) < 2:
+            continue
+        past = {row: (seq_lens[row] - query_lens[row]) // page_tokens for row in rows}
+        rows.sort(key=lambda row: -past[row])
+        count = max(range(2, len(rows) + 1), key=lambda n: (n - 1) * past[rows[n - 1]])
+        rows = sorted(rows[:count])
+        pages = min(past[row] for row in rows)
+        table = table_RP[rows, :pages]
+        pages = int((table == table[0]).all(0).to(torch.int32).cumprod(0).sum())
+        if (len(rows) - 1) * pages * page_tokens >= MIN_SHARED_SAVING:
+            found.append((rows, pages * page_tokens))
+    return found
+
+
+def _row_slots(row: _Row, first: int, last: int, table_RP: torch.Tensor, page_tokens: int) -> Slots:
+    positions = torch.arange(first, last, device=table_RP.device)
+    return Slots(table_RP[row.index].index_select(0, positions // page_tokens), positions % page_tokens)
+
+
+def _new_parts(rows: list[_Row]) -> list[NewPart]:
+    """One part for each run of adjacent rows that agree in length and in whether more parts follow."""
+    parts: list[NewPart] = []
+    for row in rows:
+        last = parts[-1] if parts else None
+        more, end = row.start > 0, row.first_token + row.queries
+        if last and (last.tokens.stop, last.queries, last.more) == (row.first_token, row.queries, more):
+            parts[-1] = NewPart(slice(last.tokens.start, end), last.rows + 1, row.queries, more)
+        else:
+            parts.append(NewPart(slice(row.first_token, end), 1, row.queries, more))
+    return parts
+
+
+def _buckets(rows: list[_Row]) -> list[list[_Row]]:
+    """Groups of short rows of about one length, so that padding costs less than another call would."""
+    buckets: list[list[_Row]] = []
+    for wide in (False, True):
+        current: list[_Row] = []
+        for row in sorted((r for r in rows if (r.queries > 1) == wide), key=lambda r: r.base - r.length):
+            longest = current[0].length - current[0].base if current else 0
+            if current and (
+                longest - (row.length - row.base) > 32 + longest // 4 or (row.base > 0) != (current[0].base > 0)
+            ):
+                buckets.append(current)
+                current = []
+            current.append(row)
+        if current:
+            buckets.append(current)
+    return [sorted(bucket, key=lambda r: r.index) for bucket in buckets]
+
+
+def _token_index(rows: list[_Row]) -> Tokens:
+    """The rows' tokens in order, as a slice where they are adjacent."""
+    first, count = rows[0].first_token, sum(row.queries for row in rows)
+    if rows[-1].first_token + rows[-1].queries == first + count:
+        return slice(first, first + count)
+    return torch.cat([torch.arange(r.first_token, r.first_token + r.queries) for r in rows])
+
+
+def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> PaddedPart:
+    device = table_RP.device
+    queries = max(row.queries for row in rows)
+    sizes = [row.length - row.base for row in rows]
+    columns = torch.tensor(
+        [[r.base, r.length, r.start, r.queries, r.index, r.first_token] for r in rows], device=device
+    )
+    base_B1, length_B1, start_B1, queries_B1, index_B1, first_B1 = columns.unsqueeze(-1).unbind(1)
+    positions_BL = base_B1 + torch.arange(max(sizes), device=device)
+    read_BL = positions_BL if min(sizes) == max(sizes) else torch.minimum(positions_BL, length_B1 - 1)
+    entries_BL = table_RP[index_B1, read_BL // page_tokens]
+    slots = Slots(entries_BL.flatten(), (read_BL % page_tokens).flatten())
+    more = rows[0].base > 0
+    targets = _token_index(rows)
+    if queries == 1:
+        allowed = None if min(sizes) == max(sizes) else (positions_BL < length_B1).unsqueeze(1)
+        return PaddedPart(targets, targets, None, len(rows), 1, slots, allowed, more)
+    steps_BQ = torch.minimum(torch.arange(queries, device=device), queries_B1 - 1)
+    allowed = positions_BL.unsqueeze(1) <= (start_B1 + steps_BQ).unsqueeze(-1)
+    if all(row.queries == queries for row in rows):
+        return PaddedPart(targets, targets, None, len(rows), queries, slots, allowed, more)
+    kept = (torch.arange(queries, device=device) < queries_B1).flatten().nonzero().squeeze(-1)
+    return PaddedPart((first_B1 + steps_BQ).flatten(), targets, kept, len(rows), queries, slots, allowed, more)

@@ -1,0 +1,192 @@
+"""Attention in plain torch: the CPU backend, and the twin that GPU backends are compared with.
+
+Exact under every condition that the scheduler can make: chunks with a past, rows that share pages with rows of the same
+step, and page slots that hold NaN because nothing was written there. `torch_plan` says how a step is divided. Shape
+letters: T tokens of the step, B rows of one call, Q queries of a row, L key slots, H query heads, K key/value heads,
+G query heads per key/value head, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, Plan, SharedPart, Slots, make_plan
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.ops.pages import gather_slots, slot_layout, write_slots
+
+if TYPE_CHECKING:
+    from pagerunner.memory.specs import Spec
+
+Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
+
+
+class TorchMetadata:
+    """What a step's layers share: how it is divided, and where its tokens are written."""
+
+    __slots__ = ("plan", "write")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.write: Slots | None = None
+
+
+class TorchBackend:
+    """See the module."""
+
+    name = "torch_ref"
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves full attention with equal key and value heads on any device and in any floating dtype."""
+        if spec.kind != "full":
+            return f"it serves full attention only, not {spec.kind}"
+        if getattr(spec, "head_dim_v", None) not in (None, getattr(spec, "head_dim", None)):
+            return "it needs value heads of the same size as key heads"
+        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+
+    def plan(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        page_table_RP: torch.Tensor,
+        page_tokens: int,
+        query_start: torch.Tensor,
+    ) -> TorchMetadata:
+        """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
+        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens))
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: LayerKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write k and v, then attend; [T, H, D]."""
+        metadata: TorchMetadata = group.metadata
+        if metadata.write is None:
+            metadata.write = Slots(group.write_entry, group.write_offset)
+        for pages, values in ((layer.k, k_TKD), (layer.v, v_TKD)):
+            layout = slot_layout(pages)
+            write_slots(pages, metadata.write.rows(layout), values, layout)
+        parts = metadata.plan.parts
+        if len(parts) == 1:
+            return _run(parts[0], q_THD, k_TKD, v_TKD, layer, scale)[0]
+        out_THD = q_THD.new_empty(q_THD.shape)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32) if metadata.plan.merges else None
+        for part in parts:
+            out, lse = _run(part, q_THD, k_TKD, v_TKD, layer, scale)
+            _store(part, out, lse, out_THD, lse_TH)
+        return out_THD
+
+
+def _run(
+    part: Part, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: LayerKV, scale: float
+) -> Result:
+    """The part's own attention, [its tokens, H, D], and its log-sum-exp, [its tokens, H]."""
+    if isinstance(part, PaddedPart):
+        return _run_padded(part, q_THD, layer, scale)
+    if isinstance(part, SharedPart):
+        return _run_shared(part, q_THD, layer, scale)
+    return _run_new(part, q_THD, k_TKD, v_TKD, scale)
+
+
+def _store(
+    part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor | None
+) -> None:
+    """Put a part's result in its place; where another part's is there already, merge the two by weight."""
+    targets = part.targets if isinstance(part, PaddedPart) else part.tokens
+    if isinstance(part, SharedPart):
+        assert lse_TH is not None
+        old_lse = lse_TH[targets]
+        weight = torch.sigmoid(lse - old_lse).unsqueeze(-1).to(out.dtype)
+        out_THD[targets] = torch.lerp(out_THD[targets], out, weight)
+        if part.more:
+            lse_TH[targets] = torch.logaddexp(old_lse, lse)
+    else:
+        out_THD[targets] = out
+        if part.more and lse_TH is not None:
+            lse_TH[targets] = lse
+
+
+def _gather(slots: Slots, pages: torch.Tensor, which: int, dtype: torch.dtype) -> torch.Tensor:
+    layout = slot_layout(pages)
+    return gather_slots(pages, slots.rows(layout), layout, dtype, slots.space(which, layout, pages))
+
+
+def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float) -> Result:
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = layer.k.shape[2]
+    group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
+    k_BKLD = _gather(part.slots, layer.k, 0, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+    v_BKLD = _gather(part.slots, layer.v, 1, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+    q_BQKGD = q_THD[part.tokens].view(rows, queries, num_kv_heads, group, head_dim)
+    q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
+    out, lse = attend(q_BKgD, k_BKLD, v_BKLD, scale, mask=part.mask(group, q_THD.dtype))
+    out = out.view(rows, num_kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
+    lse = lse.view(rows, num_kv_heads, group, queries).permute(0, 3, 1, 2)
+    out, lse = out.reshape(-1, num_heads, head_dim), lse.reshape(-1, num_heads)
+    return (out, lse) if part.kept is None else (out[part.kept], lse[part.kept])
+
+
+def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float) -> Result:
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = layer.k.shape[2]
+    group = num_heads // num_kv_heads
+    # One row whose queries are all the tokens; key/value heads stand in the batch dimension, so that the query heads
+    # of a group share them without a copy.
+    k_K1LD = _gather(part.slots, layer.k, 0, q_THD.dtype).transpose(0, 1).unsqueeze(1)
+    v_K1LD = _gather(part.slots, layer.v, 1, q_THD.dtype).transpose(0, 1).unsqueeze(1)
+    q_KGTD = q_THD[part.tokens].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    size = (num_kv_heads, group, -1, head_dim)
+    out, lse = attend(q_KGTD, k_K1LD.expand(size), v_K1LD.expand(size), scale)
+    return out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim), lse.permute(2, 0, 1).reshape(-1, num_heads)
+
+
+def _run_new(part: NewPart, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float) -> Result:
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_TKD.shape[1]
+    shape = (part.rows, part.queries, num_kv_heads, -1, head_dim)
+    q_BQKGD, k_BQK1D, v_BQK1D = (x[part.tokens].view(shape) for x in (q_THD, k_TKD, v_TKD))
+    if part.rows == 1:
+        q, k, v = (x[0].permute(1, 2, 0, 3) for x in (q_BQKGD, k_BQK1D, v_BQK1D))
+        out, lse = attend(q, k.expand(q.shape), v.expand(q.shape), scale, causal=True)
+        return out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim), lse.permute(2, 0, 1).reshape(-1, num_heads)
+    q = q_BQKGD.flatten(2, 3).transpose(1, 2)
+    k, v = (
+        x.expand(q_BQKGD.shape).reshape(part.rows, part.queries, num_heads, head_dim).transpose(1, 2)
+        for x in (k_BQK1D, v_BQK1D)
+    )
+    out, lse = attend(q, k, v, scale, causal=True)
+    return out.transpose(1, 2).reshape(-1, num_heads, head_dim), lse.transpose(1, 2).reshape(-1, num_heads)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Result:
+    """Softmax attention with its log-sum-exp. q is [B, K, Q, D], k and v [B, K, L, D], the mask is added to scores.
+
+    On CPU it is torch's own flash kernel, called directly because the public function doesn't return the log-sum-exp.
+    """
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    out = torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    return out, torch.logsumexp(scores, -1)

@@ -1,0 +1,25 @@
+"""Norm layers. Shape letters: T tokens, D features."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.layers.module import Module
+from pagerunner.ops.norm import add_rms_norm_, rms_norm
+
+
+class RMSNorm(Module):
+    """Root-mean-square norm with a weight per feature."""
+
+    def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The norm of `x`."""
+        return rms_norm(x_TD, self.weights["weight"], self.eps)
+
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add `x` to `residual` in place and return the norm of the sum."""
+        return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)

@@ -1,0 +1,1 @@
+"""Model families: config readers (torch-free), models, checkpoint loader and tokenizer."""

@@ -1,0 +1,59 @@
+"""What every model family's configuration tells the rest of the engine. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pagerunner.config import Dtype
+
+if TYPE_CHECKING:
+    from pagerunner.memory.specs import Spec
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """The part of a config.json that is the same for every family; a family's own class adds what its model needs.
+
+    `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names
+    none). `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are
+    generation_config.json's, by the names of SamplingParams.
+    """
+
+    path: str
+    family: str
+    dtype: Dtype
+    num_layers: int
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float]
+
+    @abstractmethod
+    def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
+        """The memory of each layer, by layer index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: the base, and how its frequencies are stretched beyond the trained length.
+
+    `scale` multiplies cosines and sines. `original_length`, `low_freq_factor` and `high_freq_factor` belong to llama3
+    (Llama 3.1's rule); `original_length`, `beta_fast`, `beta_slow` and `truncate` to yarn (arXiv 2309.00071).
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    scale: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True

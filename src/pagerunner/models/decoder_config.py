@@ -1,0 +1,198 @@
+"""Configurations of the dense decoder families: Llama, Mistral, Qwen2 and Qwen3. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagerunner.config import Dtype
+from pagerunner.models.base import ModelConfig, RopeConfig
+from pagerunner.models.fields import Fields
+
+if TYPE_CHECKING:
+    from pagerunner.memory.specs import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder of equal layers: grouped-query attention with rotary positions, and a gated SiLU feed-forward.
+
+    `qkv_bias`, `o_bias` and `mlp_bias` say which projections have one; `qk_norm` is a norm of every query and key head.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
+        """Full attention in every layer."""
+        from pagerunner.memory.specs import FullKV
+
+        return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
+
+
+def read_llama(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
+    """Llama 2 and 3.x."""
+    bias = fields.flag("attention_bias", False)
+    mlp_bias = fields.flag("mlp_bias", False)
+    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp_bias})
+
+
+def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
+    """Mistral: Llama's computation, with a sliding window that must not be active."""
+    length = common["max_position_embeddings"]
+    # The reference implementation reads an absent field as a window of 4096.
+    window = fields.take("sliding_window", 4096)
+    if window is not None:
+        _refuse_window(fields, "sliding_window", window, length)
+    return _read(fields, common, {})
+
+
+def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
+    """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
+    _read_qwen_window(fields, common)
+    return _read(fields, common, {"qkv_bias": True}, has_head_dim=False)
+
+
+def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
+    """Qwen3, dense: norms of query and key heads, and heads whose size is not hidden_size / heads."""
+    _read_qwen_window(fields, common)
+    bias = fields.flag("attention_bias", False)
+    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
+
+
+def _refuse_window(fields: Fields, name: str, window: Any, length: int) -> None:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise fields.error(name, f"must be null or a whole number of at least 1, got {window!r}.")
+    if window < length:
+        raise fields.error(
+            name,
+            f"is {window}, less than max_position_embeddings={length}: sliding-window attention is not supported yet; "
+            f"set max_position_embeddings to at most {window} in config.json to use the model without it.",
+        )
+
+
+def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
+    length, layers = common["max_position_embeddings"], common["num_layers"]
+    used = fields.flag("use_sliding_window", False)
+    window = fields.take("sliding_window")
+    first = fields.integer("max_window_layers", layers, least=0)
+    types = fields.take("layer_types")
+    if types is None:
+        types = ["sliding_attention" if used and i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
+    for kind in types:
+        if kind == "sliding_attention":
+            _refuse_window(fields, "sliding_window", 4096 if window is None else window, length)
+        elif kind != "full_attention":
+            raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
+
+
+def _read(
+    fields: Fields,
+    common: dict[str, Any],
+    own: dict[str, Any],
+    *,
+    has_head_dim: bool = True,
+    default_head_dim: int | None = None,
+) -> DecoderConfig:
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("num_attention_heads", f"is {heads}, which num_key_value_heads={kv_heads} does not divide.")
+    head_dim = fields.integer("head_dim", default_head_dim or 0) if has_head_dim else 0
+    if not head_dim:
+        if hidden % heads:
+            raise fields.error("hidden_size", f"is {hidden}, which num_attention_heads={heads} does not divide.")
+        head_dim = hidden // heads
+        if not has_head_dim:
+            given = fields.take("head_dim")
+            if given not in (None, head_dim):
+                raise fields.error("head_dim", f"is {given!r}; this family's is hidden_size / heads = {head_dim}.")
+    if head_dim % 2:
+        raise fields.error("head_dim", f"is {head_dim}; rotary positions need an even number.")
+    fields.choice("hidden_act", ("silu", "swish"), "silu")
+    return DecoderConfig(
+        **common,
+        **own,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        rope=read_rope(fields, common["max_position_embeddings"]),
+    )
+
+
+def read_rope(fields: Fields, length: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (before it)."""
+    partial = fields.number("partial_rotary_factor", 1.0)
+    given = fields.take("rope_parameters")
+    name = "rope_parameters"
+    scaling = fields.take("rope_scaling")
+    if given is None:
+        given, name = scaling, "rope_scaling"
+    elif scaling is not None and scaling != given:
+        raise fields.error("rope_scaling", f"is {scaling!r}, beside a different rope_parameters {given!r}.")
+    if not isinstance(given, dict | None):
+        raise fields.error(name, f"must be an object, got {given!r}.")
+    theta = fields.number("rope_theta", 10000.0, above=0)
+    original = fields.take("original_max_position_embeddings")
+    rope = Fields(given or {}, f"{fields.where}: {name}")
+    theta = rope.number("rope_theta", theta, above=0)
+    partial = rope.number("partial_rotary_factor", partial)
+    if partial != 1.0:
+        raise fields.error("partial_rotary_factor", f"is {partial:g}; only 1 is supported in this family.")
+    old_kind = rope.take("type")
+    kind = rope.choice("rope_type", ("default", "linear", "llama3", "yarn"), old_kind or "default")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise rope.error("type", f"is {kind!r}, which is not supported; it must be default, linear, llama3 or yarn.")
+    if original is not None:
+        rope.take("original_max_position_embeddings")
+    else:
+        original = rope.take("original_max_position_embeddings", length)
+    if not isinstance(original, int) or original < 1:
+        raise rope.error("original_max_position_embeddings", f"must be a whole number of at least 1, got {original!r}.")
+    values: dict[str, Any] = {}
+    if kind == "default":
+        rope.take("factor")  # the reference implementation ignores it here
+    elif kind == "linear":
+        values["factor"] = rope.number("factor", above=0)
+    elif kind == "llama3":
+        values["factor"] = rope.number("factor", above=0)
+        values["low_freq_factor"] = rope.number("low_freq_factor", above=0)
+        values["high_freq_factor"] = rope.number("high_freq_factor", above=values["low_freq_factor"])
+    else:
+        values.update(_read_yarn(rope, length / original))
+    rope.finish()
+    return RopeConfig(kind=kind, theta=theta, original_length=original, **values)  # type: ignore[arg-type]
+
+
+def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:
+    factor = rope.number("factor", implied_factor, above=0)
+    scale = rope.number("attention_factor", 0.0)
+    mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if not scale:
+        scale = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    beta_fast = rope.number("beta_fast", 32.0, above=0)
+    beta_slow = rope.number("beta_slow", 1.0, above=0)
+    truncate = rope.flag("truncate", True)
+    return {"factor": factor, "scale": scale, "beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": truncate}

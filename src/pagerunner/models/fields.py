@@ -1,0 +1,104 @@
+"""Strict reading of a JSON object: every field is used, known to be irrelevant, or an error that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pagerunner.errors import ConfigError
+
+# Written by training code, by transformers' bookkeeping or by exporters; none of them changes what the model computes.
+IRRELEVANT_FIELDS = frozenset(
+    """
+    architectures transformers_version _name_or_path name_or_path auto_map torch_dtype dtype model_type
+    initializer_range use_cache pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id unk_token_id
+    decoder_start_token_id attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop hidden_dropout_prob
+    attention_probs_dropout_prob classifier_dropout pretraining_tp output_attentions output_hidden_states return_dict
+    return_dict_in_generate gradient_checkpointing use_flash_attn _attn_implementation attn_implementation
+    _flash_attn_2_enabled _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    unsloth_fixed unsloth_version max_length min_length do_sample
+    temperature top_k top_p typical_p repetition_penalty length_penalty num_beams num_beam_groups num_return_sequences
+    no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping diversity_penalty bad_words_ids begin_suppress_tokens
+    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id remove_invalid_values
+    output_scores renormalize_logits torchscript use_bfloat16 tf_legacy_loss pruned_heads
+    tie_encoder_decoder
+    """.split()
+)
+
+
+class Fields:
+    """A JSON object whose fields are taken one by one; `finish` refuses what is left.
+
+    Raises:
+        ConfigError: from any method; the message names the file, the field and its value.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = dict(values)
+        self.where = where
+
+    def error(self, name: str, message: str) -> ConfigError:
+        """An error about one field, for the caller to raise."""
+        return ConfigError(f"{self.where}: {name} {message}")
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The field's value as it is; `default` where it is absent."""
+        return self._values.pop(name, default)
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`; `default` where it is absent or null, unless None, which asks for one."""
+        value = self._values.pop(name, None)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing.")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(name, f"must be a whole number, got {value!r}.")
+        if value < least:
+            raise self.error(name, f"must be at least {least}, got {value}.")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, above: float = -math.inf) -> float:
+        """A finite number greater than `above`; `default` as in `integer`."""
+        value = self._values.pop(name, None)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing.")
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.error(name, f"must be a finite number, got {value!r}.")
+        if value <= above:
+            raise self.error(name, f"must be greater than {above:g}, got {value}.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; `default` where it is absent or null."""
+        value = self._values.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, got {value!r}.")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
+        """One of `allowed`; `default` as in `integer`."""
+        value = self._values.pop(name, None)
+        if value is None:
+            if default is None:
+                raise self.error(name, f"is missing; it must be one of {', '.join(allowed)}.")
+            return default
+        if value not in allowed:
+            raise self.error(name, f"is {value!r}, which is not supported; it must be one of {', '.join(allowed)}.")
+        return str(value)
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Refuse any field that was not taken, is not irrelevant, and could have an effect (is not null)."""
+        known = IRRELEVANT_FIELDS.union(ignored)
+        for name, value in self._values.items():
+            if name in known or value is None:
+                continue
+            shown = repr(value)
+            shown = shown if len(shown) <= 120 else shown[:117] + "..."
+            raise self.error(name, f"is {shown}, a field that pagerunner does not know and will not ignore.")

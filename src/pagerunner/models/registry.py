@@ -1,0 +1,31 @@
+"""The table of supported families. Torch-free: a model's own file is imported when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagerunner.models.base import ModelConfig
+from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from pagerunner.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model_type: how its config.json is read, and the module and class of its model.
+
+    `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares.
+    """
+
+    read: Callable[[Fields, dict[str, Any]], ModelConfig]
+    module: str
+    model: str
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(read_llama, "pagerunner.models.llama", "LlamaForCausalLM"),
+    "mistral": Family(read_mistral, "pagerunner.models.llama", "LlamaForCausalLM"),
+    "qwen2": Family(read_qwen2, "pagerunner.models.llama", "LlamaForCausalLM"),
+    "qwen3": Family(read_qwen3, "pagerunner.models.qwen3", "Qwen3ForCausalLM"),
+}

@@ -1,0 +1,47 @@
+"""Root-mean-square norms. Shape letters: T tokens, D features, N heads, H query heads.
+
+The obvious `x.pow(2).mean().add(eps).rsqrt()` is nine small tensor ops on CPU; `vector_norm` is one pass, so a norm here
+is five ops. Statistics are float32 whatever the dtype, as in the models' own code.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, as a new tensor of x's dtype."""
+    scaled = x_TD * _inverse_rms(x_TD, eps)
+    if scaled.dtype != x_TD.dtype:
+        scaled = scaled.to(x_TD.dtype)
+    return scaled.mul_(weight_D)
+
+
+def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add `x` to `residual` in place and return the norm of the sum."""
+    return rms_norm(residual_TD.add_(x_TD), weight_D, eps)
+
+
+def qk_norm_(
+    qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
+) -> None:
+    """Norm every head of `qk` in place: the first `num_q_heads` with `q_weight`, the rest with `k_weight`."""
+    if qk_TND.dtype == torch.float32:
+        qk_TND.mul_(_inverse_rms(qk_TND, eps))
+    else:
+        qk_TND.copy_(qk_TND * _inverse_rms(qk_TND, eps))
+    qk_TND[:, :num_q_heads].mul_(q_weight_D)
+    qk_TND[:, num_q_heads:].mul_(k_weight_D)

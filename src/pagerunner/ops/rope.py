@@ -1,0 +1,37 @@
+"""Rotary position embedding, "neox" style (halves of a head are the pairs). Shape letters: T tokens, N heads, D head size.
+
+The angles of a step are computed once from its positions and used by every layer, so there is no table whose size
+depends on the model's length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RopeAngles(NamedTuple):
+    """Cosines, and sines with the sign of the rotation in them (first half negative), both [T, 1, D]."""
+
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+
+
+def rope_angles(
+    positions_T: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> RopeAngles:
+    """Angles for `positions`; `inverse_frequencies` is [D / 2] float32 and `scale` multiplies both results."""
+    angle = positions_T.to(torch.float32).unsqueeze(-1) * inverse_frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    cos_T1D = torch.cat((cos, cos), -1).unsqueeze(1).to(dtype)
+    sin_T1D = torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype)
+    return RopeAngles(cos_T1D, sin_T1D)
+
+
+def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    """Rotate every head of `x` in place by its token's angles."""
+    swapped = x_TND.roll(x_TND.shape[-1] // 2, -1)
+    x_TND.mul_(angles.cos_T1D).addcmul_(swapped, angles.sin_T1D)

@@ -1,0 +1,1 @@
+"""Shared test tools; nothing here is a test."""

@@ -1,0 +1,120 @@
+"""A minimal runner for model tests: own page tables in random page order, chunked prefill, mixed batches, poisoned pages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagerunner.attention.torch_ref import TorchBackend
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.models.base import ModelConfig
+from pagerunner.models.config import read_model_config
+from pagerunner.models.loader import Model, build_model, load_weights, materialize, weights_bytes
+
+
+@dataclass
+class Sequence:
+    """One request's tokens, how many of them are in pages, and those pages."""
+
+    tokens: list[int]
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+class Harness:
+    """Holds a model and a page-major pool: page -> layer -> K/V -> token -> head -> dim, every free slot NaN.
+
+    `gap` elements follow each page, so that the distance between pages need not be a multiple of a token.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        page_tokens: int,
+        num_pages: int,
+        gap: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.backend, self.page_tokens = model, TorchBackend(), page_tokens
+        heads, dim, layers = config.num_kv_heads, config.head_dim, config.num_layers
+        block = page_tokens * heads * dim
+        stride = layers * 2 * block + gap
+        self.pool = torch.full((num_pages * stride,), float("nan"), dtype=dtype)
+        views = [
+            self.pool.as_strided((num_pages, page_tokens, heads, dim), (stride, heads * dim, dim, 1), i * block)
+            for i in range(layers * 2)
+        ]
+        self.kv = tuple(LayerKV(0, views[2 * i], views[2 * i + 1]) for i in range(layers))
+        self.free = list(range(num_pages))
+        random.Random(seed).shuffle(self.free)
+
+    def step(self, work: list[tuple[Sequence, int]], sample: bool = True) -> torch.Tensor:
+        """Run the given number of tokens of each sequence; returns the log-probabilities after each row's last token."""
+        size = self.page_tokens
+        for sequence, count in work:
+            while len(sequence.pages) * size < sequence.computed + count:
+                sequence.pages.append(self.free.pop())
+        batch = self._batch(work)
+        hidden = self.model(batch)
+        for sequence, count in work:
+            sequence.computed += count
+        logits = self.model.compute_logits(hidden[batch.logits_index])
+        return logits.log_softmax(-1)
+
+    def _batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
+        size = self.page_tokens
+        query_lens = [count for _, count in work]
+        seq_lens = [sequence.computed + count for sequence, count in work]
+        table = torch.zeros(len(work), max(len(s.pages) for s, _ in work), dtype=torch.int64)
+        tokens, positions, entries = [], [], []
+        for row, (sequence, count) in enumerate(work):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+            span = range(sequence.computed, sequence.computed + count)
+            tokens += [sequence.tokens[p] for p in span]
+            positions += span
+            entries += [sequence.pages[p // size] for p in span]
+        position_T = torch.tensor(positions)
+        start = torch.tensor([0, *query_lens]).cumsum(0)
+        metadata = self.backend.plan(query_lens, seq_lens, table, size, start)
+        group = GroupBatch(table, torch.tensor(entries), position_T % size, size, self.backend, metadata)
+        return ForwardBatch(
+            torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), self.kv
+        )
+
+    def generate(
+        self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9, stagger: bool = False
+    ) -> list[Sequence]:
+        """Greedy generation of all prompts together; `chunk` bounds the tokens of a step (at least one per row)."""
+        sequences = [Sequence(list(p)) for p in prompts]
+        ends = [len(p) + new_tokens for p in prompts]
+        while True:
+            work, budget = [], chunk
+            for sequence, end in zip(sequences, ends, strict=True):
+                count = min(len(sequence.tokens) - sequence.computed, budget)
+                if len(sequence.tokens) < end and count > 0:
+                    work.append((sequence, count))
+                    budget -= count
+            if not work:
+                return sequences
+            logprobs = self.step(work)
+            for (sequence, _), row in zip(work, logprobs, strict=True):
+                if sequence.computed == len(sequence.tokens):
+                    sequence.logprobs.append(row)
+                    sequence.tokens.append(int(row.argmax()))
+
+
+def load(path: Path, dtype: str = "float32") -> tuple[Model, ModelConfig]:
+    """The model of a checkpoint directory, with its weights in a region of its own."""
+    config = read_model_config(path)
+    model = build_model(config, dtype)  # type: ignore[arg-type]
+    materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
+    load_weights(model, path)
+    return model, config
