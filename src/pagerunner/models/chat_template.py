@@ -1,0 +1,149 @@
+"""Chat templates: Jinja texts that come with checkpoints, rendered in a sandbox with the helpers they expect."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pagerunner.errors import CheckpointError, InvalidRequestError
+from pagerunner.models.config import read_json
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+class ChatTemplate:
+    """A checkpoint's templates by name; "tool_use", where there is one, is taken when tools are given."""
+
+    def __init__(self, templates: Mapping[str, str], where: str) -> None:
+        self.templates = dict(templates)
+        self.where = where
+
+    @classmethod
+    def find(cls, directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
+        """The template in chat_template.jinja, chat_template.json or tokenizer_config.json, the first that is there."""
+        file = directory / "chat_template.jinja"
+        if file.is_file():
+            return cls({"default": _read(file)}, str(file))
+        file = directory / "chat_template.json"
+        values = read_json(file) if file.is_file() else tokenizer_config
+        where = str(file if file.is_file() else directory / "tokenizer_config.json")
+        found = values.get("chat_template")
+        if isinstance(found, str):
+            return cls({"default": found}, where)
+        if isinstance(found, list):
+            named = {
+                x["name"]: x["template"] for x in found if isinstance(x, dict) and {"name", "template"} <= x.keys()
+            }
+            if len(named) == len(found) and all(isinstance(x, str) for x in named.values()):
+                return cls(named, where)
+        if found:
+            raise CheckpointError(f"{where}: chat_template must be a text or a list of names and templates.")
+        return None
+
+    @classmethod
+    def from_option(cls, option: str) -> ChatTemplate:
+        """A template that the user gave: the path of a file, or the text itself.
+
+        Raises:
+            CheckpointError: it looks like a path, and there is no such file.
+        """
+        if "{" in option or "\n" in option:
+            return cls({"default": option}, "chat_template")
+        if not Path(option).is_file():
+            raise CheckpointError(f"There is no chat template file {option}.")
+        return cls({"default": _read(Path(option))}, option)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt text.
+
+        Raises:
+            InvalidRequestError: the template is not valid, or it fails on or refuses these messages.
+        """
+        import jinja2
+
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise InvalidRequestError(f"{self.where} has no default chat template, only {', '.join(self.templates)}.")
+        if variables.get("continue_final_message"):
+            raise InvalidRequestError("continue_final_message is not supported.", param="continue_final_message")
+        try:
+            template = _compile(self.templates[name])
+            values = {"documents": None, **variables, "messages": list(messages), "tools": tools and list(tools)}
+            text = template.render(values)
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InvalidRequestError("messages hold a lone surrogate, which is not valid Unicode text.") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequestError(f"The chat template of {self.where} is not valid: {error}.") from None
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"The chat template refuses these messages: {error}", param="messages") from None
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:
+            raise InvalidRequestError(f"The chat template fails on these messages: {error}", param="messages") from None
+        return text
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read as text: {error}.") from None
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+    from jinja2.nodes import CallBlock
+    from jinja2.parser import Parser
+
+    class GenerationBlock(jinja2.ext.Extension):
+        """`{% generation %}` marks the assistant's tokens for training; here its body is just text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> CallBlock:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> Any:
+            return caller()
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes HTML, which templates don't expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(text: str) -> jinja2.Template:
+    return _environment().from_string(text)
