@@ -27,6 +27,10 @@ class InvalidRequestError(PagerunnerError, ValueError):
         self.param = param
 
 
+class RequestFailedError(PagerunnerError):
+    """One request failed inside the engine through no fault of its own (HTTP 500). The others go on."""
+
+
 class EngineSleepingError(PagerunnerError):
     """The engine sleeps and was asked to run something (HTTP 503); wake it first."""
 

@@ -1,0 +1,279 @@
+"""AsyncEngine: many requests at once against an engine core in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine import messages as wire
+from pagerunner.engine.core_client import DEFAULT_FACTORY, CoreClient, LoadedCore, launch_core
+from pagerunner.engine.desk import OutputDesk
+from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.engine.observer import EngineObserver, NullObserver
+from pagerunner.engine.stream import OutputStream
+from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.types import EngineRequest, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | dict[str, Any]
+Result = TypeVar("Result")
+
+STALL_SECONDS = 120.0
+"""How long the core may be silent, with requests to run, before it counts as unhealthy."""
+_INLINE_CHARS = 4_096
+"""Texts up to this length are tokenised at once; longer ones in a thread."""
+_TEXT_THREADS = 4
+
+
+class AsyncEngine:
+    """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
+
+    The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
+    All methods are for the event loop that made the engine.
+    """
+
+    def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
+        self._frontend = frontend
+        self._desk = OutputDesk(frontend.outputs, observer)
+        self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
+        self._stall_seconds = stall_seconds
+        self._encoder = msgspec.msgpack.Encoder()
+        self._asleep = False
+        self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
+        self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
+
+    @classmethod
+    async def from_args(
+        cls,
+        args: EngineArgs,
+        *,
+        observer: EngineObserver | None = None,
+        core_factory: str = DEFAULT_FACTORY,
+        frontend_factory: Callable[[EngineArgs, int], Frontend] = build_frontend,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> AsyncEngine:
+        """Start the core's process, wait until the model is loaded, and prepare the text side.
+
+        Args:
+            args: what a user asks of the engine.
+            observer: is told times and counts; see EngineObserver.
+            core_factory: `module:function` that builds the core in the new process.
+            frontend_factory: builds the text side from the arguments and the resolved length.
+            stall_seconds: silence after which `check_health` fails while requests are unfinished.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
+            EngineDeadError: the core's process ended while loading.
+        """
+        core = await launch_core(args, core_factory)
+        try:
+            frontend = await asyncio.to_thread(frontend_factory, args, core.ready.max_model_len)
+        except BaseException:
+            core.kill()
+            raise
+        return cls(core, frontend, observer if observer is not None else NullObserver(), stall_seconds)
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer together, that one request may have."""
+        return self._client.ready.max_model_len
+
+    @property
+    def memory_plan(self) -> dict[str, Any]:
+        """The core's memory plan as plain JSON values."""
+        plan: dict[str, Any] = msgspec.json.decode(self._client.ready.memory_plan)
+        return plan
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's generation_config.json over the defaults."""
+        return self._frontend.default_sampling_params
+
+    @property
+    def stats(self) -> wire.EngineStats:
+        """The core's gauges and running totals, at most a moment old."""
+        return self._desk.stats
+
+    @property
+    def core_pid(self) -> int:
+        """The process id of the core."""
+        return self._client.pid
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many sequences are waiting or running."""
+        return self._desk.progress.unfinished
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
+
+        Leaving the iterator early (`aclose`, cancellation) aborts the request and frees its pages. A slow reader
+        gets several steps' outputs merged into one.
+
+        Args:
+            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            params: how to sample.
+            request_id: unique among unfinished requests.
+            priority: lower runs first under scheduling_policy="priority".
+            cache_salt: only requests with the same salt share cached pages.
+
+        Raises:
+            InvalidRequestError: this request can never run.
+            RequestFailedError: it failed inside the engine.
+            EngineSleepingError, EngineDeadError: nothing can run now, or ever.
+        """
+        arrival = time.monotonic()
+        if (death := self._client.death) is not None:
+            raise EngineDeadError(str(death))
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        requests = await self._text_work(
+            len(text) if isinstance(text, str) else 0,
+            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),
+        )
+        stream = self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._send_abort(self._desk.leave(request_id))
+
+    async def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation.
+            ConfigError: there is no tokenizer or no template.
+        """
+        tokenizer = self._frontend.require_tokenizer()
+
+        def work() -> list[int]:
+            text = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
+            )
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        size = sum(len(str(message.get("content", ""))) for message in messages)
+        return await self._text_work(size, work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises ConfigError when the engine has no tokenizer."""
+        tokenizer = self._frontend.require_tokenizer()
+        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises ConfigError when the engine has no tokenizer."""
+        tokenizer = self._frontend.require_tokenizer()
+        return await self._text_work(
+            len(token_ids), lambda: tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
+        self._send_abort(self._desk.sequences(request_id))
+
+    def abort_all(self) -> None:
+        """End every request; the readers get what there is, with finish_reason "abort"."""
+        self._send_abort(self._desk.all_sequences())
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
+        await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
+        self._asleep = True
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: "weights", "kv_cache", or all (None)."""
+        await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        self._desk.progress.touch()
+        self._asleep = await self.is_sleeping()
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine is parked."""
+        return bool(await self._client.call(wire.IsSleeping))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt pages. False when some belong to running requests."""
+        return bool(await self._client.call(wire.ResetPrefixCache))
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""
+        if (death := self._client.death) is not None:
+            raise EngineDeadError(str(death))
+        silent = self._stalled_seconds()
+        if silent > self._stall_seconds:
+            raise EngineDeadError(
+                f"The engine has {self.num_unfinished} unfinished requests and has made no step for {silent:.0f} "
+                f"seconds; more than {self._stall_seconds:.0f} count as a stall."
+            )
+
+    async def shutdown(self) -> None:
+        """End the core's process; readers that are still there get EngineDeadError. Idempotent."""
+        self._watchdog.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watchdog
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._client.close()
+
+    def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
+        try:
+            message = wire.Add([one.request_id for one in requests], msgspec.Raw(self._encoder.encode(requests)))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
+        stream = self._desk.add(request_id, text, requests, requests[0].params.output_kind == "delta", arrival)
+        try:
+            self._client.send(message)
+        except EngineDeadError:
+            self._desk.leave(request_id)
+            raise
+        return stream
+
+    def _receive(self, message: wire.FromCore) -> None:
+        self._send_abort(self._desk.receive(message))
+
+    def _send_abort(self, sequence_ids: list[str]) -> None:
+        if sequence_ids and self._client.death is None:
+            self._client.send(wire.Abort(sequence_ids))
+
+    def _stalled_seconds(self) -> float:
+        return 0.0 if self._asleep else self._desk.progress.stalled_seconds()
+
+    async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _watch(self) -> None:
+        """Print the core's stacks once per stall, so that a hang can be understood afterwards."""
+        reported = False
+        while self._client.death is None:
+            await asyncio.sleep(min(self._stall_seconds / 4, 5.0))
+            stalled = self._stalled_seconds() > self._stall_seconds
+            if stalled and not reported:
+                logger.error("The engine core makes no progress; its stacks follow on standard error.")
+                self._client.dump_stacks()
+            reported = stalled

@@ -1,0 +1,173 @@
+"""What the frontend and the engine core say to each other: typed msgspec structs as MessagePack, nothing else.
+
+The frontend binds a ZeroMQ PAIR socket in a private directory, the core connects to it. `Launch` goes to the core's
+standard input as one line of JSON; everything later goes over the socket.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+    PagerunnerError,
+    RequestFailedError,
+)
+from pagerunner.types import RequestUpdate
+
+_KINDS: dict[str, type[PagerunnerError]] = {
+    kind.__name__: kind
+    for kind in (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        EngineDeadError,
+        EngineSleepingError,
+        InvalidRequestError,
+        RequestFailedError,
+    )
+}
+
+
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An exception on its way to the other process: its class name, its sentence, the parameter it names."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        """The error as it travels. What is not one of the engine's own errors keeps its type's name in the text."""
+        if isinstance(error, PagerunnerError):
+            kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "EngineDeadError")
+            return cls(kind, str(error), getattr(error, "param", None))
+        return cls("EngineDeadError", f"{type(error).__name__}: {error}")
+
+    def exception(self) -> PagerunnerError:
+        """The exception to raise on this side."""
+        kind = _KINDS.get(self.kind, EngineDeadError)
+        if issubclass(kind, InvalidRequestError):
+            return kind(self.message, param=self.param)
+        return kind(self.message)
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the core process starts. `factory` is `module:function`, called with `args`, that returns an EngineCore."""
+
+    args: EngineArgs
+    address: str
+    factory: str
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Queue the sequences of one request, all or none. `requests` is a MessagePack list of EngineRequest.
+
+    It is decoded on its own, so that values that the core refuses fail this request and not the connection.
+    """
+
+    request_ids: list[str]
+    requests: msgspec.Raw
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End these sequences; each still gets its last update. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Call `core.sleep(level, mode)`."""
+
+    call_id: int
+    level: int
+    mode: str
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Call `core.wake_up(tags)`."""
+
+    call_id: int
+    tags: list[str] | None
+
+
+class IsSleeping(msgspec.Struct, frozen=True, tag="is_sleeping"):
+    """Read `core.is_sleeping`."""
+
+    call_id: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Call `core.reset_prefix_cache()`."""
+
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop and exit with status 0."""
+
+
+Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache
+ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | Shutdown
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1]."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The core is loaded. `max_model_len` is resolved; `memory_plan` is the plan as JSON."""
+
+    max_model_len: int
+    memory_plan: bytes
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The core could not be built; the process exits."""
+
+    error: WireError
+
+
+class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
+    """What one step, or one abort, did. Sent without updates as a sign of progress during long prefills."""
+
+    updates: list[RequestUpdate]
+    stats: EngineStats | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The sequences of one `Add` were not accepted; none of them runs."""
+
+    request_ids: list[str]
+    error: WireError
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to the Call with this id."""
+
+    call_id: int
+    value: bool | None = None
+    error: WireError | None = None
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead"):
+    """A step failed; the process exits and nothing more comes."""
+
+    error: WireError
+
+
+FromCore = Ready | StartFailed | Updates | Refused | Reply | Dead

@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.fanout import TokenCounter
+from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
+from pagerunner.server.params import chat_params, stream_options
+from pagerunner.server.protocol import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+)
+from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
+from pagerunner.types import CompletionOutput, RequestOutput
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+_RESERVED_KWARGS = frozenset(
+    ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")
+)
+
+
+class ChatEndpoint:
+    """Answers conversations."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        """Answer one call; raises what errors.error_response turns into an HTTP status."""
+        request = decode_body(await read_body(http), _DECODER)
+        call = self._service.begin("chatcmpl", request.model)
+        params = chat_params(request, self._service.engine.default_sampling_params)
+        usage = UsageReporter(stream_options(request))
+        prompt = {"prompt_token_ids": await self._render(request)}
+        outputs = self._service.run(call, [prompt], params, request)
+        if request.stream:
+            return await streamed(http, outputs, _Writer(call, request, params.n, usage))
+        [result] = await collected(http, outputs)
+        return json_response(_answer(call, request, result))
+
+    async def _render(self, request: ChatRequest) -> list[int]:
+        if not request.messages:
+            raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
+        kwargs = request.chat_template_kwargs or {}
+        if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not set {', '.join(reserved)}.", param="chat_template_kwargs"
+            )
+        messages = [message.render(index) for index, message in enumerate(request.messages)]
+        return await self._service.engine.render_chat(
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            add_special_tokens=bool(request.add_special_tokens),
+            template_kwargs=kwargs,
+        )
+
+
+def _logprobs(request: ChatRequest, output: CompletionOutput) -> ChatLogprobs | None:
+    if not request.logprobs:
+        return None
+    return chat_logprobs(output.token_ids, output.logprobs or [], request.top_logprobs or 0)
+
+
+def _answer(call: Call, request: ChatRequest, result: RequestOutput) -> ChatCompletion:
+    counter = TokenCounter()
+    counter.add(0, result)
+    asked = request.prompt_logprobs is not None and result.prompt_logprobs is not None
+    return ChatCompletion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[
+            ChatChoice(
+                index=output.index,
+                message=AnswerMessage(output.text),
+                logprobs=_logprobs(request, output),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                token_ids=list(output.token_ids) if request.return_token_ids else UNSET,
+            )
+            for output in result.outputs
+        ],
+        usage=counter.usage(),
+        prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
+        prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
+    )
+
+
+class _Writer:
+    """Every answer starts with a chunk that names the role; the text follows."""
+
+    def __init__(self, call: Call, request: ChatRequest, n: int, usage: UsageReporter) -> None:
+        self._call = call
+        self._request = request
+        self._n = n
+        self._usage = usage
+        self._started = False
+
+    def chunks(self, index: int, output: RequestOutput) -> list[ChatChunk]:
+        """One chunk per answer that has something new, after the roles."""
+        self._usage.add(index, output)
+        chunks: list[ChatChunk] = []
+        if not self._started:
+            self._started = True
+            chunks = [self._chunk([ChunkChoice(index=one, delta=Delta("assistant", ""))]) for one in range(self._n)]
+            if self._request.return_token_ids:
+                chunks[0].prompt_token_ids = output.prompt_token_ids
+        return chunks + [self._chunk([self._choice(one)]) for one in output.outputs]
+
+    def last(self) -> list[ChatChunk]:
+        """The chunk of the counts, if it was asked for."""
+        if not self._usage.include:
+            return []
+        chunk = self._chunk([])
+        chunk.usage = self._usage.total()
+        return [chunk]
+
+    def _choice(self, output: CompletionOutput) -> ChunkChoice:
+        return ChunkChoice(
+            index=output.index,
+            delta=Delta(content=output.text),
+            logprobs=_logprobs(self._request, output),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=list(output.token_ids) if self._request.return_token_ids else UNSET,
+        )
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        call = self._call
+        return ChatChunk(
+            id=call.id, created=call.created, model=call.model, choices=choices, usage=self._usage.in_chunk()
+        )

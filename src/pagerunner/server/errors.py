@@ -1,0 +1,55 @@
+"""From exceptions to HTTP statuses and the error body that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from pagerunner.errors import (
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+)
+from pagerunner.server.protocol import ErrorBody, ErrorDetail
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "UnauthorizedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class HttpError(Exception):
+    """An answer other than 200 that is decided at the door."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def error_body(error: Exception) -> ErrorBody:
+    """The body for an error; `error.code` in it is the HTTP status."""
+    match error:
+        case HttpError():
+            status, param = error.status, error.param
+        case InvalidRequestError():
+            status, param = 400, error.param
+        case EngineSleepingError() | EngineDeadError():
+            status, param = 503, None
+        case _:
+            status, param = 500, None
+    return ErrorBody(ErrorDetail(str(error) or type(error).__name__, _TYPES.get(status, "Error"), param, status))
+
+
+def error_response(error: Exception) -> Response:
+    """The answer for an error."""
+    body = error_body(error)
+    headers = {"WWW-Authenticate": "Bearer"} if body.error.code == 401 else {}
+    if body.error.code == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")

@@ -1,0 +1,109 @@
+"""Reading bodies with a limit, noticing clients that leave, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.errors import HttpError
+
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
+_FIELD = re.compile(r"field `([^`]*)`")
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection; nobody reads an answer."""
+
+
+async def read_body(request: Request) -> bytes:
+    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES."""
+    limit = limits.MAX_BODY_BYTES
+    too_long = HttpError(413, f"The request body is larger than {limit} bytes.")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise too_long
+    body = bytearray()
+    receive = request.receive
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_long
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """The body as the decoder's type. Raises InvalidRequestError that names the field where there is one."""
+    try:
+        body.decode("utf-8")
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The request body is not valid UTF-8 at byte {error.start}.") from error
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path, field = _PATH.search(text), _FIELD.search(text)
+        param = ".".join(part for part in (path and path.group(1), field and field.group(1)) if part)
+        raise InvalidRequestError(f"{text}.", param=param or None) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from error
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`; cancel it and raise ClientGoneError when the client disconnects. The body must have been read."""
+    running = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait([running, gone], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise ClientGoneError
+    finally:
+        for task in (running, gone):
+            task.cancel()
+        await asyncio.gather(running, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A text/event-stream of ready-made events; the source is closed when the client leaves or the events end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close_source: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close_source = close_source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except (ClientGoneError, OSError):
+            pass  # leaving is a client's right; the source is closed below
+        finally:
+            await self._events.aclose()
+            await self._close_source()  # the events may never have been started
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

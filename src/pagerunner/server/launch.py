@@ -1,0 +1,223 @@
+"""Start the server, and take it down in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.errors import ConfigError
+from pagerunner.server.app import create_app
+from pagerunner.server.metrics import Metrics
+from pagerunner.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 30.0
+_MAX_HEADER_BYTES = 64 * 1024
+_LAST_WORDS_SECONDS = 5.0
+
+
+def run_server(
+    args: EngineArgs,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    served_model_name: str | Sequence[str] | None = None,
+    drain_seconds: float = DRAIN_SECONDS,
+    access_log: bool = True,
+    core_factory: str = DEFAULT_FACTORY,
+) -> int:
+    """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
+
+    The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
+    that time, ends them with what they have. Only loopback is served unless `host` says otherwise.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
+            model loads.
+    """
+    listener = bind(host, port)
+    if api_key is None and not _is_loopback(listener):
+        logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
+    try:
+        return asyncio.run(
+            serve(
+                args,
+                listener,
+                api_key=api_key,
+                served_model_name=served_model_name,
+                drain_seconds=drain_seconds,
+                access_log=access_log,
+                core_factory=core_factory,
+            )
+        )
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError when the address cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"The address {host!r}, port {port}, cannot be used: {error}.") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise _bind_error(host, port, error) from error
+    return listener
+
+
+def _bind_error(host: str, port: int, error: Exception) -> ConfigError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"Port {port} on {host} is in use; stop what listens there or choose another one with --port."
+        )
+    return ConfigError(f"Port {port} on {host} cannot be opened: {error}; choose another one with --host or --port.")
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return str(listener.getsockname()[0]) in ("127.0.0.1", "::1")
+
+
+async def serve(
+    args: EngineArgs,
+    listener: socket.socket,
+    *,
+    api_key: str | None = None,
+    served_model_name: str | Sequence[str] | None = None,
+    drain_seconds: float = DRAIN_SECONDS,
+    access_log: bool = True,
+    core_factory: str = DEFAULT_FACTORY,
+    on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
+) -> int:
+    """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
+    given = served_model_name or args.served_model_name or args.model
+    names = [given] if isinstance(given, str) else list(given)
+    metrics = Metrics(names[0])
+    with StopSignals().installed() as stop:
+        loading = asyncio.create_task(AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory))
+        await stop.wait(stop.asked, loading)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return 0
+        engine = loading.result()
+        try:
+            describe_cache(metrics, args, engine)
+            app = create_app(Service(engine, names, args.model), metrics, api_key)
+            server = _Server(_uvicorn_config(app, access_log))
+            if on_ready is not None:
+                on_ready(engine, stop)
+            await _run(server, listener, engine, stop, drain_seconds)
+        finally:
+            await engine.shutdown()
+    return 0
+
+
+def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
+    """Publish what the KV cache was asked to be and became."""
+    plan = engine.memory_plan
+    metrics.describe_cache(
+        block_size=args.block_size,
+        cache_dtype=args.kv_cache_dtype,
+        enable_prefix_caching=args.enable_prefix_caching,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
+        num_gpu_blocks=plan.get("num_pages"),
+        max_model_len=engine.max_model_len,
+    )
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def ask(self) -> None:
+        """What a signal does; also callable without one."""
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopSignals]:
+        """Handle the signals meanwhile. Off the main thread Python delivers none, and nothing is installed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.ask)
+        try:
+            yield self
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def wait(self, event: asyncio.Event, task: asyncio.Task[Any], timeout: float | None = None) -> None:
+        """Wait until the event is set, the task is done, or time is up."""
+        waiting = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait([waiting, task], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end streams that we drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",  # its limits on headers are known
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=access_log,
+        server_header=False,
+    )
+
+
+async def _run(
+    server: uvicorn.Server, listener: socket.socket, engine: AsyncEngine, stop: StopSignals, drain_seconds: float
+) -> None:
+    host, port = listener.getsockname()[:2]
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    await stop.wait(stop.asked, serving)
+    if not serving.done():
+        logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)
+        server.should_exit = True
+        await stop.wait(stop.insisted, serving, drain_seconds)
+    if not serving.done():
+        engine.abort_all()
+        await asyncio.wait([serving], timeout=_LAST_WORDS_SECONDS)
+        server.force_exit = True
+    await serving

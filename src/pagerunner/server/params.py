@@ -1,0 +1,88 @@
+"""From HTTP fields to SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, check_supported
+from pagerunner.types import SamplingParams
+
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAME_NAME = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+)
+
+
+def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """Sampling parameters of a completions call.
+
+    `defaults` are the checkpoint's. Raises InvalidRequestError that names a bad or unsupported field.
+    """
+    values = _shared(request, defaults)
+    values["max_tokens"] = request.max_tokens if request.max_tokens is not None else defaults.max_tokens
+    values["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        values.setdefault("prompt_logprobs", request.logprobs)
+    params = SamplingParams(**values)
+    count = len(request.prompts())
+    if count * params.n > limits.MAX_PROMPTS_PER_CALL:
+        raise InvalidRequestError(
+            f"The call asks for {count} prompts with n={params.n}; at most {limits.MAX_PROMPTS_PER_CALL} answers "
+            "are allowed in one call.",
+            param="prompt",
+        )
+    return params
+
+
+def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+    """Sampling parameters of a chat call; without a limit the answer may fill the rest of the context.
+
+    `defaults` are the checkpoint's. Raises InvalidRequestError that names a bad or unsupported field.
+    """
+    values = _shared(request, defaults)
+    limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    values["max_tokens"] = limit
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= limits.MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {limits.MAX_LOGPROBS}], got {request.top_logprobs}.", param="top_logprobs"
+        )
+    values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    return SamplingParams(**values)
+
+
+def stream_options(request: CompletionRequest | ChatRequest) -> StreamOptions:
+    """The stream's options. Raises InvalidRequestError when there are options and no stream."""
+    if request.stream_options is None:
+        return StreamOptions()
+    if not request.stream:
+        raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+    return request.stream_options
+
+
+def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) -> dict[str, Any]:
+    check_supported(request)
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs is not available with stream=true.", param="prompt_logprobs")
+    values = {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
+    for name in (*_SAME_NAME, *_MODEL_DEFAULTS, "prompt_logprobs"):
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    values["output_kind"] = "delta" if request.stream else "final_only"
+    return values

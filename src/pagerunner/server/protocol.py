@@ -1,0 +1,399 @@
+"""The HTTP bodies: what clients may send, field by field, and what they get.
+
+A field that isn't declared is an error that names it. A declared field of type `Unsupported` is one that some clients
+always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUES) and refused with any other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pagerunner.errors import InvalidRequestError
+
+Unsupported = Any
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Salt = Annotated[str, Meta(max_length=256)]
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: counts so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # sampling, under OpenAI's names
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # sampling, under vLLM's names
+    allowed_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: int | None = None
+    # the engine
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    return_token_ids: bool | None = None
+    # accepted: they don't change the answer
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+    # refused unless neutral
+    kv_transfer_params: Unsupported = None
+    length_penalty: Unsupported = None
+    response_format: Unsupported = None
+    spaces_between_special_tokens: Unsupported = None
+    structured_outputs: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: Unsupported = None
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: Unsupported = None
+    suffix: Unsupported = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) != 1:
+            what = "is empty" if not kinds else "mixes texts and token ids"
+            raise InvalidRequestError(
+                f"prompt {what}; give a text, a list of texts, token ids, or a list of token id lists.", param="prompt"
+            )
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        return [item for item in self.prompt if not isinstance(item, int)]
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+    file: Unsupported = None
+    image_url: Unsupported = None
+    input_audio: Unsupported = None
+    video_url: Unsupported = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message. Clients send an assistant's answer back with its empty fields, so those are declared."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    reasoning: Unsupported = None
+    reasoning_content: Unsupported = None
+    refusal: Unsupported = None
+    tool_call_id: Unsupported = None
+    tool_calls: Unsupported = None
+
+    def render(self, index: int) -> dict[str, Any]:
+        """The message as templates take it. Raises InvalidRequestError for anything but text."""
+        where = f"messages[{index}]"
+        for name in (
+            "annotations",
+            "audio",
+            "function_call",
+            "reasoning",
+            "reasoning_content",
+            "refusal",
+            "tool_calls",
+        ):
+            if getattr(self, name) not in (None, [], ""):
+                raise InvalidRequestError(f"{where}.{name} is not supported; messages hold text only.", where)
+        if self.role == "tool" or self.tool_call_id is not None:
+            raise InvalidRequestError(f"{where} is a tool's answer; tools are not supported.", where)
+        message: dict[str, Any] = {"role": self.role, "content": self._text(where)}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+    def _text(self, where: str) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            raise InvalidRequestError(f"{where}.content is missing; give a text.", where)
+        texts: list[str] = []
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidRequestError(
+                    f"{where}.content holds a part of type {part.type!r}; this model takes text only.", where
+                )
+            if part.text is None:
+                raise InvalidRequestError(f"{where}.content holds a text part without text.", where)
+            texts.append(part.text)
+        return "\n".join(texts)
+
+
+class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    top_logprobs: int | None = None
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    continue_final_message: Unsupported = None
+    documents: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    modalities: Unsupported = None
+    parallel_tool_calls: Unsupported = None
+    prediction: Any = None
+    reasoning_effort: Unsupported = None
+    tool_choice: Unsupported = None
+    tools: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+
+def check_supported(request: _Request) -> None:
+    """Raise InvalidRequestError that names the first field asking for something this server can't do."""
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if value is None or name not in NEUTRAL_VALUES:
+            continue
+        if name == "best_of" and value == (request.n or 1):
+            continue
+        if value not in NEUTRAL_VALUES[name]:
+            raise InvalidRequestError(f"{name}={_short(value)} is not supported by this server.", param=name)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How many of the prompt's tokens were found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities in the format of /v1/completions; the lists are aligned, one entry per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One generated text, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Answer, or chunk, of /v1/completions."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    """One likely token of a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    """The chosen token of a position, and the likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities in the format of /v1/chat/completions."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """The assistant's message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One generated answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed /v1/chat/completions."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong; `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    """Every error answer."""
+
+    error: ErrorDetail
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One entry of /v1/models."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "pagerunner"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[Any] = []
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Answer of /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]

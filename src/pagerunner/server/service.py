@@ -1,0 +1,157 @@
+"""What the endpoints share: the engine, the model's names, and how a call is run and answered."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.errors import PagerunnerError
+from pagerunner.server.errors import HttpError, error_body
+from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
+from pagerunner.server.http import EventStream, unless_gone
+from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
+from pagerunner.types import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call's identity in its answer: a fresh id, the time in seconds since 1970, the model as the client named it."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Service:
+    """The engine under its served names. The first name is the one that answers carry by default."""
+
+    def __init__(self, engine: AsyncEngine, model_names: Sequence[str], model_root: str) -> None:
+        self.engine = engine
+        self.model_names = tuple(model_names)
+        self.model_root = model_root
+        self.created = int(time.time())
+
+    def begin(self, prefix: str, model: str | None) -> Call:
+        """A new call. Raises HttpError 404 for a model that isn't served here."""
+        if model and model not in self.model_names:
+            raise HttpError(
+                404, f"The model {model!r} is not served here; there is {', '.join(self.model_names)}.", "model"
+            )
+        return Call(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model or self.model_names[0])
+
+    def run(
+        self,
+        call: Call,
+        prompts: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        request: CompletionRequest | ChatRequest,
+    ) -> AsyncGenerator[Indexed, None]:
+        """Start when iterated, and read every prompt's outputs as one stream."""
+        return merged(
+            [
+                self.engine.generate(
+                    prompt,
+                    params,
+                    call.id if len(prompts) == 1 else f"{call.id}-{index}",
+                    priority=request.priority or 0,
+                    cache_salt=request.cache_salt or "",
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+        )
+
+
+def json_response(body: Any) -> Response:
+    """A 200 with this struct as JSON."""
+    return Response(_encode(body), media_type="application/json")
+
+
+def sse(chunk: Any) -> bytes:
+    """One server-sent event that carries this struct."""
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+class StreamWriter(Protocol):
+    """Turns outputs into the chunks of one endpoint's stream."""
+
+    def chunks(self, index: int, output: RequestOutput) -> list[Any]:
+        """The chunks for one output of prompt `index`."""
+
+    def last(self) -> list[Any]:
+        """The chunks after everything has been generated."""
+
+
+async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutput]:
+    """Every prompt's final output, in order; a client that leaves cancels the call."""
+    async with aclosing(outputs):
+        return await unless_gone(request.receive, collect(outputs))
+
+
+async def streamed(request: Request, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
+    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status."""
+    try:
+        first = await unless_gone(request.receive, _next(outputs))
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return EventStream(_events(first, outputs, writer), outputs.aclose)
+
+
+async def _next(outputs: AsyncGenerator[Indexed, None]) -> Indexed:
+    return await anext(outputs)
+
+
+async def _events(
+    first: Indexed, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter
+) -> AsyncGenerator[bytes, None]:
+    try:
+        for chunk in writer.chunks(*first):
+            yield sse(chunk)
+        async for index, output in outputs:
+            for chunk in writer.chunks(index, output):
+                yield sse(chunk)
+        for chunk in writer.last():
+            yield sse(chunk)
+    except PagerunnerError as error:
+        yield sse(error_body(error))
+    except Exception as error:  # the headers are out: the stream is the only place left to say so
+        logger.exception("A stream failed.")
+        yield sse(error_body(error))
+    yield _DONE
+
+
+class UsageReporter:
+    """Decides what a stream's chunks and its end say about token counts."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.include = bool(options.include_usage)
+        self._continuous = self.include and bool(options.continuous_usage_stats)
+        self._counter = TokenCounter()
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Count one output."""
+        self._counter.add(index, output)
+
+    def in_chunk(self) -> Usage | None | UnsetType:
+        """The `usage` field of an ordinary chunk: the counts so far, null, or no such field."""
+        if self._continuous:
+            return self._counter.usage()
+        return None if self.include else UNSET
+
+    def total(self) -> Usage:
+        """All counts."""
+        return self._counter.usage()

@@ -1,0 +1,297 @@
+"""The core process: messages, refusals, death, and that nothing is left behind. Against the fake core."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from helpers import fake_core
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine import messages as wire
+from pagerunner.engine.core_client import CoreClient, launch_core
+from pagerunner.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
+
+ARGS = EngineArgs(model="none")
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        max_tokens=max_tokens,
+    )
+
+
+def add(*requests: EngineRequest) -> wire.Add:
+    return wire.Add([one.request_id for one in requests], msgspec.Raw(msgspec.msgpack.encode(list(requests))))
+
+
+class Frontend:
+    """Collects what the core sends."""
+
+    def __init__(self) -> None:
+        self.messages: list[wire.FromCore] = []
+        self.death: EngineDeadError | None = None
+
+    def died(self, error: EngineDeadError) -> None:
+        self.death = error
+
+    async def until(self, condition: Callable[[], object], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def updates(self, name: str) -> list[RequestUpdate]:
+        found = [message for message in self.messages if isinstance(message, wire.Updates)]
+        return [update for message in found for update in message.updates if update.request_id == name]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for update in self.updates(name) for token in update.new_token_ids]
+
+    def finished(self, name: str) -> bool:
+        return any(update.finish_reason is not None for update in self.updates(name))
+
+    def refused(self) -> list[wire.Refused]:
+        return [message for message in self.messages if isinstance(message, wire.Refused)]
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[tuple[CoreClient, Frontend]]:
+    frontend = Frontend()
+    core = await launch_core(ARGS, fake_core.FACTORY)
+    client = CoreClient(core, receive=frontend.messages.append, died=frontend.died)
+    try:
+        yield client, frontend
+    finally:
+        await client.close()
+
+
+def set_options(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, msgspec.json.encode(options).decode())
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_requests_run_and_updates_come_back() -> None:
+    async def main() -> None:
+        async with running() as (client, frontend):
+            assert client.ready.max_model_len == 2048
+            assert msgspec.json.decode(client.ready.memory_plan)["num_pages"] == 1024
+            client.send(add(request("a", [5, 6]), request("b", [9], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("a") and frontend.finished("b"))
+            assert frontend.tokens("a") == [5, 6, 5, 6]
+            assert frontend.tokens("b") == [9, 9]
+            last = [m.stats for m in frontend.messages if isinstance(m, wire.Updates) and m.stats is not None][-1]
+            assert (last.running, last.waiting, last.kv_cache_usage) == (0, 0, 0.0)
+            assert last.steps == 4
+
+    asyncio.run(main())
+
+
+def test_a_refused_request_fails_alone_and_takes_its_siblings_along() -> None:
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("good", [5], max_tokens=3)))
+            client.send(add(request("sibling", [1]), request("huge", [1], max_tokens=1_000_000)))
+            await frontend.until(frontend.refused)
+            [refused] = frontend.refused()
+            assert refused.request_ids == ["sibling", "huge"]
+            error = refused.error.exception()
+            assert isinstance(error, InvalidRequestError) and error.param == "max_tokens"
+            assert "needs 62501 pages; there are 1024" in str(error)
+            await frontend.until(lambda: frontend.finished("good"))
+            assert frontend.tokens("good") == [5, 5, 5]
+            assert frontend.updates("sibling") == []
+
+    asyncio.run(main())
+
+
+def test_values_the_core_cannot_accept_or_a_bug_in_add_end_only_that_request() -> None:
+    async def main() -> None:
+        async with running() as (client, frontend):
+            bad = msgspec.msgpack.decode(msgspec.msgpack.encode([request("x", [1])]))
+            bad[0]["params"]["n"] = 0
+            client.send(wire.Add(["x"], msgspec.Raw(msgspec.msgpack.encode(bad))))
+            client.send(wire.Add(["y"], msgspec.Raw(b"\x01")))
+            client.send(add(request("z", [fake_core.BREAK_ADD])))
+            await frontend.until(lambda: len(frontend.refused()) == 3)
+            kinds = [type(refused.error.exception()) for refused in frontend.refused()]
+            assert kinds == [InvalidRequestError, InvalidRequestError, RequestFailedError]
+            client.send(add(request("good", [5], max_tokens=1)))
+            await frontend.until(lambda: frontend.finished("good"))
+
+    asyncio.run(main())
+
+
+def test_abort_ends_a_running_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("a", [5], max_tokens=1000)))
+            await frontend.until(lambda: frontend.updates("a"))
+            client.send(wire.Abort(["a", "unknown"]))
+            await frontend.until(lambda: frontend.finished("a"))
+            assert frontend.updates("a")[-1].finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+def test_calls_are_answered_and_their_errors_raised() -> None:
+    async def main() -> None:
+        async with running() as (client, _):
+            assert await client.call(wire.IsSleeping) is False
+            await client.call(lambda call_id: wire.Sleep(call_id, 1, "abort"))
+            assert await client.call(wire.IsSleeping) is True
+            await client.call(lambda call_id: wire.WakeUp(call_id, None))
+            assert await client.call(wire.IsSleeping) is False
+            assert await client.call(wire.ResetPrefixCache) is True
+            with pytest.raises(ConfigError, match="level must be 0, 1 or 2, got 9"):
+                await client.call(lambda call_id: wire.Sleep(call_id, 9, "abort"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [(fake_core.CRASH, "RuntimeError: the fake core was told to crash"), (fake_core.EXIT, "exit status 3")],
+)
+def test_a_core_that_fails_is_noticed_within_a_second_with_its_reason(token: int, reason: str) -> None:
+    async def main() -> None:
+        async with running() as (client, frontend):
+            start = time.monotonic()
+            client.send(add(request("a", [token])))
+            await frontend.until(lambda: frontend.death)
+            assert time.monotonic() - start < 1.0
+            assert reason in str(frontend.death)
+            with pytest.raises(EngineDeadError, match=reason):
+                client.send(wire.Abort(["a"]))
+            with pytest.raises(EngineDeadError, match=reason):
+                await client.call(wire.IsSleeping)
+
+    asyncio.run(main())
+
+
+def test_a_killed_core_fails_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("a", [fake_core.HANG])))
+            await asyncio.sleep(0.1)
+            call = asyncio.create_task(client.call(wire.IsSleeping))
+            await asyncio.sleep(0.02)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await asyncio.wait_for(call, 1.0)
+            assert "SIGKILL" in str(frontend.death)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("start", "kind", "reason"),
+    [
+        ("checkpoint_error", CheckpointError, "model.safetensors is truncated: 10 bytes of 20."),
+        ("bug", EngineDeadError, "ZeroDivisionError: a bug while loading"),
+        ("exit", EngineDeadError, "exit status 7"),
+    ],
+)
+def test_a_failed_start_raises_the_cores_own_error(
+    start: str, kind: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_options(monkeypatch, start=start)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def main() -> None:
+        with pytest.raises(kind, match=reason):
+            async with running():
+                raise AssertionError("must not start")
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_factory_is_a_config_error() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="no_such_module"):
+            await launch_core(ARGS, "no_such_module:build")
+
+    asyncio.run(main())
+
+
+def test_shutdown_leaves_no_process_and_no_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def main() -> int:
+        async with running() as (client, frontend):
+            [directory] = tmp_path.iterdir()
+            assert directory.stat().st_mode & 0o777 == 0o700
+            os.kill(client.pid, signal.SIGINT)
+            os.kill(client.pid, signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            assert alive(client.pid) and frontend.death is None
+            return client.pid
+
+    assert not alive(asyncio.run(main()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cancelling_the_start_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_options(monkeypatch, load_seconds=60)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def main() -> None:
+        start = asyncio.create_task(launch_core(ARGS, fake_core.FACTORY))
+        await asyncio.sleep(0.3)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    begun = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - begun < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_parent_leaves_no_orphan_and_no_directory(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import asyncio, sys
+        from helpers import fake_core
+        from pagerunner.config import EngineArgs
+        from pagerunner.engine.core_client import launch_core
+
+        async def main():
+            core = await launch_core(EngineArgs(model="none"), fake_core.FACTORY)
+            print(core.process.pid, flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env)
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 3
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(child)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,197 @@
+"""A torch-free EngineCore with predictable answers, delays and failures, for tests of everything in front of the core.
+
+A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... `PAGERUNNER_FAKE_CORE` in the
+environment may hold a JSON `FakeOptions`. Some prompt tokens cause failures: see the constants.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
+from pagerunner.types import EngineRequest, RequestUpdate, TokenLogprobs
+
+FACTORY = "helpers.fake_core:build"
+OPTIONS_VARIABLE = "PAGERUNNER_FAKE_CORE"
+PAGE_TOKENS = 16
+
+CRASH, EXIT, FAIL_ONE, HANG, BREAK_ADD = 2001, 2002, 2003, 2004, 2005
+"""Prompt tokens that make a step raise, the process vanish, one request fail, a step hang, `add` raise a KeyError."""
+
+
+class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the fake behaves. `start` is what building it does: "ok", "checkpoint_error", "bug" or "exit"."""
+
+    start: str = "ok"
+    load_seconds: float = 0.0
+    step_seconds: float = 0.0
+    max_model_len: int = 2048
+    num_pages: int = 1024
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """Stands for a MemoryPlan."""
+
+    max_model_len: int
+    num_pages: int
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    """Stands for SchedulerStats."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+
+
+class FakeCore:
+    """Generates one token per running request and step."""
+
+    def __init__(self, options: FakeOptions, max_num_seqs: int) -> None:
+        self._options = options
+        self._max_num_seqs = max_num_seqs
+        self._requests: dict[str, EngineRequest] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._queries = self._hits = 0
+        self._level: int | None = None
+        self.memory_plan = FakePlan(options.max_model_len, options.num_pages)
+
+    def add(self, request: EngineRequest) -> None:
+        if self._level is not None:
+            raise EngineSleepingError("The engine sleeps; call wake_up first.")
+        prompt = request.prompt_token_ids
+        if BREAK_ADD in prompt:
+            raise KeyError("a bug in add")
+        needed = -(-(len(prompt) + request.max_tokens) // PAGE_TOKENS)
+        if needed > self._options.num_pages:
+            raise InvalidRequestError(
+                f"The request needs {needed} pages; there are {self._options.num_pages}.", param="max_tokens"
+            )
+        self._queries += len(prompt)
+        self._hits += len(prompt) if tuple(prompt) in self._seen else 0
+        self._requests[request.request_id] = request
+        self._tokens[request.request_id] = []
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestUpdate]:
+        return [
+            RequestUpdate(request_id=one, new_token_ids=[], finish_reason="abort")
+            for one in request_ids
+            if self._forget(one)
+        ]
+
+    def _forget(self, request_id: str) -> bool:
+        self._tokens.pop(request_id, None)
+        return self._requests.pop(request_id, None) is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) and self._level is None
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._level is not None
+
+    def step(self) -> list[RequestUpdate]:
+        time.sleep(self._options.step_seconds)
+        running = list(self._requests.values())[: self._max_num_seqs]
+        return [self._advance(request) for request in running]
+
+    def _advance(self, request: EngineRequest) -> RequestUpdate:
+        prompt, name = request.prompt_token_ids, request.request_id
+        if CRASH in prompt:
+            raise RuntimeError("the fake core was told to crash")
+        if EXIT in prompt:
+            os._exit(3)
+        if HANG in prompt:
+            time.sleep(3600)
+        if FAIL_ONE in prompt:
+            self._forget(name)
+            return RequestUpdate(request_id=name, new_token_ids=[], finish_reason="error", error="NaN in its logits.")
+        tokens = self._tokens[name]
+        first = not tokens
+        token = prompt[len(tokens) % len(prompt)]
+        tokens.append(token)
+        reason, stop_reason = self._finish(request, token, len(tokens))
+        if reason is not None:
+            self._forget(name)
+            self._seen.add(tuple(prompt))
+        wanted, params = request.params.logprobs, request.params
+        return RequestUpdate(
+            request_id=name,
+            new_token_ids=[token],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=None if wanted is None else [_logprobs(token, wanted)],
+            prompt_logprobs=(
+                [None, *(_logprobs(one, params.prompt_logprobs) for one in prompt[1:])]
+                if first and params.prompt_logprobs is not None
+                else None
+            ),
+            num_cached_tokens=len(prompt) if tuple(prompt) in self._seen else 0,
+        )
+
+    @staticmethod
+    def _finish(request: EngineRequest, token: int, count: int) -> tuple[str | None, int | None]:
+        if count >= request.params.min_tokens:
+            if token in request.eos_token_ids and not request.params.ignore_eos:
+                return "stop", None
+            if token in (request.params.stop_token_ids or ()):
+                return "stop", token
+        return ("length", None) if count >= request.max_tokens else (None, None)
+
+    def stats(self) -> FakeStats:
+        held = sum(len(request.prompt_token_ids) for request in self._requests.values())
+        running = min(len(self._requests), self._max_num_seqs)
+        return FakeStats(
+            running=running,
+            waiting=len(self._requests) - running,
+            kv_cache_usage=held / (self._options.num_pages * PAGE_TOKENS),
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            preemptions=0,
+        )
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:
+        if level not in (0, 1, 2):
+            raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+        updates = self.abort(list(self._requests)) if mode == "abort" else []
+        self._level = level
+        return updates
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._level = None
+
+    def reset_prefix_cache(self) -> bool:
+        self._seen.clear()
+        return not self._requests
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    others = [other for other in range(40, 80) if other != token][: max(count - 1, 0)]
+    top = [token, *others][:count]
+    return TokenLogprobs(token, -0.5, 1, top, [-0.5 - index for index in range(len(top))])
+
+
+def build(args: EngineArgs) -> FakeCore:
+    """The factory that the core process calls."""
+    options = msgspec.json.decode(os.environ.get(OPTIONS_VARIABLE, "{}"), type=FakeOptions)
+    time.sleep(options.load_seconds)
+    if options.start == "checkpoint_error":
+        raise CheckpointError("model.safetensors is truncated: 10 bytes of 20.")
+    if options.start == "bug":
+        raise ZeroDivisionError("a bug while loading")
+    if options.start == "exit":
+        os._exit(7)
+    return FakeCore(options, args.max_num_seqs or 256)
