@@ -8,19 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import pagerunner
 from pagerunner.bench.workloads import write_model
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_path
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(pagerunner.__file__).parents[1])}
 SMALL_POOL = ("--num-gpu-blocks-override", "256", "--max-num-seqs", "16")
 
 
 def command(*words, stdin=""):
     return subprocess.run(
-        [sys.executable, "-m", "pagerunner", *words], input=stdin, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pagerunner", *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
     )
 
 
@@ -177,17 +185,19 @@ def test_a_port_in_use_is_found_before_the_model_loads(capsys):
     assert "in use" in one_sentence(capsys.readouterr())
 
 
-def test_ctrl_c_while_generating_is_130():
-    words = ["generate", *["12 + 30"] * 64, "--max-tokens", "1500", "--stop", "never said", "--temperature", "9"]
+def test_ctrl_c_ends_a_loaded_engine_with_130():
     process = subprocess.Popen(
-        [sys.executable, "-c", "from pagerunner.cli.main import main; raise SystemExit(main())", *words],
+        [sys.executable, "-m", "pagerunner", "chat"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env=ENVIRONMENT,
     )
-    assert "demo model" in process.stderr.readline()  # the engine starts after this line
+    process.stdin.write("12 + 30\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "12 + 30 = 42\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in err
+    assert "interrupted" in err and "Traceback" not in err
