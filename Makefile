@@ -30,8 +30,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One thread: the models are tiny, and on a busy machine threads that wait for each other take most of the time.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py

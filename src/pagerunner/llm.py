@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -48,6 +49,7 @@ class LLM:
         self._frontend = build_frontend(args, resolved.config.max_model_len)
         self._outputs = self._frontend.outputs
         self._ids = count()
+        self._streams: dict[str, deque[RequestOutput]] = {}
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -91,7 +93,9 @@ class LLM:
             raise InvalidRequestError('Token ids are passed as {"prompt_token_ids": [...]}.', param="prompts")
         if len(items) > limits.MAX_PROMPTS_PER_CALL * 1_000:
             raise InvalidRequestError(f"{len(items)} prompts in one call are too many.", param="prompts")
-        params = self._one_each("sampling_params", sampling_params or self._frontend.default_sampling_params, len(items))
+        params = self._one_each(
+            "sampling_params", sampling_params or self._frontend.default_sampling_params, len(items)
+        )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
         order = self._submit(items, params, priorities)
         return self._run(order, use_tqdm)
@@ -107,14 +111,39 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the checkpoint's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        tokenizer = self.get_tokenizer()
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                list(conversation), add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-            )
-            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts = [self._render(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt and yield its state whenever it has new tokens; closing the iterator early aborts it.
+
+        With `output_kind="delta"` an output holds only what is new.
+
+        Raises:
+            InvalidRequestError: on the first `next`, if the prompt or its parameters are bad.
+        """
+        [request_id] = self._submit([prompt], [sampling_params or self._frontend.default_sampling_params], [0])
+        arrived = self._streams[request_id] = deque()
+        finished = False
+        try:
+            while not finished:
+                if not arrived:
+                    self._advance(self._core.step())
+                while arrived:
+                    output = arrived.popleft()
+                    finished = output.finished
+                    yield output
+        finally:
+            del self._streams[request_id]
+            if not finished:
+                self._drop([request_id])
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """`stream` for a conversation, rendered by the checkpoint's chat template."""
+        return self.stream(self._render(messages, add_generation_prompt=True), sampling_params)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
@@ -127,6 +156,11 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. Returns False when some belong to running requests."""
         return self._core.reset_prefix_cache()
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> Prompt:
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(list(messages), **options)
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     @staticmethod
     def _one_each(name: str, value: Any, length: int) -> list[Any]:
@@ -143,7 +177,9 @@ class LLM:
         batches = []
         for prompt, one_params, one_priority in zip(prompts, params, priorities, strict=True):
             request_id = str(next(self._ids))
-            batches.append((request_id, prompt, self._frontend.inputs.process(prompt, one_params, request_id, one_priority)))
+            batches.append(
+                (request_id, prompt, self._frontend.inputs.process(prompt, one_params, request_id, one_priority))
+            )
         added: list[str] = []
         try:
             for request_id, prompt, requests in batches:
@@ -186,7 +222,10 @@ class LLM:
         outputs, stopped = self._outputs.process(updates)
         if stopped:
             self._core.abort(stopped)
-        return outputs
+        rest: list[RequestOutput] = []
+        for output in outputs:  # a suspended stream's outputs wait for it while another call runs the engine
+            self._streams.get(output.request_id, rest).append(output)
+        return rest
 
 
 @contextmanager

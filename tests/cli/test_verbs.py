@@ -115,8 +115,8 @@ def test_generate_with_empty_stdin_is_an_error(stdin, capsys):
     assert "stdin holds no prompt" in capsys.readouterr().err
 
 
-def test_a_missing_demo_model_is_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(session.pagerunner, "__file__", str(tmp_path / "__init__.py"))
+def test_a_missing_demo_model_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(session, "demo_names", list)
     assert main(["generate"]) == 2
     assert "the demo model is missing from this installation" in capsys.readouterr().err
 
@@ -198,10 +198,20 @@ def test_eval_of_an_unknown_task(capsys):
 def test_serve_hands_its_options_to_the_server(monkeypatch):
     calls = []
     module = types.ModuleType("pagerunner.server.launch")
-    module.run_server = lambda args, **options: calls.append((args, options))
+    module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
-    words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    words = ["serve", "dir", "--port", "0", "--api-key", "k", "--max-num-seqs", "4"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
-    assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"]}
+    assert options == {"host": "127.0.0.1", "port": 0, "api_key": "k", "access_log": True}
+
+
+def test_serve_takes_its_key_from_the_environment(monkeypatch):
+    calls = []
+    module = types.ModuleType("pagerunner.server.launch")
+    module.run_server = lambda args, **options: calls.append(options) or 0
+    monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
+    monkeypatch.setenv("PAGERUNNER_API_KEY", "from-env")
+    assert main(["serve", "dir", "--quiet"]) == 0
+    assert (calls[0]["api_key"], calls[0]["access_log"]) == ("from-env", False)

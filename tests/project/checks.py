@@ -16,6 +16,7 @@ LEVELS: dict[str, int] = {
     "limits": 0,
     "types": 0,
     "config": 0,
+    "demo": 0,  # files only
     "memory": 1,
     "sched": 1,
     "batch": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from pagerunner.types import RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from pagerunner.memory.planner import MemoryPlan
 
+NOTHING = "(the model ended its text at once; `pagerunner chat` asks it as a question)"
+_MARKUP = re.compile(r"<\|\w+\|>")
+
 
 def build_parser() -> Parser:
     """The verb's flags."""
@@ -44,13 +48,14 @@ def run(namespace: argparse.Namespace) -> int:
     params = SamplingParams(**sampling_values(namespace))
     prompts = _read_prompts(namespace.prompts)
     args, demo = resolve_model(namespace)
+    builtin = not prompts
     prompts = prompts or builtin_prompts(demo)
     llm = open_llm(args, use_tqdm=show_progress(namespace))
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=show_progress(namespace))
     seconds = time.perf_counter() - started
     for output in outputs:
-        print(json.dumps(_as_json(output), ensure_ascii=False) if namespace.json else _as_text(output))
+        print(json.dumps(_as_json(output), ensure_ascii=False) if namespace.json else _as_text(output, builtin))
     note(namespace, summary(outputs, seconds, llm.memory_plan))
     return 0
 
@@ -76,10 +81,10 @@ def _read_prompts(words: Sequence[str]) -> list[str]:
     return prompts
 
 
-def _as_text(output: RequestOutput) -> str:
-    prompt = _shortened(output.prompt or "")
-    lines = [f"{prompt}\n  -> {completion.text.strip()}" for completion in output.outputs[:1]]
-    lines += [f"  -> {completion.text.strip()}" for completion in output.outputs[1:]]
+def _as_text(output: RequestOutput, builtin: bool) -> str:
+    prompt = output.prompt or ""
+    lines = [_shortened(_MARKUP.sub("", prompt) if builtin else prompt)]
+    lines += [f"  -> {completion.text.strip() or NOTHING}" for completion in output.outputs]
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +125,7 @@ def summary(outputs: Sequence[RequestOutput], seconds: float, plan: MemoryPlan) 
 
 def _pages(outputs: Sequence[RequestOutput], plan: MemoryPlan) -> str:
     parts = []
-    for group in plan.groups:
+    for index, group in enumerate(plan.groups):
         size = group.page_tokens
         filled = 0
         for output in outputs:
@@ -129,5 +134,5 @@ def _pages(outputs: Sequence[RequestOutput], plan: MemoryPlan) -> str:
             # Siblings share the prompt's full pages, and a prefix hit shares those of an earlier request.
             shared = prompt // size * (len(lengths) - 1) + output.num_cached_tokens // size
             filled += sum(-(-length // size) for length in lengths) - shared
-        parts.append(f"{filled} of {plan.num_pages(group)} pages of {size} tokens filled")
+        parts.append(f"{filled} of {plan.num_pages(index)} pages of {size} tokens filled")
     return ", ".join(parts) + "."

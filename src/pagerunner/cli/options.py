@@ -38,7 +38,7 @@ ENGINE_HELP: dict[str, str] = {
     "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
     "attention_backend": "attention implementation; auto takes the first that supports the model",
     "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
-    "chat_template": "file with a chat template to use instead of the checkpoint's",
+    "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
     "disable_log_stats": "log no statistics",
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 
 from pagerunner.cli.options import Parser, add_common_options, add_engine_options, parse_number, reported
 from pagerunner.cli.session import one_model, resolve_model
@@ -18,7 +20,7 @@ def build_parser() -> Parser:
     group.add_argument(
         "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    group.add_argument("--api-key", action="append", metavar="KEY", help="ask clients for this key; repeatable")
+    group.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: $PAGERUNNER_API_KEY)")
     add_engine_options(parser)
     add_common_options(parser)
     return parser
@@ -28,10 +30,13 @@ def run(namespace: argparse.Namespace) -> int:
     """Serve until interrupted."""
     namespace.model = one_model(namespace)
     args, _ = resolve_model(namespace)
+    level = logging.WARNING if namespace.quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from pagerunner.server.launch import run_server
 
-    run_server(args, host=namespace.host, port=namespace.port, api_keys=namespace.api_key or [])
-    return 0
+    # A key on the command line shows in the process list; the environment doesn't.
+    api_key = namespace.api_key or os.environ.get("PAGERUNNER_API_KEY")
+    return run_server(args, host=namespace.host, port=namespace.port, api_key=api_key, access_log=not namespace.quiet)
 
 
 def _port(text: str) -> int:

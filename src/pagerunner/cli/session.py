@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pagerunner
 from pagerunner.cli.options import engine_args
+from pagerunner.demo import demo_names, demo_path
 from pagerunner.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ def demo_model_path() -> Path:
     Raises:
         CheckpointError: the package was installed without it.
     """
-    path = Path(pagerunner.__file__).parent / "demo"
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"the demo model is missing from this installation ({path}); name a model with --model.")
-    return path
+    if not demo_names():
+        raise CheckpointError("the demo model is missing from this installation; name a model with --model.")
+    return demo_path()
 
 
 def note(namespace: argparse.Namespace, text: str) -> None:
@@ -53,7 +52,8 @@ def one_model(namespace: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: both are given and differ.
     """
-    named, tag = namespace.model, namespace.model_tag
+    named: str | None = namespace.model
+    tag: str | None = namespace.model_tag
     if named is not None and tag is not None and named != tag:
         raise ConfigError(f"two models are named, {tag!r} and --model {named!r}; give one.")
     return named if named is not None else tag

@@ -1,0 +1,203 @@
+"""The verbs on the real demo model: what a new user sees, and what bad input leads to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagerunner
+from pagerunner.bench.workloads import write_model
+from pagerunner.cli.main import main
+from pagerunner.demo import demo_path
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(pagerunner.__file__).parents[1])}
+SMALL_POOL = ("--num-gpu-blocks-override", "256", "--max-num-seqs", "16")
+
+
+def command(*words, stdin=""):
+    return subprocess.run(
+        [sys.executable, "-m", "pagerunner", *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+def one_sentence(captured):
+    assert captured.out == ""
+    assert captured.err.startswith("pagerunner: error: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_generate_shows_the_demo_models_tasks():
+    done = command("generate")
+    assert done.returncode == 0, done.stderr
+    assert "demo model" in done.stderr
+    assert "127 + 58 = 185" in done.stdout
+    assert "12, 38, 55, 71, 94" in done.stdout
+    assert "Leo was lost" in done.stdout.rsplit("Why did Leo do that?", 1)[1]
+    assert "tokens/s" in done.stderr and "prefix cache" in done.stderr and "pages" in done.stderr
+
+
+def test_chat_takes_turns_from_stdin():
+    done = command("chat", "--quiet", stdin="What is 12 + 30?\nSort: 40, 31, 22, 67\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "12 + 30 = 42\n22, 31, 40, 67\n"
+    assert done.stderr == ""
+
+
+def test_chat_quick(capsys):
+    assert main(["chat", "--quick", "12 + 30", *SMALL_POOL]) == 0
+    assert capsys.readouterr().out == "12 + 30 = 42\n"
+
+
+def test_same_text_in_a_pool_so_small_that_requests_wait_for_each_other(capsys):
+    prompts = [f"{n} + 17" for n in (110, 204, 381)]
+    outputs = []
+    for pages in ("256", "4"):
+        words = [
+            "generate",
+            *prompts,
+            "--num-gpu-blocks-override",
+            pages,
+            "--max-model-len",
+            "64",
+            "--max-tokens",
+            "30",
+        ]
+        assert main([*words, "--json", "--quiet", "--poison-fresh-pages"]) == 0
+        outputs.append([json.loads(line)["outputs"] for line in capsys.readouterr().out.splitlines()])
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 3
+
+
+def test_plan_of_the_demo_model_and_of_a_config_alone(tmp_path, capsys):
+    assert main(["plan", "--json", "--memory", "1GiB", "--quiet"]) == 0
+    demo = json.loads(capsys.readouterr().out)
+    assert demo["max_model_len"] == 2048 and demo["groups"][0]["page_tokens"] == 16
+
+    config = write_model("small", tmp_path / "m") / "config.json"
+    (tmp_path / "anything.json").write_text(config.read_text())
+    plans = []
+    for named in (config, config.parent, tmp_path / "anything.json"):
+        words = ["plan", str(named), "--memory", "8GiB", "--max-model-len", "auto", "--block-size", "32", "--json"]
+        assert main(words) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1] == plans[2]
+    # 16 layers x (keys, values) x 4 heads x 64 x 4 bytes
+    assert plans[0]["groups"][0]["page_bytes"] == 32 * 16 * 2 * 4 * 64 * 4
+    assert plans[0]["kv_bytes"] + plans[0]["other"][0]["bytes"] <= 8 * 2**30
+
+
+def test_plan_as_a_table(capsys):
+    assert main(["plan", "--memory", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "page bytes" in out and "max_model_len" in out and "waste" in out
+
+
+def test_a_plan_that_cannot_be_made_says_what_would_fit(capsys):
+    assert main(["plan", str(demo_path()), "--kv-cache-memory-bytes", "1MiB"]) == 2
+    sentence = one_sentence(capsys.readouterr())
+    assert "max_model_len" in sentence and "kv_cache_memory_bytes" in sentence
+
+
+def test_bench_throughput_reports_json(capsys):
+    words = ["--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--num-iters", "2", "--json", "--quiet"]
+    assert main(["bench", "throughput", *words, "--num-iters-warmup", "1", *SMALL_POOL]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_requests"], report["prompt_tokens"], report["output_tokens"]) == (3, 60, 15)
+    assert len(report["seconds"]) == 2 and report["output_tokens_per_second"] > 0
+
+
+def test_bench_workload_with_a_common_prefix_hits_it(capsys):
+    words = ["--workload", "W3", "--num-iters", "1", "--num-iters-warmup", "0", "--json", "--quiet"]
+    assert main(["bench", "throughput", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["output_tokens"] == 32 * 16
+    assert report["cached_tokens"] == 31 * 512
+
+
+def test_bench_latency(capsys):
+    words = [
+        "--batch-size",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "3",
+        "--num-iters",
+        "2",
+        "--num-iters-warmup",
+        "0",
+    ]
+    assert main(["bench", "latency", *words, *SMALL_POOL]) == 0
+    assert "99% percentile" in capsys.readouterr().out
+
+
+def test_eval_prints_the_scores(capsys):
+    words = ["eval", "--tasks", "addition,sorting", "--num-examples", "8", "--json", "--quiet", *SMALL_POOL]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {score["task"] for score in report["scores"]} == {"addition", "sorting"}
+    assert all(score["accuracy"] >= 0.75 for score in report["scores"])
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "plan", "eval"])
+def test_a_model_that_is_not_there(verb, tmp_path, capsys):
+    assert main([verb, "--model", str(tmp_path / "nowhere"), "--quiet"]) == 2
+    assert "nowhere" in one_sentence(capsys.readouterr())
+
+
+def test_a_directory_that_is_no_model(tmp_path, capsys):
+    assert main(["generate", "--model", str(tmp_path), "--quiet"]) == 2
+    assert "config.json" in one_sentence(capsys.readouterr())
+
+
+def test_an_unknown_model_type(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel", "architectures": ["NovelForCausalLM"]}))
+    assert main(["generate", "--model", str(tmp_path), "--quiet"]) == 2
+    assert "novel" in one_sentence(capsys.readouterr()).lower()
+
+
+def test_an_empty_prompt(capsys):
+    assert main(["generate", "", "--quiet", *SMALL_POOL]) == 2
+    assert "prompt" in one_sentence(capsys.readouterr())
+
+
+def test_a_prompt_longer_than_the_model(capsys):
+    assert main(["generate", "word " * 300, "--max-model-len", "64", "--quiet", *SMALL_POOL]) == 2
+    assert "64" in one_sentence(capsys.readouterr())
+
+
+def test_a_port_in_use_is_found_before_the_model_loads(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "--port", str(taken.getsockname()[1]), "--quiet"]) == 2
+    assert "in use" in one_sentence(capsys.readouterr())
+
+
+def test_ctrl_c_ends_a_loaded_engine_with_130():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagerunner", "chat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    process.stdin.write("12 + 30\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "12 + 30 = 42\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err and "Traceback" not in err

@@ -1,0 +1,69 @@
+"""LLM.stream gives the same text as generate, piece by piece, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pagerunner import LLM, InvalidRequestError, SamplingParams
+from pagerunner.demo import demo_path
+
+PROMPT = "<|bos|><|user|>What is 12 + 30?<|end|><|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=4, use_tqdm=False)
+
+
+def params(**values):
+    return SamplingParams(temperature=0.0, max_tokens=32, **values)
+
+
+def idle(llm):
+    stats = llm.stats()
+    return stats.running == stats.waiting == 0
+
+
+def test_deltas_add_up_to_what_generate_returns(llm):
+    [whole] = llm.generate([PROMPT], params(), use_tqdm=False)
+    pieces = list(llm.stream(PROMPT, params(output_kind="delta")))
+    assert len(pieces) > 2 and pieces[-1].finished
+    assert "".join(piece.outputs[0].text for piece in pieces) == whole.outputs[0].text == "12 + 30 = 42"
+    tokens = [token for piece in pieces for token in piece.outputs[0].token_ids]
+    assert tokens == list(whole.outputs[0].token_ids)
+
+
+def test_cumulative_outputs_grow(llm):
+    texts = [output.outputs[0].text for output in llm.stream(PROMPT, params())]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def test_closing_early_frees_the_request(llm):
+    stream = llm.stream(PROMPT, params(output_kind="delta"))
+    next(stream)
+    assert not idle(llm)
+    stream.close()
+    assert idle(llm)
+
+
+def test_a_suspended_stream_and_generate_do_not_disturb_each_other(llm):
+    stream = llm.stream(PROMPT, params(output_kind="delta"))
+    text = next(stream).outputs[0].text
+    [other] = llm.generate([PROMPT], params(), use_tqdm=False)
+    text += "".join(piece.outputs[0].text for piece in stream)
+    assert text == other.outputs[0].text
+    assert idle(llm)
+
+
+def test_chat_streams_through_the_template(llm):
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    pieces = list(llm.stream_chat(messages, params(output_kind="delta")))
+    assert "".join(piece.outputs[0].text for piece in pieces) == "12 + 30 = 42"
+
+
+def test_a_bad_prompt_is_refused_and_the_next_one_runs(llm):
+    with pytest.raises(InvalidRequestError):
+        next(llm.stream("", params()))
+    assert list(llm.stream(PROMPT, params()))[-1].finished
