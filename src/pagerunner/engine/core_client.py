@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -245,9 +246,10 @@ def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
-    received = asyncio.ensure_future(socket.recv())
+    received: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
     try:
-        await asyncio.wait([received, exited], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [received, exited]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
             await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
         if not received.done():

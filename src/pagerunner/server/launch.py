@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
@@ -108,6 +108,7 @@ async def serve(
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
+    stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
@@ -115,7 +116,9 @@ async def serve(
     names = [given] if isinstance(given, str) else list(given)
     metrics = Metrics(names[0])
     with StopSignals().installed() as stop:
-        loading = asyncio.create_task(AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory))
+        loading = asyncio.create_task(
+            AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
+        )
         await stop.wait(stop.asked, loading)
         if not loading.done():
             loading.cancel()
