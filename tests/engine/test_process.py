@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import fake_core
 
+from helpers import fake_core
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import CoreClient, launch_core
@@ -93,7 +93,7 @@ def test_requests_run_and_updates_come_back() -> None:
     async def main() -> None:
         async with running() as (client, frontend):
             assert client.ready.max_model_len == 2048
-            assert msgspec.json.decode(client.ready.memory_plan)["num_pages"] == 1024
+            assert msgspec.json.decode(client.ready.memory_plan)["groups"][0]["num_pages"] == 1024
             client.send(add(request("a", [5, 6]), request("b", [9], max_tokens=2)))
             await frontend.until(lambda: frontend.finished("a") and frontend.finished("b"))
             assert frontend.tokens("a") == [5, 6, 5, 6]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
+from pagerunner.memory.planner import plan_memory
+from pagerunner.memory.specs import FullKV
+from pagerunner.sched.scheduler import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, TokenLogprobs
 
 FACTORY = "helpers.fake_core:build"
@@ -35,26 +37,6 @@ class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_pages: int = 1024
 
 
-@dataclass(frozen=True)
-class FakePlan:
-    """Stands for a MemoryPlan."""
-
-    max_model_len: int
-    num_pages: int
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    """Stands for SchedulerStats."""
-
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-
-
 class FakeCore:
     """Generates one token per running request and step."""
 
@@ -66,7 +48,18 @@ class FakeCore:
         self._seen: set[tuple[int, ...]] = set()
         self._queries = self._hits = 0
         self._level: int | None = None
-        self.memory_plan = FakePlan(options.max_model_len, options.num_pages)
+        self._steps = 0
+        self.memory_plan = plan_memory(
+            [FullKV(num_kv_heads=1, head_dim=16, dtype="float32")],
+            page_tokens=PAGE_TOKENS,
+            budget_bytes=None,
+            num_pages_override=options.num_pages,
+            max_model_len=options.max_model_len,
+            model_max_len=options.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
+            max_in_flight=1,
+        )
 
     def add(self, request: EngineRequest) -> None:
         if self._level is not None:
@@ -105,6 +98,7 @@ class FakeCore:
 
     def step(self) -> list[RequestUpdate]:
         time.sleep(self._options.step_seconds)
+        self._steps += 1
         running = list(self._requests.values())[: self._max_num_seqs]
         return [self._advance(request) for request in running]
 
@@ -151,16 +145,21 @@ class FakeCore:
                 return "stop", token
         return ("length", None) if count >= request.max_tokens else (None, None)
 
-    def stats(self) -> FakeStats:
+    def stats(self) -> SchedulerStats:
         held = sum(len(request.prompt_token_ids) for request in self._requests.values())
         running = min(len(self._requests), self._max_num_seqs)
-        return FakeStats(
+        return SchedulerStats(
             running=running,
             waiting=len(self._requests) - running,
-            kv_cache_usage=held / (self._options.num_pages * PAGE_TOKENS),
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            preemptions=0,
+            kv_usage=held / (self._options.num_pages * PAGE_TOKENS),
+            groups=[],
+            prefix_queries_total=self._queries,
+            prefix_hits_total=self._hits,
+            preemptions_total=0,
+            steps_total=self._steps,
+            prompt_tokens_total=0,
+            generation_tokens_total=0,
+            last_step_tokens=running,
         )
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:

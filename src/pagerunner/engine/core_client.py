@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -27,7 +28,7 @@ from pagerunner.errors import EngineDeadError, PagerunnerError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FACTORY = "pagerunner.engine.build:build_core"
+DEFAULT_FACTORY = "pagerunner.engine.core_factory:build_with_progress"
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _LAST_WORDS_SECONDS = 0.2
 
@@ -245,9 +246,10 @@ def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
-    received = asyncio.ensure_future(socket.recv())
+    received: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
     try:
-        await asyncio.wait([received, exited], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [received, exited]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
             await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
         if not received.done():

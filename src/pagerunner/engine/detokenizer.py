@@ -8,8 +8,8 @@ from typing import Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
-_WINDOW = 24
-_KEPT = 6
+_WINDOW = 32
+_KEPT = (6, 24)
 # Two decodings that agree on this many last characters are in the same state: UTF-8 resynchronises within three bytes.
 _SYNC_CHARS = 4
 
@@ -17,10 +17,10 @@ _SYNC_CHARS = 4
 class TokenDecoder(Protocol):
     """What text needs of a tokenizer."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], /, skip_special_tokens: bool = True) -> str:
         """The text of a token sequence; ids without a token give no text."""
 
-    def id_to_token(self, id: int) -> str | None:
+    def id_to_token(self, token_id: int, /) -> str | None:
         """The token as the vocabulary spells it."""
 
 
@@ -72,25 +72,21 @@ class Detokenizer:
     invalid byte at its end turns all of it into replacement characters.
     """
 
-    __slots__ = ("_emitted", "_run_open", "_skip", "_table", "_window")
+    __slots__ = ("_emitted", "_skip", "_table", "_window")
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool = True) -> None:
         self._table = table
         self._skip = skip_special_tokens
         self._window: list[int] = []  # the latest tokens; decoding starts at the first of them
         self._emitted = 0  # characters of the window's text that were given out
-        self._run_open = False
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
+        if self._table.is_silent(token, self._skip):
+            return ""
         self._window.append(token)
         if self._table.is_byte(token):
-            self._run_open = True
             return ""
-        if self._run_open:
-            if self._table.is_silent(token, self._skip):
-                return ""
-            self._run_open = False
         text = self._table.decoder.decode(self._window, self._skip)
         certain = len(text)
         if text.endswith(_REPLACEMENT):
@@ -110,8 +106,10 @@ class Detokenizer:
 
     def _shorten(self, text: str) -> None:
         """Start the window later, where the tokens left decode to the same last characters."""
-        tail = self._window[-_KEPT:]
-        tail_text = self._table.decoder.decode(tail, self._skip)
-        if len(tail_text) > _SYNC_CHARS and text.endswith(tail_text[-_SYNC_CHARS:]):
-            self._emitted = len(tail_text) - (len(text) - self._emitted)
-            self._window = tail
+        for kept in _KEPT:
+            tail = self._window[-kept:]
+            tail_text = self._table.decoder.decode(tail, self._skip)
+            if len(tail_text) > _SYNC_CHARS and text.endswith(tail_text[-_SYNC_CHARS:]):
+                self._emitted = len(tail_text) - (len(text) - self._emitted)
+                self._window = tail
+                return

@@ -22,8 +22,14 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 class TextEncoder(Protocol):
     """What prompts need of a tokenizer."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text of a prompt, to be shown in its outputs; None where there are only token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 class InputProcessor:

@@ -27,6 +27,9 @@ import zmq
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.errors import ConfigError, PagerunnerError, RequestFailedError
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.report import plan_json
+from pagerunner.sched.scheduler import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ _LINGER_MS = 2_000
 class Core(Protocol):
     """What the loop needs of an engine core; `engine.core.EngineCore` and the tests' fake have it."""
 
-    memory_plan: Any
+    memory_plan: MemoryPlan
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
@@ -55,7 +58,7 @@ class Core(Protocol):
     def step(self) -> list[RequestUpdate]:
         """Run one step."""
 
-    def stats(self) -> Any:
+    def stats(self) -> SchedulerStats:
         """Counters and gauges."""
 
     def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
@@ -82,7 +85,6 @@ class CoreLoop:
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
-        self._steps = 0
         self._stats_at = 0.0
 
     def run(self) -> None:
@@ -93,7 +95,6 @@ class CoreLoop:
                 self._handle(message)
             if self._running and core.has_work:
                 updates = core.step()
-                self._steps += 1
                 self._report(updates)
 
     def send(self, message: wire.FromCore) -> None:
@@ -123,11 +124,11 @@ class CoreLoop:
         return wire.EngineStats(
             running=stats.running,
             waiting=stats.waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            preemptions=stats.preemptions,
-            steps=self._steps,
+            kv_cache_usage=stats.kv_usage,
+            prefix_queries=stats.prefix_queries_total,
+            prefix_hits=stats.prefix_hits_total,
+            preemptions=stats.preemptions_total,
+            steps=stats.steps_total,
         )
 
     def _handle(self, message: wire.ToCore) -> None:
@@ -147,7 +148,7 @@ class CoreLoop:
             for request in self._requests.decode(message.requests):
                 self._core.add(request)
                 added.append(request.request_id)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must end this request only
+        except Exception as error:  # whatever it is, it must end this request only
             self._core.abort(added)
             self.send(wire.Refused(message.request_ids, _request_error(error)))
 
@@ -221,24 +222,19 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
     try:
         core = load_factory(launch.factory)(launch.args)
         plan = core.memory_plan
-        socket.send(encode(wire.Ready(plan.max_model_len, plan_json(plan))))
-    except Exception as error:  # noqa: BLE001 - the parent raises it
+        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)))))
+    except Exception as error:  # the parent raises it
         if not isinstance(error, PagerunnerError):
             traceback.print_exc()
         socket.send(encode(wire.StartFailed(wire.WireError.of(error))))
         return 1
     try:
         CoreLoop(core, socket).run()
-    except Exception as error:  # noqa: BLE001 - the parent tells every client
+    except Exception as error:  # the parent tells every client
         traceback.print_exc()
         socket.send(encode(wire.Dead(wire.WireError.of(error))))
         return 1
     return 0
-
-
-def plan_json(plan: Any) -> bytes:
-    """The memory plan as JSON bytes."""
-    return msgspec.json.encode(plan)
 
 
 def main() -> int:

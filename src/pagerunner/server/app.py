@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,9 +33,9 @@ _CLIENT_CLOSED_REQUEST = 499
 class ApiKeyGuard:
     """Refuses HTTP requests without `Authorization: Bearer KEY`, in constant time, on all but PUBLIC_PATHS."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = api_key.encode("utf-8")
+        self._keys = [key.encode("utf-8") for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -50,42 +50,44 @@ class ApiKeyGuard:
     def _authorized(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        return hmac.compare_digest(key.strip(), self._expected) and scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(key.strip(), expected) for expected in self._keys]
+        return any(matches) and scheme.lower() == b"bearer"
 
 
-def create_app(service: Service, metrics: Metrics, api_key: str | None = None) -> FastAPI:
-    """The application. With an `api_key` every path but /health asks for it."""
+def create_app(service: Service, metrics: Metrics, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application. With `api_keys` every path but /health asks for one of them."""
     app = FastAPI(title="pagerunner", version=__version__, docs_url=None, redoc_url=None)
     schemas = _add_routes(app, service, metrics)
     app.openapi = lambda: _openapi(FastAPI.openapi(app), schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _refuse)
-    if api_key is not None:
-        app.add_middleware(ApiKeyGuard, api_key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKeyGuard, api_keys=api_keys)
     return app
 
 
 def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
-    def route(path: str, handler: Handler, methods: list[str], body: type | None = None) -> None:
+    def route(path: str, handler: Handler, method: str, body: type | None = None) -> None:
         async def guarded(request: Request) -> Response:
             return await _answer(handler, request)
 
-        guarded.__name__ = path.strip("/").replace("/", "_") or "root"
+        guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (type(handler).__call__ if body else handler).__doc__
         extra = None
         if body is not None:
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, guarded, methods=methods, openapi_extra=extra, response_class=Response)
+        app.add_api_route(path, guarded, methods=[method], openapi_extra=extra, response_class=Response)
 
-    route("/v1/completions", CompletionsEndpoint(service), ["POST"], CompletionRequest)
-    route("/v1/chat/completions", ChatEndpoint(service), ["POST"], ChatRequest)
+    route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest)
+    route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest)
     info = _Information(service, metrics)
-    route("/v1/models", info.models, ["GET"])
-    route("/v1/models/{model:path}", info.model, ["GET"])
-    route("/health", info.health, ["GET"])
-    route("/ping", info.health, ["GET", "POST"])
-    route("/version", info.version, ["GET"])
-    route("/metrics", info.metrics, ["GET"])
+    route("/v1/models", info.models, "GET")
+    route("/v1/models/{model:path}", info.model, "GET")
+    route("/health", info.health, "GET")
+    for method in ("GET", "POST"):
+        route("/ping", info.health, method)
+    route("/version", info.version, "GET")
+    route("/metrics", info.metrics, "GET")
     _, schemas = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
     )

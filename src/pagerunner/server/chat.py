@@ -27,7 +27,7 @@ from pagerunner.types import CompletionOutput, RequestOutput
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _RESERVED_KWARGS = frozenset(
-    ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")
+    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools", "documents")
 )
 
 
@@ -98,6 +98,11 @@ def _answer(call: Call, request: ChatRequest, result: RequestOutput) -> ChatComp
     )
 
 
+def _tells(choice: ChunkChoice) -> bool:
+    """Not while text is held back because it may become a stop string or half a character."""
+    return bool(choice.delta.content or choice.finish_reason or choice.logprobs or choice.token_ids)
+
+
 class _Writer:
     """Every answer starts with a chunk that names the role; the text follows."""
 
@@ -117,7 +122,8 @@ class _Writer:
             chunks = [self._chunk([ChunkChoice(index=one, delta=Delta("assistant", ""))]) for one in range(self._n)]
             if self._request.return_token_ids:
                 chunks[0].prompt_token_ids = output.prompt_token_ids
-        return chunks + [self._chunk([self._choice(one)]) for one in output.outputs]
+        choices = [self._choice(one) for one in output.outputs]
+        return chunks + [self._chunk([choice]) for choice in choices if self._usage.every_chunk or _tells(choice)]
 
     def last(self) -> list[ChatChunk]:
         """The chunk of the counts, if it was asked for."""

@@ -121,6 +121,11 @@ def _answer(call: Call, shape: _Shape, results: list[RequestOutput]) -> Completi
     return Completion(id=call.id, created=call.created, model=call.model, choices=choices, usage=counter.usage())
 
 
+def _tells(choice: CompletionChoice) -> bool:
+    """Not while text is held back because it may become a stop string or half a character."""
+    return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
+
+
 class _Writer:
     def __init__(self, call: Call, shape: _Shape, usage: UsageReporter) -> None:
         self._call = call
@@ -130,7 +135,8 @@ class _Writer:
     def chunks(self, index: int, output: RequestOutput) -> list[Completion]:
         """One chunk per sequence that has something new."""
         self._usage.add(index, output)
-        return [self._chunk([self._shape.choice(index, output, one)]) for one in output.outputs]
+        choices = [self._shape.choice(index, output, one) for one in output.outputs]
+        return [self._chunk([choice]) for choice in choices if self._usage.every_chunk or _tells(choice)]
 
     def last(self) -> list[Completion]:
         """The chunk of the counts, if it was asked for."""

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
@@ -35,7 +35,7 @@ def run_server(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
@@ -43,22 +43,23 @@ def run_server(
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
 
+    With `api_keys` every path but /health asks for one of them. Only loopback is served unless `host` says otherwise.
     The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
-    that time, ends them with what they have. Only loopback is served unless `host` says otherwise.
+    that time, ends them with what they have.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
             model loads.
     """
     listener = bind(host, port)
-    if api_key is None and not _is_loopback(listener):
+    if not api_keys and not _is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
     try:
         return asyncio.run(
             serve(
                 args,
                 listener,
-                api_key=api_key,
+                api_keys=api_keys,
                 served_model_name=served_model_name,
                 drain_seconds=drain_seconds,
                 access_log=access_log,
@@ -102,11 +103,12 @@ async def serve(
     args: EngineArgs,
     listener: socket.socket,
     *,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
+    stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
@@ -114,7 +116,9 @@ async def serve(
     names = [given] if isinstance(given, str) else list(given)
     metrics = Metrics(names[0])
     with StopSignals().installed() as stop:
-        loading = asyncio.create_task(AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory))
+        loading = asyncio.create_task(
+            AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
+        )
         await stop.wait(stop.asked, loading)
         if not loading.done():
             loading.cancel()
@@ -123,7 +127,7 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, api_key)
+            app = create_app(Service(engine, names, args.model), metrics, api_keys)
             server = _Server(_uvicorn_config(app, access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
@@ -143,7 +147,7 @@ def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> N
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_gpu_blocks_override=args.num_gpu_blocks_override,
-        num_gpu_blocks=plan.get("num_pages"),
+        num_gpu_blocks=max(group["num_pages"] for group in plan["groups"]),
         max_model_len=engine.max_model_len,
     )
 

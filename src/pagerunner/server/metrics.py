@@ -14,7 +14,7 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (1_000_000,)
+_LENGTHS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1_000_000)
 
 
 class Metrics:

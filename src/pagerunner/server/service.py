@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One call's identity in its answer: a fresh id, the time in seconds since 1970, the model as the client named it."""
+    """One call's identity in its answer: a fresh id, seconds since 1970, the model as the client named it."""
 
     id: str
     created: int
@@ -146,7 +146,12 @@ class UsageReporter:
         """Count one output."""
         self._counter.add(index, output)
 
-    def in_chunk(self) -> Usage | None | UnsetType:
+    @property
+    def every_chunk(self) -> bool:
+        """Whether a chunk without text still tells something."""
+        return self._continuous
+
+    def in_chunk(self) -> Usage | UnsetType | None:
         """The `usage` field of an ordinary chunk: the counts so far, null, or no such field."""
         if self._continuous:
             return self._counter.usage()

@@ -1,0 +1,192 @@
+"""Bad requests get a 400 that names what is wrong, and the next good request succeeds."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from helpers import fake_core
+from helpers.serving import MODEL, RunningServer
+from pagerunner import limits
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def assert_serves(server: RunningServer) -> None:
+    response = server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    server.wait_idle()
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [-1]}, None),
+        ({"prompt": [999_999]}, None),
+        ({"prompt": [10**30]}, None),
+        ({"prompt": "word " * 5000}, None),
+        ({"prompt": ["a"] * (limits.MAX_PROMPTS_PER_CALL + 1)}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 100}, "prompt"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1_000_000}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
+        ({"stop": ["x"] * 200_000}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"bad_words": ["x"] * 200_000}, "bad_words"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 500}}, "logit_bias"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"seed": 2**70}, "seed"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": "x" * 1000}, "cache_salt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"nonsense": True}}, "stream_options.nonsense"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "echo": True, "logprobs": 1, "n": 2}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+def test_bad_completion_fields(server: RunningServer, fields: dict[str, Any], param: str | None) -> None:
+    error = error_of(server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 1, **fields}), 400)
+    assert error["type"] == "BadRequestError"
+    if param is not None:
+        assert error["param"] is not None and error["param"].split("[")[0] == param
+        assert param.rsplit(".", 1)[-1] in error["message"]
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "tool"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+        ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "mood"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"echo": True}, "echo"),
+    ],
+)
+def test_bad_chat_fields(server: RunningServer, fields: dict[str, Any], word: str) -> None:
+    error = error_of(server.post(CHAT, {"messages": USER, "max_tokens": 1, **fields}), 400)
+    assert word in error["message"]
+    assert_serves(server)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"prompt": "abc"',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "abc", "temperature": NaN}',
+        b'{"prompt": "abc", "temperature": 1e999}',
+        b"[]",
+        b"null",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"metadata": ' + b"[" * 100_000,
+        b"\x00\x01\x02",
+    ],
+    ids=range(12),
+)
+def test_bodies_that_are_no_json_object(server: RunningServer, path: str, content: bytes) -> None:
+    assert error_of(server.post(path, content=content), 400)["message"]
+    assert_serves(server)
+
+
+def test_an_unknown_model_is_a_404_that_names_the_served_one(server: RunningServer) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        error = error_of(server.post(path, {"model": "other", **body}), 404)
+        assert error["param"] == "model" and MODEL in error["message"]
+
+
+def test_unknown_paths_and_methods_have_the_same_error_body(server: RunningServer) -> None:
+    error_of(server.get("/v1/nothing"), 404)
+    error_of(server.get(COMPLETIONS), 405)
+
+
+def test_a_body_over_the_limit_is_a_413_announced_or_not(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES", 1000)
+    body = b'{"prompt": "' + b"a" * 2000 + b'"}'
+    error = error_of(server.post(COMPLETIONS, content=body), 413)
+    assert "1000 bytes" in error["message"]
+    error_of(server.post(COMPLETIONS, content=iter([body[:600], body[600:]])), 413)
+    assert_serves(server)
+
+
+def test_a_refusal_by_the_core_is_a_400_for_streams_too(server: RunningServer) -> None:
+    for stream in (False, True):
+        body = {"prompt": [fake_core.FAIL_ONE, fake_core.BREAK_ADD], "stream": stream, "max_tokens": 3}
+        assert "could not add the request" in error_of(server.post(COMPLETIONS, body), 500)["message"]
+    assert_serves(server)
+
+
+def test_a_request_that_fails_inside_ends_alone(server: RunningServer) -> None:
+    body = {"prompt": [[5, 6], [fake_core.FAIL_ONE]], "max_tokens": 3}
+    assert "NaN in its logits." in error_of(server.post(COMPLETIONS, body), 500)["message"]
+    assert_serves(server)
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n"])
+def test_broken_http_does_no_harm(server: RunningServer, data: bytes) -> None:
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(data)
+    assert_serves(server)

@@ -1,0 +1,217 @@
+"""The core dies, hangs or never starts; the server is stopped; the port is taken; the key is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from helpers import fake_core
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.server.launch import run_server
+
+PROGRAM = """
+import sys
+from helpers import fake_core
+from pagerunner.config import EngineArgs
+from pagerunner.server.launch import run_server
+sys.exit(run_server(EngineArgs(model=sys.argv[1]), port=0, served_model_name="tiny", core_factory=fake_core.FACTORY))
+"""
+
+
+def set_options(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, msgspec.json.encode(options).decode())
+
+
+@contextmanager
+def server_process(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`run_server` in a process of its own, as the command line runs it, and its URL."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(model)], stdout=subprocess.PIPE, text=True, env=env)
+    with process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rsplit(" ", 1)[-1].strip()
+            for _ in range(200):
+                try:
+                    httpx.get(f"{url}/health")
+                    break
+                except httpx.ConnectError:
+                    time.sleep(0.02)
+            yield process, url
+        finally:
+            process.kill()
+
+
+class Reader(threading.Thread):
+    """Reads one stream to its end and keeps what came, or the error."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.url = url
+        self.body = body
+        self.text = ""
+        self.reason: str | None = None
+        self.error: Exception | None = None
+        self.ended_at = 0.0
+        self.begun = threading.Event()
+
+    def run(self) -> None:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        try:
+            for chunk in client.completions.create(model=MODEL, stream=True, **self.body):
+                self.begun.set()
+                for choice in chunk.choices:
+                    self.text += choice.text
+                    self.reason = choice.finish_reason or self.reason
+        except openai.OpenAIError as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+
+
+def readers(url: str, count: int, **body: Any) -> list[Reader]:
+    found = [Reader(url, body) for _ in range(count)]
+    for reader in found:
+        reader.start()
+    for reader in found:
+        assert reader.begun.wait(10)
+    return found
+
+
+@pytest.mark.parametrize("how", ["crash", "kill"])
+def test_when_the_core_dies_every_client_hears_why_within_a_second(
+    how: str, text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    reason = {"crash": "the fake core was told to crash", "kill": "SIGKILL"}[how]
+    with running_server(EngineArgs(model=str(text_side))) as server:
+        streams = readers(server.url, 5, prompt="abc", max_tokens=1900)
+        start = time.monotonic()
+        if how == "kill":
+            os.kill(server.engine.core_pid, signal.SIGKILL)
+        else:
+            response = server.post("/v1/completions", {"prompt": [fake_core.CRASH], "max_tokens": 1})
+            assert response.status_code == 503 and reason in response.json()["error"]["message"]
+        for reader in streams:
+            reader.join(5)
+            assert reader.ended_at - start < 1.0
+            assert reason in str(reader.error)
+        for response in (server.get("/health"), server.get("/ping"), server.post("/v1/completions", {"prompt": "a"})):
+            assert response.status_code == 503 and reason in response.json()["error"]["message"]
+        assert server.get("/metrics").status_code == 200
+
+
+def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side)), drain_seconds=0.1, stall_seconds=0.3) as server:
+        assert server.get("/health").status_code == 200
+        client = threading.Thread(target=_ignore_errors, args=(server, [fake_core.HANG]))
+        client.start()
+        deadline = time.monotonic() + 5
+        while (response := server.get("/health")).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert response.status_code == 503
+        assert "1 unfinished requests and has made no step" in response.json()["error"]["message"]
+        os.kill(server.engine.core_pid, signal.SIGKILL)
+        client.join()
+
+
+def _ignore_errors(server: RunningServer, prompt: list[int]) -> None:
+    try:
+        server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    except httpx.HTTPError:
+        pass
+
+
+def test_a_failed_start_raises_the_cores_error(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, start="checkpoint_error")
+    with pytest.raises(CheckpointError, match="truncated"):
+        run_server(EngineArgs(model=str(text_side)), port=0, core_factory=fake_core.FACTORY)
+
+
+def test_a_port_in_use_is_found_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"Port {port} on 127.0.0.1 is in use; .* --port"):
+            run_server(EngineArgs(model="no such model"), port=port)
+        assert time.monotonic() - start < 0.5
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 8000), ("127.0.0.1", 70000), ("8.8.8.8", 8000)])
+def test_addresses_that_cannot_be_had(host: str, port: int) -> None:
+    with pytest.raises(ConfigError):
+        run_server(EngineArgs(model="no such model"), host=host, port=port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_streams_finish(
+    number: signal.Signals, text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=60)
+        process.send_signal(number)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        reader.join(10)
+        assert reader.error is None and reader.reason == "length"
+        assert reader.text == "ab" * 60 or len(reader.text) >= 60
+        assert process.wait(10) == 0
+
+
+def test_the_second_signal_ends_streams_with_what_they_have(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        reader.join(10)
+        assert reader.error is None and reader.reason == "abort" and reader.text
+        assert process.wait(10) == 0
+        assert time.monotonic() - start < 5
+
+
+def test_a_signal_while_loading_stops_at_once(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, load_seconds=60)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(text_side)], env=env) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+def test_an_api_key_guards_everything_but_health(text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["first secret", "zweiter Schlüssel"]) as server:
+        assert server.get("/health").status_code == 200
+        paths = ["/v1/models", "/metrics", "/version", "/ping", "/openapi.json", "/nothing", "/health/", "//health"]
+        for path in paths:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first secret"}):
+                response = server.get(path, headers=headers)
+                assert response.status_code == 401, path
+                assert response.json()["error"]["type"] == "UnauthorizedError"
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 401
+        for key in ("first secret", "zweiter Schlüssel"):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert server.get("/version", headers=headers).status_code == 200
+        answer = server.openai(api_key="first secret").completions.create(model=MODEL, prompt="a", max_tokens=1)
+        assert answer.choices
+        with pytest.raises(openai.AuthenticationError):
+            server.openai(api_key="wrong").models.list()
