@@ -8,7 +8,7 @@ One page holds all the layers of its group: page -> layer -> K, then V -> tokens
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
 
@@ -19,7 +19,6 @@ from pagerunner.memory.rules import RULES, GroupRule
 from pagerunner.memory.specs import Spec
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
-_SLAB_PAGES = 64  # pages of a slab when only one group exists: long runs of adjacent pages, little to round off
 _KNOBS = "raise kv_cache_memory_bytes, gpu_memory_utilization or num_gpu_blocks_override"
 
 
@@ -169,21 +168,13 @@ def plan_memory(
         budget_bytes = num_pages_override * largest
     if budget_bytes is None:
         raise ConfigError("the memory for pages is unknown: give kv_cache_memory_bytes or num_gpu_blocks_override.")
-    slab_bytes = _slab_size([group.page_bytes for group in groups], budget_bytes, exact=num_pages_override is not None)
-    plan = MemoryPlan(
-        groups=tuple(_cut(group, slab_bytes, wanted) for group in groups),
-        slab_bytes=slab_bytes,
-        num_slabs=budget_bytes // slab_bytes,
-        max_model_len=wanted,
-        max_num_seqs=max_num_seqs,
-        budget_bytes=budget_bytes,
-        other=tuple(other),
-    )
+    budget_bytes = max(budget_bytes, 0)
+    plan = _cut(groups, budget_bytes, wanted, max_num_seqs, tuple(other))
     longest = plan.longest(wanted)
     if longest >= wanted:
         return plan
     if auto and longest >= 2:
-        return _with_length(plan, longest)
+        return replace(plan, groups=tuple(_with_width(group, longest) for group in plan.groups), max_model_len=longest)
     raise _too_small(plan, 2 if auto else wanted, longest)
 
 
@@ -248,40 +239,44 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _cut(group: GroupPlan, slab_bytes: int, max_model_len: int) -> GroupPlan:
-    return GroupPlan(
-        name=group.name,
-        kind=group.kind,
-        layers=group.layers,
-        page_tokens=group.page_tokens,
-        page_bytes=group.page_bytes,
-        pages_per_slab=slab_bytes // group.page_bytes,
-        unit=gcd(slab_bytes, group.page_bytes),
-        table_width=group.pages_needed(max_model_len),
-        zero_fresh=group.zero_fresh,
-        rule=group.rule,
+def _cut(
+    groups: Sequence[GroupPlan], budget: int, max_model_len: int, max_num_seqs: int, other: tuple[tuple[str, int], ...]
+) -> MemoryPlan:
+    slab_bytes = _slab_size([group.page_bytes for group in groups], budget)
+    return MemoryPlan(
+        groups=tuple(
+            replace(
+                _with_width(group, max_model_len),
+                pages_per_slab=slab_bytes // group.page_bytes,
+                unit=gcd(slab_bytes, group.page_bytes),
+            )
+            for group in groups
+        ),
+        slab_bytes=slab_bytes,
+        num_slabs=budget // slab_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        budget_bytes=budget,
+        other=other,
     )
 
 
-def _with_length(plan: MemoryPlan, length: int) -> MemoryPlan:
-    groups = tuple(_cut(group, plan.slab_bytes, length) for group in plan.groups)
-    return MemoryPlan(groups, plan.slab_bytes, plan.num_slabs, length, plan.max_num_seqs, plan.budget_bytes, plan.other)
+def _with_width(group: GroupPlan, max_model_len: int) -> GroupPlan:
+    return replace(group, table_width=group.rule.table_width(max_model_len))
 
 
-def _slab_size(page_sizes: Sequence[int], budget: int, *, exact: bool) -> int:
+def _slab_size(page_sizes: Sequence[int], budget: int) -> int:
     """The slab size that wastes least of `budget`.
 
-    One group: whole pages, as many as the rounding allows (with `exact`, none is lost). Several: every size that is a
-    whole number of some group's pages and holds at least one of each group's; its waste is the worst group's slab
-    remainder, plus the half-filled slab that each group keeps on average, plus the budget's remainder.
+    One group: 8 to 64 pages (long runs of adjacent ones), if such a number divides all that fit, so that not one is lost;
+    else everything is one slab. Several: of all sizes that are a
+    whole number of some group's pages and hold one of each group's, the one with the least sum of the worst group's slab
+    remainder, the half-filled slab that each group keeps on average, and the budget's remainder.
     """
     largest = max(page_sizes)
     if len(page_sizes) == 1:
         pages = budget // largest
-        spare = 0 if exact else pages // 256
-        return largest * next(
-            count for count in range(min(_SLAB_PAGES, max(pages, 1)), 0, -1) if pages % count <= spare
-        )
+        return largest * next((count for count in range(64, 7, -1) if pages % count == 0), max(pages, 1))
     sizes = {size * count for size in page_sizes for count in range(-(-largest // size), 8 * largest // size + 1)}
 
     def waste(slab: int) -> float:
@@ -294,14 +289,24 @@ def _slab_size(page_sizes: Sequence[int], budget: int, *, exact: bool) -> int:
 
 
 def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
-    need = plan.slabs_needed(wanted) * plan.slab_bytes
+    need = _budget_for(plan, wanted)
     pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
     fits = (
         f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS}.'
         if longest > 1
-        else f"No length fits: {_KNOBS} to {need} bytes or more."
+        else f"No length fits: {_KNOBS} until there are {need} bytes."
     )
     return CapacityError(
         f"A request of {wanted:,} tokens needs {human_bytes(need)} ({need:,} bytes: {pages}), but there are "
         f"{human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes) for pages. {fits}"
     )
+
+
+def _budget_for(plan: MemoryPlan, tokens: int) -> int:
+    """A budget with which one request of `tokens` tokens fits: the choice of slabs depends on the budget itself."""
+    budget = sum(group.pages_needed(tokens) * group.page_bytes for group in plan.groups)
+    while True:
+        attempt = _cut(plan.groups, budget, tokens, plan.max_num_seqs, ())
+        if attempt.slabs_needed(tokens) <= attempt.num_slabs:
+            return budget
+        budget = max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + budget // 64 + 1)

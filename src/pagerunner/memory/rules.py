@@ -19,6 +19,9 @@ class GroupRule(Protocol):
     def pages_needed(self, tokens: int) -> int:
         """The most pages that one request holds at once on its way to `tokens` tokens."""
 
+    def table_width(self, tokens: int) -> int:
+        """Page table entries of a request of `tokens` tokens."""
+
     def span(self, start: int, end: int) -> tuple[int, int]:
         """First and one past last page that must be held while positions [start, end) are computed."""
 
@@ -50,6 +53,10 @@ class FullRule:
 
     def pages_needed(self, tokens: int) -> int:
         """All of them."""
+        return -(-tokens // self.page_tokens)
+
+    def table_width(self, tokens: int) -> int:
+        """One per page."""
         return -(-tokens // self.page_tokens)
 
     def span(self, start: int, end: int) -> tuple[int, int]:

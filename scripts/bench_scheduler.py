@@ -1,0 +1,150 @@
+"""Times the scheduler and the memory manager alone: no model, no torch. Prints microseconds and milliseconds."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+from pagerunner.memory.manager import KVManager
+from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.prefix import PrefixChain, chain_seed
+from pagerunner.memory.specs import FullKV
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.types import EngineRequest, SamplingParams, StepResult
+
+
+def make_plan(num_pages: int, max_model_len: int, max_num_seqs: int, batched: int) -> MemoryPlan:
+    """A plan of one full-attention group with that many 16-token pages."""
+    return plan_memory(
+        [FullKV(8, 128, "bfloat16")] * 32,
+        page_tokens=16,
+        budget_bytes=None,
+        num_pages_override=num_pages,
+        max_model_len=max_model_len,
+        model_max_len=1 << 20,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+    )
+
+
+def best(measure: Callable[[], float], repeats: int = 7) -> float:
+    """The smallest of several measurements."""
+    return min(measure() for _ in range(repeats))
+
+
+def decode(num_seqs: int, depth: int, steps: int = 400) -> float:
+    """Microseconds of schedule + commit per step with `num_seqs` requests decoding from 200 tokens on."""
+    length, batched = 200 + steps + 40, 200 * num_seqs
+    manager = KVManager(make_plan(-(-length // 16) * num_seqs, length, num_seqs, batched))
+    scheduler = Scheduler(
+        manager, max_num_seqs=num_seqs, max_num_batched_tokens=batched, max_model_len=length, max_in_flight=depth
+    )
+    for number in range(num_seqs):
+        prompt = [number * 1000 + i for i in range(200)]
+        scheduler.add(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=SamplingParams(max_tokens=None),
+                seed=0,
+                max_tokens=length,
+                eos_token_ids=(2, 3),
+            )
+        )
+    plans = [scheduler.schedule() for _ in range(depth)]
+    spent = 0.0
+    for step in range(steps + 20):
+        if step == 20:
+            spent = 0.0
+        plan = plans.pop(0)
+        assert plan is not None and len(plan.rows) == num_seqs
+        result = StepResult(step_id=plan.step_id, token_ids=[[7] for _ in plan.rows])
+        start = time.perf_counter()
+        scheduler.commit(plan, result)
+        plans.append(scheduler.schedule())
+        spent += time.perf_counter() - start
+    return spent / steps * 1e6
+
+
+def grow_one() -> float:
+    """Microseconds that the manager spends on one request's decode step: grow and publish, averaged over pages."""
+    manager = KVManager(make_plan(8192, 65536, 1, 8192))
+    tokens = list(range(40_000))
+    grant = manager.admit(0, manager.chain(), tokens[:32], 0)
+    assert grant is not None and manager.grow(grant, 0, 32)
+    start = time.perf_counter()
+    for end in range(33, 30_033):
+        manager.grow(grant, end - 1, end)
+        manager.publish(grant, tokens, end)
+        if end % 16 == 1:
+            manager.take_table_writes()
+    return (time.perf_counter() - start) / 30_000 * 1e6
+
+
+def hashing() -> float:
+    """Milliseconds to hash a 131,072-token prompt."""
+    generator = random.Random(0)
+    tokens = [generator.randrange(150_000) for _ in range(131_072)]
+    chain = PrefixChain(chain_seed())
+    start = time.perf_counter()
+    chain.cover(tokens, len(tokens))
+    return (time.perf_counter() - start) * 1e3
+
+
+def prefill(full_pool: bool, hashed: bool = True) -> float:
+    """Milliseconds to allocate and publish 64K tokens in 8K steps; with `full_pool` every page must first be evicted."""
+    manager = KVManager(make_plan(4231, 65_536, 1, 8192))
+    passes = (1 << 20, 0) if full_pool else (0,)
+    spent = 0.0
+    for first in passes:
+        tokens = list(range(first, first + 65_536))
+        chain = manager.chain()
+        if hashed:
+            chain.cover(tokens, len(tokens))
+        start = time.perf_counter()
+        grant = manager.admit(0, chain, tokens, len(tokens) - 1)
+        assert grant is not None
+        for at in range(0, 65_536, 8192):
+            assert manager.grow(grant, at, at + 8192)
+            manager.publish(grant, tokens, at + 8192)
+            manager.take_table_writes()
+        spent = (time.perf_counter() - start) * 1e3
+        manager.release(grant)
+    return spent
+
+
+def lookup() -> float:
+    """Milliseconds to admit a 64K-token prompt that is wholly in the index."""
+    manager = KVManager(make_plan(8448, 65_536, 1, 8192))
+    tokens = list(range(65_536))
+    first = manager.admit(0, manager.chain(), tokens, 0)
+    assert first is not None and manager.grow(first, 0, 65_536)
+    manager.publish(first, tokens, 65_536)
+    manager.release(first)
+    chain = manager.chain()
+    chain.cover(tokens, len(tokens))
+    start = time.perf_counter()
+    assert manager.admit(0, chain, tokens, 65_535) is not None
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    """Print every figure."""
+    gc.disable()
+    for num_seqs in (1, 32, 256):
+        for depth in (1, 2):
+            spent = best(partial(decode, num_seqs, depth))
+            print(f"schedule + commit, {num_seqs:3} decoding, depth {depth}: {spent:8.1f} us")
+    print(f"manager, one decode step of one request:  {best(grow_one):8.2f} us")
+    print(f"hash a 131,072-token prompt:              {best(hashing):8.2f} ms")
+    print(f"64K prefill in 8K steps, empty pool:      {best(lambda: prefill(False)):8.2f} ms")
+    print(f"64K prefill in 8K steps, evicting:        {best(lambda: prefill(True)):8.2f} ms")
+    print(f"64K prefill, evicting, with its hashing:  {best(lambda: prefill(True, False)):8.2f} ms")
+    print(f"admit a 64K prompt that is all cached:    {best(lookup):8.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

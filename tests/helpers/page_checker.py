@@ -1,0 +1,161 @@
+"""A runner without a model that proves what the memory manager promises.
+
+It keeps what a device would keep: tables, pages, the tokens of each slot. A token's state is an identity that depends on
+all tokens before it and on what must not be shared (salt, adapter, without prefix caching the family). After a step's
+writes, every earlier position that a row could read must hold the identity of the row's own prefix: a page that is
+stale, shared wrongly, owned twice or missing from a table is seen at its first use.
+"""
+
+from __future__ import annotations
+
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.types import EngineRequest, StepPlan, StepResult, StepRow, TokenLogprobs
+
+VOCAB = 61
+
+
+class PageFault(AssertionError):
+    """A row would have read something that isn't its own prefix."""
+
+
+def next_token(identity: int, seed: int) -> int:
+    """The pretended model: deterministic in the prefix's identity and the request's seed."""
+    return hash((identity, seed, "next")) % VOCAB
+
+
+def expected_output(request: EngineRequest, max_model_len: int) -> tuple[list[int], str]:
+    """What the request must produce, whatever else runs: (tokens, finish reason)."""
+    identity = hash(request.cache_salt)
+    for token in request.prompt_token_ids:
+        identity = hash((identity, token))
+    params, output = request.params, []
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+    while True:
+        token = next_token(identity, request.seed)
+        output.append(token)
+        identity = hash((identity, token))
+        if token in stops and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(output) >= request.max_tokens or len(output) + len(request.prompt_token_ids) >= max_model_len:
+            return output, "length"
+
+
+class _Slot:
+    def __init__(self, request: EngineRequest, outputs: list[int], private: object) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.model: list[int] = []  # identity after each token, as the model computes it
+        self.stored: list[int] = []  # what pages must hold: also tells apart what must not be shared
+        self._private = hash(private)
+        for token in [*request.prompt_token_ids, *outputs]:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.model.append(hash((self.model[-1] if self.model else hash(self.request.cache_salt), token)))
+        self.stored.append(hash((self.model[-1], self._private)))
+
+
+class PageChecker:
+    """Executes plans of a scheduler over `plan`'s groups. `private(request)` is what its pages may be shared within."""
+
+    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool) -> None:
+        self.plan = plan
+        self.prefix_caching = prefix_caching
+        self.slots: dict[int, _Slot] = {}
+        self.tables: list[dict[int, dict[int, int]]] = [{} for _ in plan.groups]
+        self.pages: list[dict[int, list[int | None]]] = [{} for _ in plan.groups]  # byte offset -> identity per token
+        self.reads_checked = 0
+
+    def _private(self, request: EngineRequest) -> object:
+        return (request.cache_salt, "" if self.prefix_caching else request.family or request.request_id)
+
+    def lose_pages(self) -> None:
+        """The page memory was unmapped."""
+        self.pages = [{} for _ in self.plan.groups]
+
+    def run(self, plan: StepPlan, errors: dict[int, str] | None = None) -> StepResult:
+        """Execute one plan; raises PageFault if a row would read anything but its own prefix."""
+        for start in plan.admitted:
+            self.slots[start.slot] = _Slot(start.request, start.output_token_ids, self._private(start.request))
+            for table in self.tables:
+                table[start.slot] = {}
+        for group, slot, first, entries in plan.table_writes:
+            self.tables[group][slot].update(enumerate(entries, first))
+        for group, source, target in plan.copies:
+            content = self.pages[group].get(source)
+            self._page(group, target)[:] = content if content is not None else [None] * self._size(group)
+        for group, offsets in enumerate(plan.zero):
+            for offset in offsets:
+                self._page(group, offset)[:] = [None] * self._size(group)
+        for row in plan.rows:
+            self._write(row)
+        for row in plan.rows:
+            self._read(row)
+        return self._sample(plan, errors or {})
+
+    def _size(self, group: int) -> int:
+        return self.plan.groups[group].page_tokens
+
+    def _page(self, group: int, offset: int) -> list[int | None]:
+        """The page's content for writing: whatever overlaps its bytes in another group is gone."""
+        size = self.plan.groups[group].page_bytes
+        if not 0 <= offset <= self.plan.kv_bytes - size:
+            raise PageFault(f"page at byte {offset} lies outside the page memory")
+        for other, pages in enumerate(self.pages):
+            if other != group:
+                reach = self.plan.groups[other].page_bytes
+                for start in [start for start in pages if offset - reach < start < offset + size]:
+                    del pages[start]
+        return self.pages[group].setdefault(offset, [None] * self._size(group))
+
+    def _locate(self, group: int, slot: int, position: int) -> tuple[int, int]:
+        number, place = divmod(position, self._size(group))
+        entry = self.tables[group][slot].get(number)
+        if entry is None:
+            raise PageFault(f"slot {slot} has no table entry for its page {number} of group {group}")
+        return entry * self.plan.groups[group].unit, place
+
+    def _write(self, row: StepRow) -> None:
+        slot = self.slots[row.slot]
+        if row.start + row.num_tokens > len(slot.tokens):
+            raise PageFault(f"slot {row.slot} has no token for position {len(slot.tokens)}")
+        if row.tokens != slot.tokens[row.start : row.start + len(row.tokens)]:
+            raise PageFault(f"slot {row.slot}: the plan's tokens are not the sequence's")
+        for group in range(len(self.pages)):
+            for position in range(row.start, row.start + row.num_tokens):
+                offset, place = self._locate(group, row.slot, position)
+                self._page(group, offset)[place] = slot.stored[position]
+
+    def _read(self, row: StepRow) -> None:
+        slot = self.slots[row.slot]
+        for group, pages in enumerate(self.pages):
+            for position in range(self._first_read(group, row.start), row.start + row.num_tokens):
+                offset, place = self._locate(group, row.slot, position)
+                if pages.get(offset, [None] * self._size(group))[place] != slot.stored[position]:
+                    raise PageFault(f"{slot.request.request_id} position {position}: a foreign or stale page")
+                self.reads_checked += 1
+
+    def _first_read(self, group: int, start: int) -> int:
+        return self.plan.groups[group].rule.span(start, start + 1)[0] * self._size(group)
+
+    def _sample(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
+        token_ids: list[list[int]] = []
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for number, row in enumerate(plan.rows):
+            slot = self.slots[row.slot]
+            request = slot.request
+            end = row.start + row.num_tokens
+            if request.params.prompt_logprobs is not None and row.start + 1 < len(request.prompt_token_ids):
+                prompt_logprobs[number] = [
+                    TokenLogprobs(slot.tokens[at], float(at), 1, [], [])
+                    for at in range(row.start + 1, min(end + 1, len(request.prompt_token_ids)))
+                ]
+            token_ids.append([])
+            if row.samples:
+                if end != len(slot.tokens):
+                    raise PageFault(f"slot {row.slot} samples at {end} of {len(slot.tokens)} tokens")
+                token = next_token(slot.model[end - 1], request.seed)
+                slot.append(token)
+                token_ids[-1] = [token]
+        return StepResult(step_id=plan.step_id, token_ids=token_ids, prompt_logprobs=prompt_logprobs, errors=errors)

@@ -1,0 +1,100 @@
+"""Chained hashes and the index."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagerunner.memory.prefix import PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory.rules import FullRule, joint_hit
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=100)
+
+
+def hashes(tokens: list[int], seed: bytes = b"") -> list[bytes]:
+    chain = PrefixChain(seed or chain_seed())
+    chain.cover(tokens, len(tokens))
+    return chain.hashes
+
+
+@given(TOKENS, st.lists(st.integers(0, 100), max_size=5))
+def test_hashing_in_pieces_is_hashing_at_once(tokens: list[int], cuts: list[int]) -> None:
+    chain = PrefixChain(chain_seed())
+    for cut in sorted(cuts):
+        chain.cover(tokens, cut)
+        assert len(chain.hashes) == min(cut, len(tokens)) // 16
+    chain.cover(tokens, len(tokens))
+    assert chain.hashes == hashes(tokens)
+    assert all(len(entry) == 32 for entry in chain.hashes)
+
+
+@given(TOKENS, TOKENS)
+def test_hashes_are_equal_exactly_for_equal_prefixes(left: list[int], right: list[int]) -> None:
+    for unit, (a, b) in enumerate(zip(hashes(left), hashes(right), strict=False)):
+        assert (a == b) == (left[: unit * 16 + 16] == right[: unit * 16 + 16])
+
+
+def test_an_early_difference_changes_every_later_hash() -> None:
+    assert not set(hashes([0] * 64)) & set(hashes([1] + [0] * 63))
+    assert len(set(hashes([0] * 64))) == 4, "equal units at different places differ"
+
+
+def test_salt_adapter_and_family_separate_and_do_not_run_into_each_other() -> None:
+    seeds = [
+        chain_seed(),
+        chain_seed("a"),
+        chain_seed("", "a"),
+        chain_seed("", "", "a"),
+        chain_seed("a", "b"),
+        chain_seed("ab"),
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert chain_seed("a", "b", "c") == chain_seed("a", "b", "c")
+
+
+def test_the_hash_is_pinned_across_machines_and_versions() -> None:
+    pinned = "9ada7cd743bf3037cd402e2527b6c72fe05f40625e96e9c4860642aee90944d3"
+    assert hashes(list(range(32)))[-1].hex() == pinned
+
+
+def test_the_first_of_two_equal_pages_stays_and_the_second_is_not_indexed() -> None:
+    index = PrefixIndex(1)
+    index.publish(0, b"k", 3)
+    index.publish(0, b"k", 4)
+    assert index.pages[0] == {b"k": 3} and index.keys[0] == {3: b"k"}
+    index.forget(0, 4)
+    assert index.pages[0] == {b"k": 3}
+    index.move(0, 3, 9)
+    assert index.pages[0] == {b"k": 9} and index.keys[0] == {9: b"k"}
+    index.forget(0, 9)
+    assert index.pages[0] == {} and index.keys[0] == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 48])
+def test_a_hit_is_whole_cells_up_to_the_first_missing_page(size: int) -> None:
+    rule, tokens = FullRule(size), list(range(200))
+    chain = PrefixChain(chain_seed())
+    chain.cover(tokens, 200)
+    cell = max(size, 16)
+    keys = [rule.key(chain, page) for page in range(rule.complete(200))]
+    assert len(set(keys)) == len(keys) == 200 // cell * cell // size
+    index = {key: page for page, key in enumerate(keys)}
+    assert rule.longest_hit(index, chain, 199) == 199 // cell * cell
+    assert rule.longest_hit(index, chain, cell) == cell
+    assert rule.longest_hit(index, chain, cell - 1) == 0
+    del index[keys[-1]]
+    assert rule.longest_hit(index, chain, 199) == (200 // cell - 1) * cell
+    del index[keys[0]]
+    assert rule.longest_hit(index, chain, 199) == 0
+
+
+def test_groups_agree_on_the_longest_common_hit() -> None:
+    rules = [FullRule(16), FullRule(48), FullRule(32)]
+    chain = PrefixChain(chain_seed())
+    chain.cover(list(range(200)), 200)
+    full = [{rule.key(chain, page): page for page in range(rule.complete(200))} for rule in rules]
+    assert joint_hit(rules, full, chain, 199) == 192
+    assert joint_hit(rules, full, chain, 190) == 96
+    assert joint_hit(rules, [full[0], full[1], {}], chain, 199) == 0
+    assert joint_hit(rules[:1], full[:1], chain, 199) == 192

@@ -1,0 +1,161 @@
+"""The two-level pool on its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pagerunner.memory.prefix import PrefixIndex
+from pagerunner.memory.slabs import SlabPool
+
+
+def make(slabs: int, *per_slab: int, keep: bool = True) -> SlabPool:
+    return SlabPool(slabs, per_slab, PrefixIndex(len(per_slab)), keep_cached=keep)
+
+
+def take(pool: SlabPool, *needs: int) -> list[list[int]]:
+    pages = pool.allocate(needs)
+    assert pages is not None
+    return pages
+
+
+def publish(pool: SlabPool, group: int, pages: list[int]) -> None:
+    for page in pages:
+        pool.index.publish(group, f"{group}/{page}".encode(), page)
+
+
+def test_pages_are_adjacent_and_ascending_in_a_fresh_pool() -> None:
+    pool = make(4, 8)
+    assert take(pool, 20) == [list(range(20))]
+    assert take(pool, 3) == [[20, 21, 22]]
+    assert pool.allocate([10]) is None
+    assert take(pool, 9) == [list(range(23, 32))]
+    pool.check()
+
+
+def test_a_long_request_gets_whole_slabs_even_when_others_have_holes() -> None:
+    pool = make(8, 8)
+    (first,) = take(pool, 64)
+    pool.release(0, [page for page in first if page % 8 == 3 or page >= 32])
+    (run,) = take(pool, 16)
+    assert run[7] - run[0] == 7 and run[15] - run[8] == 7
+    pool.check()
+
+
+def test_failure_changes_nothing() -> None:
+    pool = make(2, 4, 2)
+    take(pool, 4, 0)
+    assert pool.allocate([1, 3]) is None
+    assert pool.used == [4, 0]
+    assert take(pool, 0, 2) == [[], [2, 3]]
+    pool.check()
+
+
+def test_released_pages_are_cached_only_if_published_and_evicted_oldest_first() -> None:
+    pool = make(1, 8)
+    (pages,) = take(pool, 8)
+    publish(pool, 0, pages[:6])
+    pool.release(0, pages[::-1])
+    assert list(pool.cached[0]) == [5, 4, 3, 2, 1, 0]
+    assert take(pool, 2) == [[6, 7]], "free pages go first"
+    assert take(pool, 2) == [[4, 5]], "then the tail of what was released"
+    assert set(pool.index.keys[0]) == {0, 1, 2, 3}
+    pool.share(0, 0)
+    assert take(pool, 3) == [[1, 2, 3]] and pool.allocate([1]) is None
+    pool.check()
+
+
+def test_without_caching_pages_leave_the_index_with_their_last_owner() -> None:
+    pool = make(1, 4, keep=False)
+    (pages,) = take(pool, 2)
+    publish(pool, 0, pages)
+    pool.share(0, 0)
+    pool.release(0, [1, 0])
+    assert pool.index.keys[0] == {0: b"0/0"}
+    pool.release(0, [0])
+    assert pool.index.keys[0] == {} and pool.free_slabs == [0]
+
+
+def test_a_slab_moves_between_groups_only_when_no_page_of_it_is_in_use() -> None:
+    pool = make(2, 4, 1)
+    (pages, _) = take(pool, 8, 0)
+    publish(pool, 0, pages)
+    pool.release(0, pages[:4])
+    assert pool.slack([0, 1]) == 0 and pool.slack([0, 2]) == -1 and pool.slack([4, 0]) == 0 and pool.slack([1, 1]) == -1
+    assert take(pool, 0, 1) == [[], [0]]
+    assert pool.evictions == [4, 0] and pool.owner == [1, 0]
+    pool.check()
+
+
+def test_a_group_takes_what_was_unused_longest_its_own_page_or_anothers_slab() -> None:
+    pool = make(12, 2, 2)
+    (a, b) = take(pool, 12, 12)
+    publish(pool, 0, a)
+    publish(pool, 1, b)
+    pool.release(1, b[:4])
+    pool.release(0, a)
+    take(pool, 1, 0)
+    assert pool.evictions == [0, 2], "the other group's slab was older"
+    pool.check()
+
+
+def test_tight_eviction_leaves_the_slab_that_the_other_group_needs() -> None:
+    pool = make(3, 4, 1)
+    (pages, _) = take(pool, 12, 0)
+    publish(pool, 0, pages)
+    pool.release(0, pages[:5])  # slab 0 wholly, then one page of slab 1
+    pool.release(0, pages[8:])  # slab 2 wholly
+    # Least recently used would take a page of slab 0; only page 4 leaves two slabs for the other group.
+    first, second = take(pool, 1, 2)
+    assert first == [4] and len(second) == 2
+    pool.check()
+
+
+def test_compaction_empties_slabs_and_carries_counts_and_content_along() -> None:
+    pool = make(4, 4, 1)
+    (pages, _) = take(pool, 16, 0)
+    publish(pool, 0, pages)
+    pool.share(0, 13)
+    pool.release(0, [page for page in pages if page not in (0, 5, 6, 9, 13)] + [])
+    assert pool.slack([0, 1]) == -1
+    moves = pool.compact()
+    assert len(moves) == 1 or len(moves) == 2
+    assert pool.slack([0, 2]) == 0
+    for group, source, target in moves:
+        assert group == 0 and pool.refs[0][source] == 0 and pool.refs[0][target] == (2 if source == 13 else 1)
+        assert pool.index.keys[0][target] == f"0/{source}".encode()
+    pool.check()
+    assert take(pool, 0, 2)[1]
+    pool.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_slack_is_exact_over_random_operations(seed: int) -> None:
+    """What fits by the formula can be had, what doesn't is refused, and nothing is lost."""
+    generator = random.Random(seed)
+    pool = make(20, *generator.choice([(6,), (1,), (6, 1), (4, 7), (5, 1, 3)]))
+    groups = len(pool.per_slab)
+    held: list[list[list[int]]] = []
+    for _ in range(3000):
+        if held and generator.random() < 0.5:
+            for group, pages in enumerate(held.pop(generator.randrange(len(held)))):
+                if generator.random() < 0.5:
+                    publish(pool, group, [page for page in pages if page not in pool.index.keys[group]])
+                pool.release(group, pages[::-1])
+        else:
+            needs = [generator.choice([0, 1, 1, 3, 17]) for _ in range(groups)]
+            slack = pool.slack(needs)
+            pages = pool.allocate(needs)
+            assert (pages is None) == (slack < 0)
+            if pages is not None:
+                assert [len(part) for part in pages] == needs and all(part == sorted(set(part)) for part in pages)
+                held.append(pages)
+        if generator.random() < 0.05:
+            pool.check()
+    for lists in held:
+        for group, pages in enumerate(lists):
+            pool.release(group, pages)
+    pool.evict_all()
+    pool.check()
+    assert len(pool.free_slabs) == 20

@@ -1,0 +1,311 @@
+"""Random traffic over manager and scheduler, every step executed by a runner that notices a wrong page."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from helpers.page_checker import PageChecker, expected_output
+from helpers.plans import one_group, two_groups, with_window
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pagerunner.errors import CapacityError, InvalidRequestError
+from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.prefix import PrefixChain
+from pagerunner.memory.slabs import SlabPool
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TableWrite
+
+# Few distinct texts, so that prefixes are often shared and often differ late.
+TEXTS = [[1] * 200, [1] * 40 + [2] * 160, [3, 4] * 100, [1] * 17 + [5] * 183]
+
+
+def plans() -> st.SearchStrategy[MemoryPlan]:
+    """Pools of one group (any page size) or of two that share slabs; some so small that one request fills them."""
+    single = st.builds(
+        lambda size, tokens: one_group(max(-(-tokens // size), 2), page_tokens=size, model_max_len=160),
+        st.sampled_from([1, 4, 8, 16, 32, 48]),
+        st.integers(48, 600),
+    )
+    shapes = st.sampled_from([((16, 4), (1, 3)), ((4, 16), (1, 3)), ((32, 16), (2, 1)), ((1, 8), (1, 3))])
+    double = st.builds(lambda slabs, shape: two_groups(slabs, *shape), st.integers(12, 60), shapes)
+    coarse = st.builds(
+        lambda slabs, shape, size: two_groups(slabs, *shape, slab_bytes=size),
+        st.integers(3, 12),
+        shapes,
+        st.sampled_from([4096, 6160, 10_000]),
+    )
+    return st.one_of(single, double, coarse)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, run, are aborted; whatever happens, each gets exactly its own tokens and no page is lost."""
+
+    manager_class: type[KVManager] = KVManager
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        try:
+            self.plan = data.draw(plans())
+        except CapacityError:
+            self.plan = one_group(20, model_max_len=160)
+        self.caching = data.draw(st.booleans())
+        self.depth = data.draw(st.integers(1, 3))
+        self.batched = data.draw(st.sampled_from([1, 7, 32, 64, 500]))
+        if data.draw(st.integers(0, 3)) == 0:
+            group = len(self.plan.groups) - 1
+            windowed = with_window(self.plan, group, data.draw(st.sampled_from([1, 5, 16, 40])), self.batched)
+            self.plan = windowed if windowed.max_model_len > 1 else self.plan
+        self.max_len = self.plan.max_model_len
+        self.seqs = data.draw(st.integers(1, 6))
+        chunked = data.draw(st.booleans())
+        self.manager = self.manager_class(
+            self.plan, enable_prefix_caching=self.caching, list_fresh_pages=data.draw(st.booleans())
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=self.batched,
+            max_model_len=self.max_len,
+            policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+            enable_chunked_prefill=chunked,
+            max_in_flight=self.depth,
+        )
+        self.checker = PageChecker(self.plan, prefix_caching=self.caching)
+        self.flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.requests: dict[str, EngineRequest] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.made = 0
+        self.failed = False
+
+    @rule(
+        text=st.integers(0, len(TEXTS) - 1),
+        length=st.integers(1, 150),
+        max_tokens=st.integers(1, 80),
+        siblings=st.integers(1, 3),
+        salt=st.sampled_from(["", "", "s"]),
+        priority=st.integers(0, 2),
+        stops=st.sampled_from([(), (), (3,)]),
+        min_tokens=st.integers(0, 3),
+        logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def submit(
+        self,
+        text: int,
+        length: int,
+        max_tokens: int,
+        siblings: int,
+        salt: str,
+        priority: int,
+        stops: tuple[int, ...],
+        min_tokens: int,
+        logprobs: int | None,
+    ) -> None:
+        self.made += 1
+        for number in range(siblings):
+            request = EngineRequest(
+                request_id=f"{self.made}-{number}",
+                prompt_token_ids=TEXTS[text][:length],
+                params=SamplingParams(
+                    max_tokens=None, stop_token_ids=stops, min_tokens=min_tokens, prompt_logprobs=logprobs
+                ),
+                seed=number,
+                max_tokens=max_tokens,
+                eos_token_ids=(0,),
+                priority=priority,
+                arrival_time=float(self.made),
+                cache_salt=salt,
+                family=str(self.made) if siblings > 1 else "",
+            )
+            try:
+                self.scheduler.add(request)
+            except InvalidRequestError:
+                assert length >= self.max_len or not self.manager.can_ever_fit(min(length + max_tokens, self.max_len))
+                continue
+            self.requests[request.request_id] = request
+            self.outputs[request.request_id] = []
+
+    @rule(count=st.integers(1, 12), fault=st.sampled_from([False] * 9 + [True]))
+    def run_steps(self, count: int, fault: bool) -> None:
+        for _ in range(count):
+            self.step(fault)
+
+    def step(self, fault: bool = False) -> None:
+        self.failed = True
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            assert 0 < sum(row.num_tokens for row in plan.rows) <= self.batched
+            assert len({row.slot for row in plan.rows}) == len(plan.rows) <= self.seqs
+            self.flight.append((plan, self.checker.run(plan, {0: "broken"} if fault else None)))
+        if self.flight and (plan is None or len(self.flight) == self.depth):
+            self.note(self.scheduler.commit(*self.flight.popleft()))
+        self.failed = False
+
+    @rule(choice=st.integers(0, 10**6))
+    def abort_one(self, choice: int) -> None:
+        alive = [name for name in self.requests if name not in self.ended]
+        if alive:
+            self.note(self.scheduler.abort([alive[choice % len(alive)], "unknown"]))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        in_use = any(self.manager.pool.used)
+        assert self.scheduler.reset_prefix_cache() is not in_use
+
+    @rule()
+    def sleep(self) -> None:
+        while self.flight:
+            self.note(self.scheduler.commit(*self.flight.popleft()))
+        self.scheduler.preempt_all()
+        assert not any(self.manager.pool.used) and not any(self.manager.pool.cached)
+        self.checker.lose_pages()
+
+    def note(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            name = update.request_id
+            assert name not in self.ended, "an update after the last one"
+            request = self.requests[name]
+            first = not self.outputs[name] and update.new_token_ids
+            self.outputs[name] += update.new_token_ids
+            if first and request.params.prompt_logprobs is not None:
+                assert update.prompt_logprobs is not None and update.num_cached_tokens == 0
+                head, *rest = update.prompt_logprobs
+                assert head is None
+                prompt = request.prompt_token_ids
+                assert [(e.token_id, e.logprob) for e in rest if e] == [
+                    (prompt[i], float(i)) for i in range(1, len(prompt))
+                ]
+            else:
+                assert update.prompt_logprobs is None
+            assert update.num_cached_tokens < len(request.prompt_token_ids)
+            if update.finish_reason is not None:
+                self.ended[name] = update.finish_reason
+                tokens, reason = expected_output(request, self.max_len)
+                if update.finish_reason in ("abort", "error"):
+                    assert self.outputs[name] == tokens[: len(self.outputs[name])]
+                else:
+                    assert (self.outputs[name], update.finish_reason) == (tokens, reason)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler") or self.failed:
+            return
+        for _ in range(40_000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "some request never finishes"
+        assert set(self.ended) == set(self.requests)
+        self.manager.check_integrity()
+        assert not any(self.manager.pool.used), "pages are still in use after the last request"
+        if not self.caching:
+            assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
+        assert self.scheduler.reset_prefix_cache()
+        assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
+
+
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def test_random_traffic_finishes_with_the_right_tokens_and_loses_no_page() -> None:
+    run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=200, stateful_step_count=30))
+
+
+# -- the machine itself must be able to fail
+
+
+class _ForgetsReference(SlabPool):
+    def share(self, group: int, page: int) -> None:
+        super().share(group, page)
+        if self.refs[group][page] > 1:
+            self.refs[group][page] -= 1
+
+
+class _LeaksPages(SlabPool):
+    def release(self, group: int, pages: Any) -> None:
+        super().release(group, pages[: len(pages) - len(pages) // 9])
+
+
+class _IgnoresSalt(KVManager):
+    def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
+        return super().chain("", adapter, family)
+
+
+class _LosesTableWrites(KVManager):
+    def take_table_writes(self) -> list[TableWrite]:
+        return [write for write in super().take_table_writes() if write.first != 2]
+
+
+class _ForgetsPromises(KVManager):
+    def release(self, grant: Grant) -> None:
+        grant.promise = [0] * len(grant.promise)
+        super().release(grant)
+
+
+class _ForgetsReferenceManager(KVManager):
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.pool.__class__ = _ForgetsReference
+
+
+class _LeaksManager(KVManager):
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.pool.__class__ = _LeaksPages
+
+
+class _SharesOnePageTwice(KVManager):
+    """A grown page that is already the request's first one."""
+
+    def grow(self, grant: Grant, start: int, end: int) -> bool:
+        before = len(grant.pages[0])
+        grown = super().grow(grant, start, end)
+        if len(grant.pages[0]) > before + 1:
+            grant.pages[0][-1] = grant.pages[0][0]
+        return grown
+
+
+class _UnchainedHashes(PrefixChain):
+    """Equal units are taken for equal prefixes."""
+
+    def cover(self, tokens: Any, limit: int) -> None:
+        self.hashes = [bytes(str(tokens[at : at + 16]), "ascii") for at in range(0, min(limit, len(tokens)) - 15, 16)]
+
+
+class _ConfusesPrefixes(KVManager):
+    def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
+        return _UnchainedHashes(super().chain(cache_salt, adapter, family).seed)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _ForgetsReferenceManager,
+        _LeaksManager,
+        _IgnoresSalt,
+        _LosesTableWrites,
+        _ForgetsPromises,
+        _SharesOnePageTwice,
+        _ConfusesPrefixes,
+    ],
+)
+def test_a_planted_bug_is_caught(broken: type[KVManager]) -> None:
+    class Broken(Traffic):
+        manager_class = broken
+
+    with pytest.raises(AssertionError):  # PageFault is one
+        run_state_machine_as_test(
+            Broken,
+            settings=settings(
+                QUICK, max_examples=80, stateful_step_count=30, derandomize=True, phases=[Phase.generate]
+            ),
+        )
