@@ -2,8 +2,8 @@
 
     python scripts/bench_forward_cpu.py [--threads 2] [--profile]
 
-Each figure is the median (and the fastest) of repeated steps in milliseconds; "plan" is the attention backend's share of
-preparing the step, "logits" the output projection, "forward" everything between. Pages are in random order.
+Each figure is the median (and the fastest) of repeated steps in milliseconds; "plan" is the attention backend's share
+of preparing the step, "logits" the output projection, "forward" everything between. Pages are in random order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A minimal runner for model tests: own page tables in random page order, chunked prefill, mixed batches, poisoned pages."""
+"""A minimal runner for model tests: page tables in random order, chunked prefill, mixed batches, poisoned pages."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Harness:
         ]
         self.kv = tuple(LayerKV(0, views[2 * i], views[2 * i + 1]) for i in range(layers))
         self.free = list(range(num_pages))
-        random.Random(seed).shuffle(self.free)
+        random.Random(seed).shuffle(self.free)  # pages of a row are neither adjacent nor in order
 
-    def step(self, work: list[tuple[Sequence, int]], sample: bool = True) -> torch.Tensor:
-        """Run the given number of tokens of each sequence; returns the log-probabilities after each row's last token."""
+    def step(self, work: list[tuple[Sequence, int]]) -> torch.Tensor:
+        """Run the given number of tokens of each sequence; the log-probabilities after each row's last token."""
         size = self.page_tokens
         for sequence, count in work:
             while len(sequence.pages) * size < sequence.computed + count:
@@ -89,9 +89,7 @@ class Harness:
             torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), self.kv
         )
 
-    def generate(
-        self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9, stagger: bool = False
-    ) -> list[Sequence]:
+    def generate(self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9) -> list[Sequence]:
         """Greedy generation of all prompts together; `chunk` bounds the tokens of a step (at least one per row)."""
         sequences = [Sequence(list(p)) for p in prompts]
         ends = [len(p) + new_tokens for p in prompts]

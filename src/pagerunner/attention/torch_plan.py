@@ -63,11 +63,10 @@ class NewPart:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """All of `tokens` attend to all of `slots`, without a mask."""
+    """All of `tokens` attend to all of `slots`, without a mask. Never the first part of its tokens."""
 
     tokens: Tokens
     slots: Slots
-    first: bool
     more: bool
 
 
@@ -106,14 +105,6 @@ Part = NewPart | SharedPart | PaddedPart
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The parts of a step, in an order in which the first part of every token says so. `merges`: some token has several."""
-
-    parts: tuple[Part, ...]
-    merges: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
     index: int
     first_token: int
@@ -126,8 +117,11 @@ class _Row:
         return self.start + self.queries
 
 
-def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> Plan:
-    """Divide the step. Rows are in table order and their tokens are adjacent."""
+def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> tuple[Part, ...]:
+    """Divide the step. Rows are in table order and their tokens are adjacent.
+
+    Parts of one token are to be merged in the order they have here; `more` says that another follows.
+    """
     clusters = _clusters(query_lens, seq_lens, table_RP, page_tokens)
     bases = {row: shared for rows, shared in clusters for row in rows}
     rows, token = [], 0
@@ -135,7 +129,8 @@ def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor
         rows.append(_Row(i, token, queries, length - queries, bases.get(i, 0)))
         token += queries
     parts: list[Part] = []
-    long, short = [], []
+    long: list[_Row] = []
+    short: list[_Row] = []
     for row in rows:
         is_long = row.queries > MAX_SHORT_QUERIES or (row.queries > 1 and row.start == row.base)
         (long if is_long else short).append(row)
@@ -144,14 +139,14 @@ def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor
         if row.start > row.base:
             slots = _row_slots(row, row.base, row.start, table_RP, page_tokens)
             tokens = slice(row.first_token, row.first_token + row.queries)
-            parts.append(SharedPart(tokens, slots, first=False, more=row.base > 0))
+            parts.append(SharedPart(tokens, slots, more=row.base > 0))
     for bucket in _buckets(short):
         parts.append(_padded_part(bucket, table_RP, page_tokens))
     for members, shared in clusters:
         one = _Row(members[0], 0, 0, shared, 0)
         slots = _row_slots(one, 0, shared, table_RP, page_tokens)
-        parts.append(SharedPart(_token_index([rows[i] for i in members]), slots, first=False, more=False))
-    return Plan(tuple(parts), merges=any(isinstance(part, SharedPart) for part in parts))
+        parts.append(SharedPart(_token_index([rows[i] for i in members]), slots, more=False))
+    return tuple(parts)
 
 
 def _clusters(
@@ -226,6 +221,10 @@ def _token_index(rows: list[_Row]) -> Tokens:
 
 def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> PaddedPart:
     device = table_RP.device
+    if len(rows) == 1 and rows[0].queries == 1:
+        row = rows[0]
+        slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows)
+        return PaddedPart(token, token, None, 1, 1, slots, None, row.base > 0)
     queries = max(row.queries for row in rows)
     sizes = [row.length - row.base for row in rows]
     columns = torch.tensor(

@@ -8,28 +8,31 @@ G query heads per key/value head, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, Plan, SharedPart, Slots, make_plan
+from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
-from pagerunner.ops.pages import gather_slots, slot_layout, write_slots
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
 
 Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
 
 
 class TorchMetadata:
-    """What a step's layers share: how it is divided, and where its tokens are written."""
+    """What a step's layers share: how it is divided, and (once a layer has asked) the rows its tokens go to."""
 
-    __slots__ = ("plan", "write")
+    __slots__ = ("_write_rows", "parts")
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.write: Slots | None = None
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+        self._write_rows: dict[SlotLayout, torch.Tensor] = {}
+
+    def write_rows(self, group: GroupBatch, layout: SlotLayout) -> torch.Tensor:
+        """Row numbers for `write_slots`."""
+        rows = self._write_rows.get(layout)
+        if rows is None:
+            rows = self._write_rows[layout] = slot_rows(group.write_entry, group.write_offset, layout)
+        return rows
 
 
 class TorchBackend:
@@ -68,17 +71,14 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, D]."""
         metadata: TorchMetadata = group.metadata
-        if metadata.write is None:
-            metadata.write = Slots(group.write_entry, group.write_offset)
         for pages, values in ((layer.k, k_TKD), (layer.v, v_TKD)):
             layout = slot_layout(pages)
-            write_slots(pages, metadata.write.rows(layout), values, layout)
-        parts = metadata.plan.parts
-        if len(parts) == 1:
-            return _run(parts[0], q_THD, k_TKD, v_TKD, layer, scale)[0]
+            write_slots(pages, metadata.write_rows(group, layout), values, layout)
+        if len(metadata.parts) == 1:
+            return _run(metadata.parts[0], q_THD, k_TKD, v_TKD, layer, scale)[0]
         out_THD = q_THD.new_empty(q_THD.shape)
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32) if metadata.plan.merges else None
-        for part in parts:
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for part in metadata.parts:
             out, lse = _run(part, q_THD, k_TKD, v_TKD, layer, scale)
             _store(part, out, lse, out_THD, lse_TH)
         return out_THD
@@ -95,22 +95,28 @@ def _run(
     return _run_new(part, q_THD, k_TKD, v_TKD, scale)
 
 
-def _store(
-    part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor | None
-) -> None:
-    """Put a part's result in its place; where another part's is there already, merge the two by weight."""
+def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
+
+
+def _put(x: torch.Tensor, tokens: Tokens, values: torch.Tensor) -> None:
+    if isinstance(tokens, slice):
+        x[tokens] = values
+    else:
+        x.index_copy_(0, tokens, values)
+
+
+def _store(part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor) -> None:
+    """Put a part's result in its place; what is there already (see `SharedPart`) is merged with it by weight."""
     targets = part.targets if isinstance(part, PaddedPart) else part.tokens
     if isinstance(part, SharedPart):
-        assert lse_TH is not None
-        old_lse = lse_TH[targets]
+        old_lse = _take(lse_TH, targets)
         weight = torch.sigmoid(lse - old_lse).unsqueeze(-1).to(out.dtype)
-        out_THD[targets] = torch.lerp(out_THD[targets], out, weight)
-        if part.more:
-            lse_TH[targets] = torch.logaddexp(old_lse, lse)
-    else:
-        out_THD[targets] = out
-        if part.more and lse_TH is not None:
-            lse_TH[targets] = lse
+        out = torch.lerp(_take(out_THD, targets), out, weight)
+        lse = torch.logaddexp(old_lse, lse) if part.more else lse
+    _put(out_THD, targets, out)
+    if part.more:
+        _put(lse_TH, targets, lse)
 
 
 def _gather(slots: Slots, pages: torch.Tensor, which: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,13 +130,13 @@ def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: fl
     group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
     k_BKLD = _gather(part.slots, layer.k, 0, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
     v_BKLD = _gather(part.slots, layer.v, 1, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-    q_BQKGD = q_THD[part.tokens].view(rows, queries, num_kv_heads, group, head_dim)
+    q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
     q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
     out, lse = attend(q_BKgD, k_BKLD, v_BKLD, scale, mask=part.mask(group, q_THD.dtype))
     out = out.view(rows, num_kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
     lse = lse.view(rows, num_kv_heads, group, queries).permute(0, 3, 1, 2)
     out, lse = out.reshape(-1, num_heads, head_dim), lse.reshape(-1, num_heads)
-    return (out, lse) if part.kept is None else (out[part.kept], lse[part.kept])
+    return (out, lse) if part.kept is None else (out.index_select(0, part.kept), lse.index_select(0, part.kept))
 
 
 def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float) -> Result:
@@ -141,7 +147,7 @@ def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: fl
     # of a group share them without a copy.
     k_K1LD = _gather(part.slots, layer.k, 0, q_THD.dtype).transpose(0, 1).unsqueeze(1)
     v_K1LD = _gather(part.slots, layer.v, 1, q_THD.dtype).transpose(0, 1).unsqueeze(1)
-    q_KGTD = q_THD[part.tokens].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    q_KGTD = _take(q_THD, part.tokens).view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     size = (num_kv_heads, group, -1, head_dim)
     out, lse = attend(q_KGTD, k_K1LD.expand(size), v_K1LD.expand(size), scale)
     return out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim), lse.permute(2, 0, 1).reshape(-1, num_heads)
@@ -179,9 +185,9 @@ def attend(
     On CPU it is torch's own flash kernel, called directly because the public function doesn't return the log-sum-exp.
     """
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result: Result = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return result
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
     if mask is not None:
         scores = scores + mask

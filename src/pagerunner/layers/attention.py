@@ -1,4 +1,7 @@
-"""The step between projections and attention backend. Shape letters: T tokens, H query heads, K key/value heads, D head size."""
+"""The step between projections and attention backend.
+
+Shape letters: T tokens, H query heads, K key/value heads, D head size.
+"""
 
 from __future__ import annotations
 

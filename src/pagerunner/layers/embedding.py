@@ -1,4 +1,7 @@
-"""Token embeddings, and their use as output weights. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
+"""Token embeddings, and their use as output weights.
+
+Shape letters: T tokens, S sampled tokens, D features, V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _environment() -> jinja2.Environment:
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
-    from jinja2.nodes import CallBlock
+    from jinja2.nodes import CallBlock, Node
     from jinja2.parser import Parser
 
     class GenerationBlock(jinja2.ext.Extension):
@@ -112,7 +112,7 @@ def _environment() -> jinja2.Environment:
 
         tags = {"generation"}
 
-        def parse(self, parser: Parser) -> CallBlock:
+        def parse(self, parser: Parser) -> Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)

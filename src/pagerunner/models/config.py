@@ -25,8 +25,11 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, max_model_len: int | None = None) -> ModelConfig:
     """Read the configuration of the model directory (or of the config.json) at `path`.
+
+    `max_model_len` is the longest sequence that will be run, if the user has set one: a sliding window of at least that
+    has no effect and is accepted.
 
     Raises:
         CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
@@ -43,6 +46,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if values.get("quantization_config") is not None or values.get("compression_config") is not None:
         raise fields.error("quantization_config", "is set; quantised checkpoints are not supported yet.")
     common = _read_common(fields, values, directory, family)
+    fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)
     fields.finish()
     return config

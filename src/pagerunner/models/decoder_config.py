@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagerunner.config import Dtype
+from pagerunner.memory.specs import FullKV, Spec
 from pagerunner.models.base import ModelConfig, RopeConfig
 from pagerunner.models.fields import Fields
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,6 @@ class DecoderConfig(ModelConfig):
 
     def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
         """Full attention in every layer."""
-        from pagerunner.memory.specs import FullKV
-
         return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
 
 
@@ -50,18 +46,17 @@ def read_llama(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
 
 def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Mistral: Llama's computation, with a sliding window that must not be active."""
-    length = common["max_position_embeddings"]
     # The reference implementation reads an absent field as a window of 4096.
     window = fields.take("sliding_window", 4096)
     if window is not None:
-        _refuse_window(fields, "sliding_window", window, length)
+        _refuse_window(fields, window)
     return _read(fields, common, {})
 
 
 def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
     _read_qwen_window(fields, common)
-    return _read(fields, common, {"qkv_bias": True}, has_head_dim=False)
+    return _read(fields, common, {"qkv_bias": True})
 
 
 def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
@@ -71,19 +66,19 @@ def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
 
 
-def _refuse_window(fields: Fields, name: str, window: Any, length: int) -> None:
+def _refuse_window(fields: Fields, window: Any) -> None:
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise fields.error(name, f"must be null or a whole number of at least 1, got {window!r}.")
-    if window < length:
+        raise fields.error("sliding_window", f"must be null or a whole number of at least 1, got {window!r}.")
+    if window < fields.length:
         raise fields.error(
-            name,
-            f"is {window}, less than max_position_embeddings={length}: sliding-window attention is not supported yet; "
-            f"set max_position_embeddings to at most {window} in config.json to use the model without it.",
+            "sliding_window",
+            f"is {window}, which matters for sequences of up to {fields.length} tokens: sliding-window attention is "
+            f"not supported yet; with max_model_len={window} or less the model runs without it.",
         )
 
 
 def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
-    length, layers = common["max_position_embeddings"], common["num_layers"]
+    layers = common["num_layers"]
     used = fields.flag("use_sliding_window", False)
     window = fields.take("sliding_window")
     first = fields.integer("max_window_layers", layers, least=0)
@@ -94,33 +89,22 @@ def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
         raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
     for kind in types:
         if kind == "sliding_attention":
-            _refuse_window(fields, "sliding_window", 4096 if window is None else window, length)
+            _refuse_window(fields, 4096 if window is None else window)
         elif kind != "full_attention":
             raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
 
 
-def _read(
-    fields: Fields,
-    common: dict[str, Any],
-    own: dict[str, Any],
-    *,
-    has_head_dim: bool = True,
-    default_head_dim: int | None = None,
-) -> DecoderConfig:
+def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_head_dim: int = 0) -> DecoderConfig:
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error("num_attention_heads", f"is {heads}, which num_key_value_heads={kv_heads} does not divide.")
-    head_dim = fields.integer("head_dim", default_head_dim or 0) if has_head_dim else 0
+    head_dim = fields.integer("head_dim", default_head_dim)
     if not head_dim:
         if hidden % heads:
             raise fields.error("hidden_size", f"is {hidden}, which num_attention_heads={heads} does not divide.")
         head_dim = hidden // heads
-        if not has_head_dim:
-            given = fields.take("head_dim")
-            if given not in (None, head_dim):
-                raise fields.error("head_dim", f"is {given!r}; this family's is hidden_size / heads = {head_dim}.")
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}; rotary positions need an even number.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
@@ -169,7 +153,8 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
         raise rope.error("original_max_position_embeddings", f"must be a whole number of at least 1, got {original!r}.")
     values: dict[str, Any] = {}
     if kind == "default":
-        rope.take("factor")  # the reference implementation ignores it here
+        if rope.number("factor", 1.0) != 1.0:
+            raise rope.error("factor", "has no meaning with rope_type default.")
     elif kind == "linear":
         values["factor"] = rope.number("factor", above=0)
     elif kind == "llama3":
@@ -184,7 +169,7 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
 
 def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:
     factor = rope.number("factor", implied_factor, above=0)
-    scale = rope.number("attention_factor", 0.0)
+    scale = rope.number("attention_factor", 0.0, above=0)
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
 
     def magnitude(weight: float) -> float:

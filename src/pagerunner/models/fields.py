@@ -20,23 +20,39 @@ IRRELEVANT_FIELDS = frozenset(
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
     unsloth_fixed unsloth_version max_length min_length do_sample
     temperature top_k top_p typical_p repetition_penalty length_penalty num_beams num_beam_groups num_return_sequences
-    no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping diversity_penalty bad_words_ids begin_suppress_tokens
-    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id remove_invalid_values
-    output_scores renormalize_logits torchscript use_bfloat16 tf_legacy_loss pruned_heads
+    no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping diversity_penalty bad_words_ids
+    begin_suppress_tokens suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values output_scores renormalize_logits torchscript use_bfloat16 tf_legacy_loss pruned_heads
     tie_encoder_decoder
     """.split()
 )
+# Fields that other families use, at the values that leave the computation alone.
+NEUTRAL_VALUES: dict[str, Any] = {
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "use_qk_norm": False,
+    "per_layer_config": {},
+}
 
 
 class Fields:
     """A JSON object whose fields are taken one by one; `finish` refuses what is left.
 
+    `where` names the object in messages. `length` is the longest sequence that will be run, for fields that have no
+    effect on shorter ones.
+
     Raises:
         ConfigError: from any method; the message names the file, the field and its value.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, length: int = 0) -> None:
         self._values = dict(values)
+        self.length = length
         self.where = where
 
     def error(self, name: str, message: str) -> ConfigError:
@@ -97,7 +113,7 @@ class Fields:
         """Refuse any field that was not taken, is not irrelevant, and could have an effect (is not null)."""
         known = IRRELEVANT_FIELDS.union(ignored)
         for name, value in self._values.items():
-            if name in known or value is None:
+            if name in known or value is None or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]):
                 continue
             shown = repr(value)
             shown = shown if len(shown) <= 120 else shown[:117] + "..."

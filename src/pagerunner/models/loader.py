@@ -51,7 +51,7 @@ class Model(Protocol):
 
 
 def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model:
-    """The model of `config`, computing in `dtype`; its weights have no memory yet, its few constants are on `device`."""
+    """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`."""
     family = FAMILIES[config.family]
     model: Model = getattr(importlib.import_module(family.module), family.model)(
         config, getattr(torch, dtype), torch.device(device)
@@ -83,11 +83,13 @@ def _aligned(size: int) -> int:
 
 def dummy_weights(model: Model, seed: int = 0) -> None:
     """Fill the weights with small random values: norms near 1, everything else with a deviation of 0.02."""
-    for number, module in enumerate(model.modules()):
-        for name, tensor in sorted(module.weights.items()):
-            generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + number)
+    generators: dict[torch.device, torch.Generator] = {}
+    for module in model.modules():
+        for name, tensor in module.weights.items():
+            if tensor.device not in generators:
+                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
             is_norm = name == "weight" and tensor.dim() == 1
-            tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generator)
+            tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generators[tensor.device])
 
 
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None) -> None:
@@ -155,40 +157,38 @@ def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict
         )
 
 
-def _files(directory: Path) -> dict[Path, list[str] | None]:
-    """The checkpoint's files, each with the tensors that the index says it holds (None: no index)."""
+def _files(directory: Path) -> dict[Path, list[str]]:
+    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds."""
     index = directory / _INDEX
     if not index.is_file():
         single = directory / "model.safetensors"
         if single.is_file():
-            return {single: None}
+            return {single: []}
         others = sorted(x.name for x in directory.glob("*.bin")) + sorted(x.name for x in directory.glob("*.pth"))
         hint = f" {others[0]} is a pickle, which is never read; convert it to safetensors." if others else ""
         raise CheckpointError(f"{directory} has no model.safetensors and no {_INDEX}.{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of tensor names to file names.")
-    found: dict[Path, list[str] | None] = {}
+    found: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file:
             raise CheckpointError(f"{index}: {name} is in {file!r}, which is not a plain file name.")
-        names = found.setdefault(directory / file, [])
-        assert names is not None
-        names.append(name)
+        found.setdefault(directory / file, []).append(name)
     for path in found:
         if not path.is_file():
             raise CheckpointError(f"{index} names {path.name}, which is not there.")
     return dict(sorted(found.items()))
 
 
-def _tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(file: Path, expected: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         handle: Any = safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error}.") from None
     with handle as tensors:
         names = set(tensors.keys())
-        missing = sorted(set(expected or ()) - names)
+        missing = sorted(set(expected) - names)
         if missing:
             raise CheckpointError(f"{file} lacks the tensor {missing[0]}, which {_INDEX} says it holds.")
         for name in sorted(names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenizer:
     """A checkpoint's tokenizer. Instances are safe to use from several threads.
 
-    `special_tokens` maps names such as "eos_token" to their texts; `chat_template` is None where the checkpoint has none.
+    `special_tokens` maps names such as "eos_token" to their texts; `chat_template` is None where there is none.
     """
 
     def __init__(
@@ -181,7 +180,8 @@ def _add_tokens(backend: TokenizersTokenizer, config: dict[str, Any], special: M
         backend.add_tokens([AddedToken(entry["content"], **options)])
         if backend.token_to_id(entry["content"]) != int(token_id):
             raise CheckpointError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}; tokenizer.json leaves it no such place."
+                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, "
+                "but in tokenizer.json that id is not the next one."
             )
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in dict.fromkeys(special.values()):

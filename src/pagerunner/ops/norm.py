@@ -1,7 +1,7 @@
 """Root-mean-square norms. Shape letters: T tokens, D features, N heads, H query heads.
 
-The obvious `x.pow(2).mean().add(eps).rsqrt()` is nine small tensor ops on CPU; `vector_norm` is one pass, so a norm here
-is five ops. Statistics are float32 whatever the dtype, as in the models' own code.
+The obvious `x.pow(2).mean().add(eps).rsqrt()` is nine small tensor ops on CPU; `vector_norm` is one pass, so a norm
+here is five ops. Statistics are float32 whatever the dtype, as in the models' own code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading and writing token slots of paged keys and values.
 
-A layer's pages are a strided view [entries, page_tokens, heads, head_dim] whose inner three dimensions are dense. Seen as
-rows of `unit` elements, where `unit` divides both a token slot and the distance between entries, a token slot is
-`rows_per_token` adjacent rows, and any set of slots is one `index_select` or `index_copy_` on dimension 0. In almost
+A layer's pages are a strided view [entries, page_tokens, heads, head_dim] whose inner three dimensions are dense.
+Seen as rows of `unit` elements, where `unit` divides both a token slot and the distance between entries, a token slot
+is `rows_per_token` adjacent rows, and any set of slots is one `index_select` or `index_copy_` on dimension 0. In almost
 every plan the unit is a whole token slot. Shape letters: T tokens, K key/value heads, D head size, N slots.
 """
 
@@ -38,7 +38,8 @@ def slot_rows(entries_N: torch.Tensor, offsets_N: torch.Tensor, layout: SlotLayo
 
 
 def _rows(pages: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
-    count = ((pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()) // layout.unit
+    page = pages.shape[1] * pages.shape[2] * pages.shape[3]
+    count = ((pages.shape[0] - 1) * pages.stride(0) + page) // layout.unit
     return pages.as_strided((count, layout.unit), (layout.unit, 1))
 
 

@@ -1,4 +1,6 @@
-"""Rotary position embedding, "neox" style (halves of a head are the pairs). Shape letters: T tokens, N heads, D head size.
+"""Rotary position embedding, "neox" style (halves of a head are the pairs).
+
+Shape letters: T tokens, N heads, D head size.
 
 The angles of a step are computed once from its positions and used by every layer, so there is no table whose size
 depends on the model's length.
