@@ -16,11 +16,10 @@ from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_table
-from pagerunner.models.loader import dummy_weights, load_weights, materialize, weights_bytes
-from pagerunner.models.registry import build_model
+from pagerunner.models.loader import build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.pages import TORCH_DTYPES, Pages
+from pagerunner.runner.pages import Pages
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Sleeper
@@ -74,7 +73,7 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
     config, plan = resolved.config, resolved.plan
     device = torch.device(config.device)
     arena = CpuArena()
-    model = build_model(resolved.model, TORCH_DTYPES[config.dtype])
+    model = build_model(resolved.model, config.dtype, config.device)
     materialize(model, arena.reserve("weights", weights_bytes(model)))
 
     def fill_weights() -> None:
@@ -87,7 +86,7 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
     pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
     tables = PageTables(plan)
     last_tokens = LastTokens(config.max_num_seqs, device)
-    backends = select_backends(plan.groups, config.attention_backend, config.device)
+    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
     runner = ModelRunner(
         model=model,
         pages=pages,

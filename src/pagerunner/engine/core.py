@@ -49,7 +49,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
-        return self._scheduler.abort(request_ids)
+        return self._scheduler.abort(list(request_ids))
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +63,11 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self._executor.run(plan)))
-        return self._commit_oldest() if self._in_flight else []
+        if self._in_flight:
+            return self._commit_oldest()
+        if self.has_work:
+            raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
+        return []
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending = self._in_flight.popleft()
@@ -107,7 +111,7 @@ class EngineCore:
         while self._in_flight:
             updates += self._commit_oldest()
         if mode == "abort":
-            updates += self._scheduler.abort_all()
+            updates += self._scheduler.abort(self._scheduler.request_ids)
         elif level > 0:
             self._scheduler.preempt_all()
         if level > 0:

@@ -9,10 +9,9 @@ from pagerunner.config import Dtype, EngineArgs, EngineConfig
 from pagerunner.engine.machine import available_memory, resolve_device
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
-from pagerunner.models.config import ModelConfig, read_model_config
-from pagerunner.models.loader import weights_bytes
-from pagerunner.models.registry import build_model
-from pagerunner.runner.pages import TORCH_DTYPES
+from pagerunner.models.base import ModelConfig
+from pagerunner.models.config import read_model_config
+from pagerunner.models.loader import build_model, weights_bytes
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = 2_048
@@ -116,7 +115,7 @@ def _plan(
     memory_bytes: int | None,
 ) -> MemoryPlan:
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
-    weights = weights_bytes(build_model(model, TORCH_DTYPES[kv_dtype]))
+    weights = weights_bytes(build_model(model, kv_dtype))
     in_flight = args.max_in_flight or 1
 
     def plan(budget: int | None) -> MemoryPlan:

@@ -143,6 +143,11 @@ class Scheduler:
         return updates
 
     @property
+    def request_ids(self) -> list[str]:
+        """Every unfinished request."""
+        return list(self._sequences)
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished or any plan is not committed."""
         return bool(self._sequences or self._in_flight)

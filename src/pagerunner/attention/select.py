@@ -1,0 +1,45 @@
+"""Which attention backend serves which memory group: by capability, with the reason logged, never by model name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.torch_ref import TorchBackend
+from pagerunner.errors import ConfigError
+from pagerunner.memory.planner import GroupPlan
+
+logger = logging.getLogger(__name__)
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_ref": TorchBackend}
+
+
+def select_backends(
+    groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
+) -> list[AttentionBackend]:
+    """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
+
+    Raises:
+        ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
+    """
+    if wanted != "auto" and wanted not in BACKENDS:
+        raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
+    names = list(BACKENDS) if wanted == "auto" else [wanted]
+    made = {name: BACKENDS[name]() for name in names}
+    return [_first_that_serves(group, made, device, dtype) for group in groups]
+
+
+def _first_that_serves(
+    group: GroupPlan, made: dict[str, AttentionBackend], device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    reasons = []
+    for name, backend in made.items():
+        reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)
+        if reason is None:
+            logger.info("attention of group %s: %s (%s)", group.name, name, "; ".join(reasons) or "first choice")
+            return backend
+        reasons.append(f"not {name}: {reason}")
+    raise ConfigError(f"No attention backend can serve group {group.name} on {device.type}: {'; '.join(reasons)}.")
