@@ -76,14 +76,23 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"The address {host!r}, port {port}, cannot be used: {error}.") from error
-    family, kind, protocol, _, address = found[0]
+    first_error: ConfigError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            return _bind_one(family, kind, protocol, address)
+        except (OSError, OverflowError) as error:
+            first_error = first_error or _bind_error(host, port, error)
+    raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
+
+
+def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except BaseException:
         listener.close()
-        raise _bind_error(host, port, error) from error
+        raise
     return listener
 
 
