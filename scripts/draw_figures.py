@@ -13,7 +13,6 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.scheduler import Scheduler
-
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult
 
 COLUMNS, ROWS, CELL, GAP = 8, 5, 30, 4

@@ -200,11 +200,11 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module = types.ModuleType("pagerunner.server.launch")
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
-    words = ["serve", "dir", "--port", "0", "--api-key", "k", "--max-num-seqs", "4"]
+    words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
-    assert options == {"host": "127.0.0.1", "port": 0, "api_key": "k", "access_log": True}
+    assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"], "access_log": True}
 
 
 def test_serve_takes_its_key_from_the_environment(monkeypatch):
@@ -214,4 +214,4 @@ def test_serve_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     monkeypatch.setenv("PAGERUNNER_API_KEY", "from-env")
     assert main(["serve", "dir", "--quiet"]) == 0
-    assert (calls[0]["api_key"], calls[0]["access_log"]) == ("from-env", False)
+    assert (calls[0]["api_keys"], calls[0]["access_log"]) == (["from-env"], False)

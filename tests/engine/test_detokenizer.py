@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine.tokenizers_for_tests import KINDS, tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.tokenizers_for_tests import KINDS, tokenizer
 from pagerunner.engine.detokenizer import Detokenizer, TokenTable
 
 

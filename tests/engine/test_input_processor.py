@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine.tokenizers_for_tests import tokenizer
 
+from engine.tokenizers_for_tests import tokenizer
 from pagerunner import limits
 from pagerunner.engine.input_processor import InputProcessor, prompt_text
 from pagerunner.errors import InvalidRequestError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine.tokenizers_for_tests import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.tokenizers_for_tests import tokenizer
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.output_processor import OutputProcessor
 from pagerunner.errors import InvalidRequestError

@@ -6,10 +6,10 @@ import re
 from itertools import pairwise
 
 import pytest
-from helpers.plans import OtherFull, one_group, two_groups
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.plans import OtherFull, one_group, two_groups
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 from helpers.plans import one_group, two_groups
-
 from pagerunner.memory.report import human_bytes, plan_json, plan_table
 
 

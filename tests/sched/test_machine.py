@@ -6,12 +6,12 @@ from collections import deque
 from typing import Any
 
 import pytest
-from helpers.page_checker import PageChecker, expected_output
-from helpers.plans import one_group, two_groups, with_window
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from helpers.page_checker import PageChecker, expected_output
+from helpers.plans import one_group, two_groups, with_window
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import Grant, KVManager
 from pagerunner.memory.planner import MemoryPlan

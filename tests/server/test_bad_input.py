@@ -74,6 +74,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         ({"stream": True, "stream_options": {"nonsense": True}}, "stream_options.nonsense"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream": "yes"}, "stream"),
+        ({"stream": True, "echo": True, "logprobs": 1, "n": 2}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),

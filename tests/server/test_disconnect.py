@@ -17,6 +17,11 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 
 ENDLESS = {"prompt": "abc def", "max_tokens": 1900, "ignore_eos": True}
+ENDLESS_OPENAI = {
+    "prompt": ENDLESS["prompt"],
+    "max_tokens": ENDLESS["max_tokens"],
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,8 @@ def test_leaving_while_a_whole_answer_is_made(slow_server: RunningServer) -> Non
 
 def test_leaving_before_the_first_token(slow_server: RunningServer) -> None:
     with httpx.stream("POST", f"{slow_server.url}/v1/completions", json={**ENDLESS, "n": 8, "stream": True}) as full:
-        next(full.iter_raw())
+        events = full.iter_raw()  # dropping it would close the connection
+        next(events)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{slow_server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=0.3)
         wait_busy(slow_server, 8)
@@ -99,10 +105,3 @@ def test_a_storm_of_leaving_clients(slow_server: RunningServer) -> None:
     assert slow_server.metric("kv_cache_usage_perc") == 0
     answer = slow_server.openai().completions.create(model=MODEL, prompt="abc", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
-
-
-ENDLESS_OPENAI = {
-    "prompt": ENDLESS["prompt"],
-    "max_tokens": ENDLESS["max_tokens"],
-    "extra_body": {"ignore_eos": True},
-}

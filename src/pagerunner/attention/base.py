@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
+from pagerunner.memory.specs import Spec
 
 
 class AttentionBackend(Protocol):

@@ -8,16 +8,12 @@ G query heads per key/value head, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
 
 Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered can't be written; without this the interpreter complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # noqa: BLE001 - the last resort: a bug of ours is reported and not shown raw
+    except Exception as error:  # the last resort: a bug of ours is reported and not shown raw
         what = f"internal error: {type(error).__name__}: {_sentence(error)}"
         return _report(what if debug else f"{what} (--debug shows where)", 1, debug)
 

@@ -20,7 +20,8 @@ def build_parser() -> Parser:
     group.add_argument(
         "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    group.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: $PAGERUNNER_API_KEY)")
+    key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
+    group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
     add_engine_options(parser)
     add_common_options(parser)
     return parser
@@ -34,9 +35,17 @@ def run(namespace: argparse.Namespace) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from pagerunner.server.launch import run_server
 
-    # A key on the command line shows in the process list; the environment doesn't.
-    api_key = namespace.api_key or os.environ.get("PAGERUNNER_API_KEY")
-    return run_server(args, host=namespace.host, port=namespace.port, api_key=api_key, access_log=not namespace.quiet)
+    return run_server(
+        args, host=namespace.host, port=namespace.port, api_keys=_keys(namespace), access_log=not namespace.quiet
+    )
+
+
+def _keys(namespace: argparse.Namespace) -> list[str]:
+    """The keys; one on the command line shows in the process list, one in the environment doesn't."""
+    if namespace.api_key:
+        return list(namespace.api_key)
+    key = os.environ.get("PAGERUNNER_API_KEY")
+    return [key] if key else []
 
 
 def _port(text: str) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
         Leaving the iterator early (`aclose`, cancellation) aborts the request and frees its pages. A slow reader
@@ -249,6 +249,7 @@ class AsyncEngine:
             self._client.send(message)
         except EngineDeadError:
             self._desk.leave(request_id)
+            self._desk.progress.dropped(stream.sequence_ids)
             raise
         return stream
 

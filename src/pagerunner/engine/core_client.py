@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -62,7 +63,8 @@ async def launch_core(args: EngineArgs, factory: str = DEFAULT_FACTORY) -> Loade
             socket.setsockopt(option, value)
         address = f"ipc://{directory}/core"
         socket.bind(address)
-        process = _spawn(wire.Launch(args=args, address=address, factory=factory))
+        level = logging.getLogger("pagerunner").getEffectiveLevel()
+        process = _spawn(wire.Launch(args=args, address=address, factory=factory, log_level=level))
         exited = _watch_exit(process)
         ready = await _first_message(socket, exited)
         return LoadedCore(process, socket, directory, exited, ready)
@@ -245,9 +247,10 @@ def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
-    received = asyncio.ensure_future(socket.recv())
+    received: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
     try:
-        await asyncio.wait([received, exited], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [received, exited]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
             await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
         if not received.done():

@@ -38,7 +38,9 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
         ConfigError, CheckpointError: the directory's config or tokenizer is missing, broken or unsupported.
     """
     model = read_model_config(args.model)
-    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_path(args.tokenizer or args.model)
+    tokenizer = (
+        None if args.skip_tokenizer_init else Tokenizer.from_path(args.tokenizer or args.model, args.chat_template)
+    )
     return Frontend(
         tokenizer=tokenizer,
         inputs=InputProcessor(

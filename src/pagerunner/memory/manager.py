@@ -148,7 +148,7 @@ class KVManager:
             return None
         grant.promise = needs
         grant.cached_tokens = hit
-        for group, rule in enumerate(self._rules):
+        for group, _rule in enumerate(self._rules):
             self._promised[group] += needs[group]
             grant.published[group] = len(grant.pages[group])
         if shares:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pagerunner.config import Dtype
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
+from pagerunner.memory.specs import Spec
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagerunner.config import Dtype
+from pagerunner.memory.specs import FullKV, Spec
 from pagerunner.models.base import ModelConfig, RopeConfig
 from pagerunner.models.fields import Fields
-
-if TYPE_CHECKING:
-    from pagerunner.memory.specs import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,6 @@ class DecoderConfig(ModelConfig):
 
     def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
         """Full attention in every layer."""
-        from pagerunner.memory.specs import FullKV
-
         return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
 
 

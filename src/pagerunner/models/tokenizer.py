@@ -180,7 +180,8 @@ def _add_tokens(backend: TokenizersTokenizer, config: dict[str, Any], special: M
         backend.add_tokens([AddedToken(entry["content"], **options)])
         if backend.token_to_id(entry["content"]) != int(token_id):
             raise CheckpointError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, which is not free in tokenizer.json."
+                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, "
+                "but in tokenizer.json that id is not the next one."
             )
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in dict.fromkeys(special.values()):

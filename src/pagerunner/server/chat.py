@@ -27,7 +27,7 @@ from pagerunner.types import CompletionOutput, RequestOutput
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _RESERVED_KWARGS = frozenset(
-    ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")
+    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools", "documents")
 )
 
 

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
@@ -72,23 +72,34 @@ def run_server(
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError when the address cannot be had."""
+    if not 0 <= port <= 65_535:
+        raise ConfigError(f"port must be in [0, 65535], got {port}.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"The address {host!r}, port {port}, cannot be used: {error}.") from error
-    family, kind, protocol, _, address = found[0]
+    first_error: ConfigError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            return _bind_one(family, kind, protocol, address)
+        except OSError as error:
+            first_error = first_error or _bind_error(host, port, error)
+    raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
+
+
+def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except BaseException:
         listener.close()
-        raise _bind_error(host, port, error) from error
+        raise
     return listener
 
 
-def _bind_error(host: str, port: int, error: Exception) -> ConfigError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"Port {port} on {host} is in use; stop what listens there or choose another one with --port."
         )
@@ -108,6 +119,7 @@ async def serve(
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
+    stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
@@ -115,7 +127,9 @@ async def serve(
     names = [given] if isinstance(given, str) else list(given)
     metrics = Metrics(names[0])
     with StopSignals().installed() as stop:
-        loading = asyncio.create_task(AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory))
+        loading = asyncio.create_task(
+            AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
+        )
         await stop.wait(stop.asked, loading)
         if not loading.done():
             loading.cancel()

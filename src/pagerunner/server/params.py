@@ -38,6 +38,8 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     if request.echo and request.logprobs is not None:
         values.setdefault("prompt_logprobs", request.logprobs)
     params = SamplingParams(**values)
+    if request.stream and params.n > 1 and params.prompt_logprobs is not None:
+        raise InvalidRequestError("echo with logprobs and n > 1 is not available with stream=true.", param="echo")
     count = len(request.prompts())
     if count * params.n > limits.MAX_PROMPTS_PER_CALL:
         raise InvalidRequestError(

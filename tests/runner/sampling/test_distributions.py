@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities
 
 from pagerunner.runner.sampling.filters import invert
 from pagerunner.types import SamplingParams
+from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities
 
 LOGITS = [2.0, 1.5, 1.4, 1.0, 0.7, 0.3, 0.2, 0.0, -0.4, -0.8, -1.0, -1.7, -2.5, -3.0, -5.0, -9.0]
 

@@ -7,10 +7,10 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner.sampling.support import fill
 
 from pagerunner.runner.sampling import Sampler
 from pagerunner.types import SamplingParams
+from runner.sampling.support import fill
 
 V = 12
 EOS = 11

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from runner.sampling.support import fill, one_sampler
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling import Sampler
 from pagerunner.types import SamplingParams
+from runner.sampling.support import fill, one_sampler
 
 V = 50
 

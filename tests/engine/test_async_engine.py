@@ -1,0 +1,268 @@
+"""AsyncEngine over the fake core: outputs, aborts, sleep, health, and that text work doesn't hold up the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers import fake_core
+from helpers.serving import write_text_side
+from pagerunner.config import EngineArgs
+from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
+from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_side(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 ms a step."""
+    options = msgspec.json.encode(fake_core.FakeOptions(step_seconds=0.02)).decode()
+    monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, options)
+
+
+@asynccontextmanager
+async def running(model: Path, **options: Any) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.from_args(EngineArgs(model=str(model)), core_factory=fake_core.FACTORY, **options)
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+def with_engine(model: Path, test: Callable[[AsyncEngine], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        async with running(model, **options) as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+async def last(engine: AsyncEngine, name: str, prompt: Any, **params: Any) -> RequestOutput:
+    async with aclosing(engine.generate(prompt, SamplingParams(**params), name)) as outputs:
+        output = [one async for one in outputs][-1]
+    assert output.finished
+    return output
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_every_output_kind_ends_with_the_same_text(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        texts = {}
+        for kind in ("cumulative", "delta", "final_only"):
+            text = ""
+            async for output in engine.generate("hello", SamplingParams(max_tokens=9, output_kind=kind), kind):
+                [one] = output.outputs
+                text = text + one.text if kind == "delta" else one.text
+            texts[kind] = text
+        assert set(texts.values()) == {texts["cumulative"]} and texts["cumulative"].startswith("hello")
+        assert engine.num_unfinished == 0
+
+    with_engine(model, test)
+
+
+def test_n_sequences_come_as_one_request(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        output = await last(engine, "a", {"prompt_token_ids": [5, 6]}, n=3, max_tokens=3)
+        assert [(one.index, one.token_ids) for one in output.outputs] == [(index, [5, 6, 5]) for index in range(3)]
+
+    with_engine(model, test)
+
+
+@pytest.mark.usefixtures("slow")
+def test_leaving_the_iterator_or_being_cancelled_aborts(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        params = SamplingParams(max_tokens=1000, n=2)
+        async with aclosing(engine.generate("hello", params, "left")) as outputs:
+            async for _ in outputs:
+                break
+        task = asyncio.create_task(last(engine, "cancelled", "hello", max_tokens=1000))
+        await until(lambda: engine.num_unfinished > 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: engine.num_unfinished == 0)
+        assert engine.stats.running == 0
+
+    with_engine(model, test)
+
+
+@pytest.mark.usefixtures("slow")
+def test_abort_ends_a_request_with_what_it_has(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(last(engine, name, "hello", max_tokens=1000)) for name in ("a", "b")]
+        await until(lambda: engine.stats.running == 2)
+        engine.abort("unknown")
+        engine.abort("a")
+        first = await tasks[0]
+        assert first.outputs[0].finish_reason == "abort" and first.outputs[0].token_ids
+        assert not tasks[1].done()
+        engine.abort_all()
+        assert (await tasks[1]).outputs[0].finish_reason == "abort"
+
+    with_engine(model, test)
+
+
+def test_errors_reach_only_the_request_that_caused_them(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+            ("", {}, InvalidRequestError, "empty"),
+            ([10**6], {}, InvalidRequestError, "1000000"),
+            ([fake_core.BREAK_ADD], {"n": 3}, RequestFailedError, "could not add"),
+            ([fake_core.FAIL_ONE], {"n": 2}, RequestFailedError, "NaN in its logits"),
+        ]
+        good = asyncio.create_task(last(engine, "good", "hello", max_tokens=200))
+        for prompt, params, kind, words in cases:
+            given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            with pytest.raises(kind, match=words):
+                await last(engine, "bad", given, **params)
+        assert len((await good).outputs[0].token_ids) == 200
+        assert engine.num_unfinished == 0
+
+    with_engine(model, test)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        first = asyncio.create_task(last(engine, "same", "hello", max_tokens=10))
+        await until(lambda: engine.num_unfinished == 1)
+        with pytest.raises(InvalidRequestError, match="same"):
+            await last(engine, "same", "hello")
+        assert len((await first).outputs[0].token_ids) == 10
+
+    with_engine(model, test)
+
+
+def test_sleep_refuses_and_wake_up_serves_again(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        await engine.sleep(1)
+        assert await engine.is_sleeping()
+        with pytest.raises(EngineSleepingError, match="wake_up"):
+            await last(engine, "a", "hello")
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        assert (await last(engine, "b", "hello", max_tokens=2)).outputs[0].token_ids
+        assert await engine.reset_prefix_cache() is True
+
+    with_engine(model, test)
+
+
+@pytest.mark.usefixtures("slow")
+def test_unfinished_requests_of_a_sleeping_engine_are_no_stall(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(last(engine, "a", "hello", max_tokens=5))
+        await until(lambda: engine.stats.running == 1)
+        await engine.sleep(1, "keep")
+        await asyncio.sleep(0.4)
+        engine.check_health()
+        await engine.wake_up()
+        engine.check_health()
+        assert len((await task).outputs[0].token_ids) == 5
+
+    with_engine(model, test, stall_seconds=0.2)
+
+
+def test_a_hanging_core_is_unhealthy_only_while_it_has_work(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        await asyncio.sleep(0.4)
+        engine.check_health()
+        task = asyncio.create_task(last(engine, "a", {"prompt_token_ids": [fake_core.HANG]}))
+        await asyncio.sleep(0.6)
+        with pytest.raises(EngineDeadError, match="1 unfinished requests and has made no step for"):
+            engine.check_health()
+        task.cancel()
+        os.kill(engine.core_pid, signal.SIGKILL)
+
+    with_engine(model, test, stall_seconds=0.2)
+    assert "in _advance" in capfd.readouterr().err  # the watchdog had the core print where it hangs
+
+
+def test_death_reaches_every_reader_and_later_calls(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        waiting = [asyncio.create_task(last(engine, f"w{index}", "hello", max_tokens=2000)) for index in range(3)]
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            await last(engine, "crash", {"prompt_token_ids": [fake_core.CRASH]})
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            await last(engine, "late", "hello")
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            engine.check_health()
+
+    with_engine(model, test)
+
+
+def test_long_texts_are_tokenised_off_the_loop(model: Path) -> None:
+    def slow_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
+        frontend = build_frontend(args, max_model_len)
+        process = frontend.inputs.process
+
+        def slow_process(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.3)
+            return process(*args, **kwargs)
+
+        frontend.inputs.process = slow_process  # type: ignore[method-assign]
+        return frontend
+
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(last(engine, "long", "word " * 900, max_tokens=1))
+        await asyncio.sleep(0.01)
+        start = time.monotonic()
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+        assert time.monotonic() - start < 0.2 and not task.done()
+        await task
+
+    with_engine(model, test, frontend_factory=slow_frontend)
+
+
+def test_text_that_cannot_be_processed_ends_its_request_only(model: Path) -> None:
+    def broken_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
+        frontend = build_frontend(args, max_model_len)
+        process = frontend.outputs.process
+
+        def broken_process(updates: list[RequestUpdate]) -> Any:
+            if any(update.request_id == "bad" for update in updates):
+                raise KeyError("a bug in the detokeniser")
+            return process(updates)
+
+        frontend.outputs.process = broken_process  # type: ignore[method-assign]
+        return frontend
+
+    async def test(engine: AsyncEngine) -> None:
+        good = asyncio.create_task(last(engine, "good", "hello", max_tokens=200))
+        with pytest.raises(RequestFailedError, match="a bug in the detokeniser"):
+            await last(engine, "bad", "hello", max_tokens=2000)
+        assert len((await good).outputs[0].token_ids) == 200
+        await until(lambda: engine.num_unfinished == 0)
+
+    with_engine(model, test, frontend_factory=broken_frontend)
+
+
+def test_chat_rendering_and_text_helpers(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        ids = await engine.render_chat([{"role": "user", "content": "hi"}])
+        assert await engine.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert await engine.decode(await engine.encode("hello, world")) == "hello, world"
+        assert engine.max_model_len == engine.memory_plan["max_model_len"] == 2048
+
+    with_engine(model, test)
