@@ -269,9 +269,9 @@ def _slab_size(page_sizes: Sequence[int], budget: int) -> int:
     """The slab size that wastes least of `budget`.
 
     One group: 8 to 64 pages (long runs of adjacent ones), if such a number divides all that fit, so that not one is lost;
-    else everything is one slab. Several: of all sizes that are a
-    whole number of some group's pages and hold one of each group's, the one with the least sum of the worst group's slab
-    remainder, the half-filled slab that each group keeps on average, and the budget's remainder.
+    else everything is one slab. Several: of all sizes that are a whole number of some group's pages and hold one of each
+    group's, the one with the least sum of the worst group's slab remainder, the half-filled slab that each group keeps on
+    average, and the budget's remainder.
     """
     largest = max(page_sizes)
     if len(page_sizes) == 1:
