@@ -1,0 +1,1 @@
+"""Continuous batching: which tokens each step runs. Free of torch."""
