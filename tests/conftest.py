@@ -1,8 +1,8 @@
-"""Settings that every test shares."""
+"""One torch thread for every test: the models are tiny, and two threads on two busy cores wait for each other."""
 
 from __future__ import annotations
 
 import os
 
-# The models of tests are tiny: threads that wait for each other cost more than they compute, above all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
