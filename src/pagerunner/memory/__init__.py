@@ -1,1 +1,1 @@
-"""Paged memory: what layers keep, how it is planned, handed out, shared and reported. Torch-free."""
+"""Page memory: what layers keep, how bytes are cut into pages, who holds which page. Free of torch."""

@@ -181,7 +181,10 @@ class KVManager:
     # -- growth
 
     def grow(self, grant: Grant, start: int, end: int) -> bool:
-        """Provide the pages to compute positions [start, end); False (and no change) if they can't be had now."""
+        """Provide the pages to compute positions [start, end); False, and nothing new, if they can't be had now.
+
+        Pages that no position from `start` on reads are given back.
+        """
         if end <= grant.capacity:
             return True
         needs = []

@@ -160,9 +160,13 @@ def plan_memory(
     """
     groups = _form_groups(specs, page_tokens, max_num_batched_tokens * max_in_flight)
     auto = max_model_len in ("auto", -1)
-    wanted = model_max_len if auto or max_model_len is None else max_model_len
-    _check_limits(wanted, model_max_len, max_num_seqs, max_num_batched_tokens, max_in_flight, num_pages_override)
-    assert isinstance(wanted, int)
+    wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
+    _check_positive(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_in_flight=max_in_flight,
+        num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
+    )
     largest = max(group.page_bytes for group in groups)
     if num_pages_override is not None:
         budget_bytes = num_pages_override * largest
@@ -178,9 +182,7 @@ def plan_memory(
     raise _too_small(plan, 2 if auto else wanted, longest)
 
 
-def _check_limits(
-    wanted: int | str | None, model_max_len: int, seqs: int, batched: int, in_flight: int, override: int | None
-) -> None:
+def _wanted_length(wanted: int | str, model_max_len: int) -> int:
     if not isinstance(wanted, int) or wanted < 1:
         raise ConfigError(
             f'max_model_len must be at least 1, or "auto" or -1 for the longest that fits, got {wanted!r}.'
@@ -189,8 +191,11 @@ def _check_limits(
         raise ConfigError(
             f"max_model_len={wanted:,} is more than the model's {model_max_len:,} positions; lower it to {model_max_len}."
         )
-    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": batched, "max_in_flight": in_flight}
-    for name, value in (limits | {"num_gpu_blocks_override": 1 if override is None else override}).items():
+    return wanted
+
+
+def _check_positive(**limits: int) -> None:
+    for name, value in limits.items():
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}.")
 
@@ -269,9 +274,9 @@ def _slab_size(page_sizes: Sequence[int], budget: int) -> int:
     """The slab size that wastes least of `budget`.
 
     One group: 8 to 64 pages (long runs of adjacent ones), if such a number divides all that fit, so that not one is lost;
-    else everything is one slab. Several: of all sizes that are a
-    whole number of some group's pages and hold one of each group's, the one with the least sum of the worst group's slab
-    remainder, the half-filled slab that each group keeps on average, and the budget's remainder.
+    else everything is one slab. Several: of all sizes that are a whole number of some group's pages and hold one of each
+    group's, the one with the least sum of the worst group's slab remainder, the half-filled slab that each group keeps on
+    average, and the budget's remainder.
     """
     largest = max(page_sizes)
     if len(page_sizes) == 1:

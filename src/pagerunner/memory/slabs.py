@@ -80,6 +80,9 @@ class SlabPool:
         refs, per_slab, alone = self.refs[group], self.per_slab[group], len(self.per_slab) == 1
         while need:
             slab = self._pick(group, alone and need >= per_slab, thrifty)
+            if slab < 0 and alone:
+                taken += self._recycle(group, need)
+                break
             if slab < 0:
                 self._make_room(group, thrifty)
                 continue
@@ -161,6 +164,17 @@ class SlabPool:
             self.free_slabs.append(slab)
 
     # -- eviction
+
+    def _recycle(self, group: int, need: int) -> list[int]:
+        """The least recently used cached pages, straight into use: what a full pool of one group does all the time."""
+        cached, refs, per_slab = self.cached[group], self.refs[group], self.per_slab[group]
+        pages = [cached.popitem(last=False)[0] for _ in range(need)]
+        for page in pages:
+            self.index.forget(group, page)
+            self._mark_used(group, page // per_slab, 1)
+            refs[page] = 1
+        self.evictions[group] += need
+        return pages
 
     def _make_room(self, group: int, thrifty: bool) -> None:
         """Evict: afterwards the group has a free page or there is a free slab.

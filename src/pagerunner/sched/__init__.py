@@ -1,1 +1,1 @@
-"""Scheduling: which request runs how many tokens in the next step. Torch-free."""
+"""Continuous batching: which tokens each step runs. Free of torch."""

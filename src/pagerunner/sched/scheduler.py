@@ -109,10 +109,10 @@ class Scheduler:
         """
         prompt_len = len(request.prompt_token_ids)
         if prompt_len == 0:
-            raise InvalidRequestError("prompt has no tokens; at least 1 is needed.", param="prompt")
+            raise InvalidRequestError("The prompt has no tokens; at least 1 is needed.", param="prompt")
         if prompt_len >= self.max_model_len:
             raise InvalidRequestError(
-                f"prompt has {prompt_len:,} tokens; max_model_len={self.max_model_len:,} leaves room for at most "
+                f"The prompt has {prompt_len:,} tokens; max_model_len={self.max_model_len:,} leaves room for at most "
                 f"{self.max_model_len - 1:,} and one output token. Shorten it or raise max_model_len.",
                 param="prompt",
             )
@@ -120,7 +120,7 @@ class Scheduler:
             raise InvalidRequestError(f"request_id {request.request_id!r} is already in use.", param="request_id")
         refusal = self.manager.refusal(min(prompt_len + request.max_tokens, self.max_model_len))
         if refusal is not None:
-            raise InvalidRequestError(f"the request {refusal}", param="max_tokens")
+            raise InvalidRequestError(f"The request {refusal}", param="max_tokens")
         manager = self.manager
         sequence = Sequence(
             request,

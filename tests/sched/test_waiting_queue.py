@@ -1,0 +1,58 @@
+"""The waiting line."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pagerunner.memory.prefix import PrefixChain
+from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
+from pagerunner.sched.request import Sequence
+from pagerunner.types import EngineRequest, SamplingParams
+
+
+def make(name: str, arrival: int, priority: int = 0) -> Sequence:
+    request = EngineRequest(
+        request_id=name, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=1, priority=priority
+    )
+    return Sequence(request, PrefixChain(b""), shares=True, max_model_len=8, arrival=arrival)
+
+
+def drain(queue: WaitingQueue) -> list[str]:
+    names = []
+    while len(queue):
+        names.append(queue.peek().request_id)
+        queue.remove(queue.peek())
+    return names
+
+
+def test_fcfs_keeps_order_and_puts_back_in_front() -> None:
+    queue = FcfsQueue()
+    a, b, c, d = (make(name, at) for at, name in enumerate("abcd"))
+    for sequence in (a, b, c):
+        queue.push(sequence)
+    queue.put_back(d)
+    queue.remove(b)
+    assert [item.request_id for item in queue] == drain(queue) == ["d", "a", "c"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_priority_is_the_sorted_order_under_any_removals(seed: int) -> None:
+    generator = random.Random(seed)
+    queue, alive = PriorityQueue(), {}
+    for at in range(300):
+        if alive and generator.random() < 0.4:
+            gone = alive.pop(generator.choice(list(alive)))
+            queue.remove(gone)
+            if generator.random() < 0.3:
+                queue.put_back(gone)
+                alive[gone.request_id] = gone
+        else:
+            alive[str(at)] = make(str(at), at, generator.randrange(4))
+            queue.push(alive[str(at)])
+        assert len(queue) == len(alive)
+        if alive:
+            assert queue.peek() is min(alive.values(), key=lambda item: item.key)
+    expected = [item.request_id for item in sorted(alive.values(), key=lambda item: item.key)]
+    assert [item.request_id for item in queue] == expected == drain(queue)
