@@ -20,7 +20,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import AsyncEngine
 from pagerunner.engine.frontend import Frontend, build_frontend
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
-from pagerunner.types import RequestOutput, SamplingParams
+from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +233,29 @@ def test_long_texts_are_tokenised_off_the_loop(model: Path) -> None:
         await task
 
     with_engine(model, test, frontend_factory=slow_frontend)
+
+
+def test_text_that_cannot_be_processed_ends_its_request_only(model: Path) -> None:
+    def broken_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
+        frontend = build_frontend(args, max_model_len)
+        process = frontend.outputs.process
+
+        def broken_process(updates: list[RequestUpdate]) -> Any:
+            if any(update.request_id == "bad" for update in updates):
+                raise KeyError("a bug in the detokeniser")
+            return process(updates)
+
+        frontend.outputs.process = broken_process  # type: ignore[method-assign]
+        return frontend
+
+    async def test(engine: AsyncEngine) -> None:
+        good = asyncio.create_task(last(engine, "good", "hello", max_tokens=200))
+        with pytest.raises(RequestFailedError, match="a bug in the detokeniser"):
+            await last(engine, "bad", "hello", max_tokens=2000)
+        assert len((await good).outputs[0].token_ids) == 200
+        await until(lambda: engine.num_unfinished == 0)
+
+    with_engine(model, test, frontend_factory=broken_frontend)
 
 
 def test_chat_rendering_and_text_helpers(model: Path) -> None:

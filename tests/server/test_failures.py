@@ -152,9 +152,16 @@ def test_a_port_in_use_is_found_before_the_model_loads() -> None:
         assert time.monotonic() - start < 0.5
 
 
-@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 8000), ("127.0.0.1", 70000), ("8.8.8.8", 8000)])
-def test_addresses_that_cannot_be_had(host: str, port: int) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("no.such.host.invalid", 8000, "no.such.host.invalid"),
+        ("127.0.0.1", 70000, r"port must be in \[0, 65535\], got 70000"),
+        ("192.0.2.1", 8000, "cannot be opened"),
+    ],
+)
+def test_addresses_that_cannot_be_had(host: str, port: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         run_server(EngineArgs(model="no such model"), host=host, port=port)
 
 

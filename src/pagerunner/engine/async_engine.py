@@ -249,6 +249,7 @@ class AsyncEngine:
             self._client.send(message)
         except EngineDeadError:
             self._desk.leave(request_id)
+            self._desk.progress.dropped(stream.sequence_ids)
             raise
         return stream
 

@@ -63,7 +63,8 @@ async def launch_core(args: EngineArgs, factory: str = DEFAULT_FACTORY) -> Loade
             socket.setsockopt(option, value)
         address = f"ipc://{directory}/core"
         socket.bind(address)
-        process = _spawn(wire.Launch(args=args, address=address, factory=factory))
+        level = logging.getLogger("pagerunner").getEffectiveLevel()
+        process = _spawn(wire.Launch(args=args, address=address, factory=factory, log_level=level))
         exited = _watch_exit(process)
         ready = await _first_message(socket, exited)
         return LoadedCore(process, socket, directory, exited, ready)

@@ -6,6 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from pagerunner.errors import (
+    ConfigError,
     EngineDeadError,
     EngineSleepingError,
     InvalidRequestError,
@@ -39,6 +40,8 @@ def error_body(error: Exception) -> ErrorBody:
             status, param = error.status, error.param
         case InvalidRequestError():
             status, param = 400, error.param
+        case ConfigError():
+            status, param = 400, None
         case EngineSleepingError() | EngineDeadError():
             status, param = 503, None
         case _:

@@ -72,23 +72,34 @@ def run_server(
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError when the address cannot be had."""
+    if not 0 <= port <= 65_535:
+        raise ConfigError(f"port must be in [0, 65535], got {port}.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"The address {host!r}, port {port}, cannot be used: {error}.") from error
-    family, kind, protocol, _, address = found[0]
+    first_error: ConfigError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            return _bind_one(family, kind, protocol, address)
+        except OSError as error:
+            first_error = first_error or _bind_error(host, port, error)
+    raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
+
+
+def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except BaseException:
         listener.close()
-        raise _bind_error(host, port, error) from error
+        raise
     return listener
 
 
-def _bind_error(host: str, port: int, error: Exception) -> ConfigError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"Port {port} on {host} is in use; stop what listens there or choose another one with --port."
         )

@@ -1,0 +1,113 @@
+"""The server over the real core and a random checkpoint: HTTP answers equal the offline engine's, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.llm import LLM
+from pagerunner.types import SamplingParams
+
+PROMPTS = ["Once upon a time", "What is the capital of France?", "12 + 30 =", "def main():"]
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models"), "qwen3", vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """Greedy tokens of the offline engine."""
+    llm = LLM(str(checkpoint), use_tqdm=False, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def real_server(checkpoint: Path) -> Iterator[RunningServer]:
+    with running_server(EngineArgs(model=str(checkpoint), **OPTIONS), core_factory=DEFAULT_FACTORY) as server:
+        yield server
+
+
+GREEDY: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 24,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}
+
+
+def test_whole_answers_equal_the_offline_engines(real_server: RunningServer, expected: list[list[int]]) -> None:
+    answer = real_server.openai().completions.create(prompt=PROMPTS, **GREEDY)
+    assert [choice.model_dump()["token_ids"] for choice in answer.choices] == expected
+    real_server.wait_idle()
+    assert real_server.metric("kv_cache_usage_perc") < 1
+
+
+def test_streams_side_by_side_equal_the_offline_engines(real_server: RunningServer, expected: list[list[int]]) -> None:
+    async def one(client: Any, prompt: str) -> list[int]:
+        stream = await client.completions.create(prompt=prompt, stream=True, **GREEDY)
+        return [
+            token async for chunk in stream for choice in chunk.choices for token in choice.model_dump()["token_ids"]
+        ]
+
+    async def main() -> list[list[int]]:
+        async with real_server.async_openai() as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS * 4))
+
+    assert asyncio.run(main()) == expected * 4
+
+
+def test_a_second_time_is_served_from_the_cache(real_server: RunningServer) -> None:
+    prompt = "Every page of memory belongs to one request at a time. " * 3
+    usages = [real_server.openai().completions.create(prompt=prompt, **GREEDY).usage for _ in range(2)]
+    assert usages[1] is not None and usages[1].prompt_tokens_details is not None
+    assert (usages[1].prompt_tokens_details.cached_tokens or 0) >= 16
+    real_server.wait_idle()
+    assert real_server.metric("prefix_cache_hits_total") >= 16
+
+
+def test_logprobs_of_an_echoed_prompt_are_the_models(real_server: RunningServer) -> None:
+    answer = real_server.openai().completions.create(
+        model=MODEL, prompt=PROMPTS[0], max_tokens=1, temperature=0, echo=True, logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    for token, value, top in zip(logprobs.tokens or [], logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        if value is not None:
+            assert value <= max(top.values()) + 1e-6 and token in top
+    assert logprobs.token_logprobs[-1] == pytest.approx(max(logprobs.top_logprobs[-1].values()))
+
+
+def test_a_chat_answers(real_server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    client = real_server.openai()
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0)
+    chunks = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0, stream=True)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(real_server: RunningServer) -> None:
+    response = real_server.post("/v1/completions", {"prompt": [5] * 300, "max_tokens": 5})
+    assert response.status_code == 400 and "256" in response.json()["error"]["message"]
+    assert real_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_leaving_a_stream_frees_the_pages(real_server: RunningServer) -> None:
+    stream = real_server.openai().completions.create(**{**GREEDY, "max_tokens": 200}, prompt="Once", stream=True)
+    next(iter(stream))
+    stream.close()
+    real_server.wait_idle()
+    assert real_server.engine.stats.running == 0
