@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagerunner.errors import CheckpointError, InvalidRequestError
@@ -54,7 +54,6 @@ class Tokenizer:
         config = _optional_json(directory / "tokenizer_config.json")
         special = _special_tokens(config, _optional_json(directory / "special_tokens_map.json"))
         _add_tokens(backend, config, special)
-        _set_post_processor(backend, config, special)
         named = {name: special[name] for name in _NAMED_TOKENS if name in special}
         template = ChatTemplate.from_option(chat_template) if chat_template else ChatTemplate.find(directory, config)
         return cls(backend, named, template)
@@ -187,18 +186,3 @@ def _add_tokens(backend: TokenizersTokenizer, config: dict[str, Any], special: M
     for text in dict.fromkeys(special.values()):
         if backend.token_to_id(text) is not None and not (text in known and known[text].special):
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-
-
-def _set_post_processor(backend: TokenizersTokenizer, config: dict[str, Any], special: Mapping[str, str]) -> None:
-    """Where the config says explicitly whether begin and end tokens are added, that replaces the file's own rule."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        text = special.get(name)
-        around.append([text] if config.get(flag) and text and backend.token_to_id(text) is not None else [])
-    before, after = around
-    single = " ".join([f"{x}:0" for x in before] + ["$A:0"] + [f"{x}:0" for x in after])
-    pair = " ".join([single] + [f"{x}:1" for x in before] + ["$B:1"] + [f"{x}:1" for x in after])
-    ids = [(text, backend.token_to_id(text)) for text in dict.fromkeys(before + after)]
-    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)

@@ -1,0 +1,75 @@
+"""The module tree, fused linears and blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
+
+
+def give_memory(module: Module) -> dict[str, torch.Tensor]:
+    """Random weights for a tree, and views of them by checkpoint name."""
+    for part in module.modules():
+        for name, tensor in part.weights.items():
+            part.weights[name] = torch.randn(tensor.shape)
+    return dict(module.checkpoint("x."))
+
+
+def test_a_fused_linear_is_its_parts_side_by_side() -> None:
+    fused = FusedLinear(6, {"a": 4, "b": 3}, torch.float32, bias=True)
+    views = give_memory(fused)
+    assert sorted(views) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+    x = torch.randn(5, 6)
+    a, b = fused(x).split([4, 3], -1)
+    torch.testing.assert_close(a, x @ views["a.weight"].T + views["a.bias"])
+    torch.testing.assert_close(b, x @ views["b.weight"].T + views["b.bias"])
+
+
+def test_names_follow_attributes_and_tuples() -> None:
+    class Tree(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = GatedMLP(4, 8, torch.float32)
+            self.many = (RMSNorm(4, 1e-6, torch.float32), Linear(4, 4, torch.float32, bias=True))
+
+    tree = Tree()
+    assert [name for name, _ in tree.checkpoint()] == [
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+        "many.0.weight",
+        "many.1.weight",
+        "many.1.bias",
+    ]
+    assert len(list(tree.modules())) == 6
+
+
+def test_a_shared_module_is_visited_once() -> None:
+    class Tree(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = Linear(4, 4, torch.float32)
+            self.two = (self.one, self.one)
+
+    assert len(list(Tree().modules())) == 2
+
+
+def test_gated_mlp() -> None:
+    mlp = GatedMLP(4, 8, torch.float32, bias=True)
+    views = give_memory(mlp)
+    x = torch.randn(3, 4)
+    gate = x @ views["x.gate_proj.weight"].T + views["x.gate_proj.bias"]
+    up = x @ views["x.up_proj.weight"].T + views["x.up_proj.bias"]
+    want = (torch.nn.functional.silu(gate) * up) @ views["x.down_proj.weight"].T + views["x.down_proj.bias"]
+    torch.testing.assert_close(mlp(x), want)
+
+
+def test_embedding_looks_up_and_scores() -> None:
+    embedding = Embedding(10, 4, torch.float32)
+    table = give_memory(embedding)["x.weight"]
+    assert torch.equal(embedding(torch.tensor([3, 3, 9])), table[[3, 3, 9]])
+    torch.testing.assert_close(embedding.logits(torch.ones(1, 4)), table.sum(-1).unsqueeze(0))

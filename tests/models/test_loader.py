@@ -1,0 +1,199 @@
+"""Loading: weights land where they belong, and anything wrong with the files is an error that names it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint, make_config, make_weights, write_safetensors
+from safetensors.torch import load_file, save_file
+
+from pagerunner.errors import CheckpointError
+from pagerunner.models.config import read_model_config
+from pagerunner.models.loader import (
+    ALIGNMENT,
+    Model,
+    build_model,
+    dummy_weights,
+    load_weights,
+    materialize,
+    weights_bytes,
+)
+
+
+def build(path: Path, dtype: str = "float32") -> tuple[Model, torch.Tensor]:
+    """A model of the directory with memory full of NaN."""
+    model = build_model(read_model_config(path), dtype)  # type: ignore[arg-type]
+    region = torch.full((weights_bytes(model),), 255, dtype=torch.uint8)
+    materialize(model, region)
+    return model, region
+
+
+def contents(model: Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.checkpoint()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_tensor_of_the_file_is_in_its_place(tmp_path: Path, family: str, shards: int) -> None:
+    path = make_checkpoint(tmp_path, family, shards=shards, tokenizer=False)
+    model, _ = build(path)
+    calls: list[tuple[int, int]] = []
+    load_weights(model, path, lambda done, total: calls.append((done, total)))
+    want = make_weights(make_config(family))
+    found = contents(model)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
+
+
+def test_weights_live_in_the_region_and_nowhere_else(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, vocab_size=1013)
+    model, region = build(path)
+    first, last = region.data_ptr(), region.data_ptr() + region.nbytes
+    spans = []
+    for module in model.modules():
+        for tensor in module.weights.values():
+            assert (tensor.data_ptr() - first) % ALIGNMENT == 0
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    spans.sort()
+    assert first <= spans[0][0] and spans[-1][1] <= last
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_reloading_in_place_and_moving_to_another_region(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    model, region = build(path)
+    load_weights(model, path)
+    want = contents(model)
+    region.fill_(255)
+    load_weights(model, path)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.checkpoint())
+    moved = region.clone()
+    region.fill_(255)
+    materialize(model, moved)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.checkpoint())
+
+
+def test_a_model_has_no_memory_before_it_is_materialized(tmp_path: Path) -> None:
+    model = build_model(read_model_config(make_checkpoint(tmp_path, "llama", tokenizer=False)), "float32")
+    assert all(tensor.is_meta for _, tensor in model.checkpoint())
+
+
+def test_files_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    model, _ = build(path, "bfloat16")
+    load_weights(model, path)
+    want = make_weights(make_config("llama"))
+    assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in model.checkpoint())
+
+
+def test_dummy_weights_are_seeded_and_fill_everything(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", tokenizer=False)
+    found = []
+    for seed in (1, 1, 2):
+        model, _ = build(path, "bfloat16")
+        dummy_weights(model, seed)
+        found.append(contents(model))
+    assert all(bool(torch.isfinite(x).all()) for x in found[0].values())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["lm_head.weight"], found[2]["lm_head.weight"])
+    assert abs(float(found[0]["model.norm.weight"].float().mean()) - 1) < 0.05
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> Path:
+    """Replace, add or (None) remove tensors of a single-file checkpoint."""
+    weights = {**load_file(path / "model.safetensors"), **change}
+    save_file({n: t for n, t in weights.items() if t is not None}, path / "model.safetensors")
+    return path
+
+
+def refusal(path: Path) -> str:
+    model, _ = build(path)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, path)
+    return str(caught.value)
+
+
+def test_faulty_tensors_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def fresh() -> Path:
+        return make_checkpoint(tmp_path, "llama", tokenizer=False)
+
+    assert name in refusal(rewrite(fresh(), {name: None}))
+    message = refusal(rewrite(fresh(), {name: torch.zeros(96, 65)}))
+    assert name in message and "[96, 65]" in message and "[96, 64]" in message
+    assert "model.layers.0.extra" in refusal(rewrite(fresh(), {"model.layers.0.extra": torch.zeros(3)}))
+    assert "int8" in refusal(rewrite(fresh(), {name: torch.zeros(96, 64, dtype=torch.int8)}))
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    assert bias in refusal(rewrite(fresh(), {bias: torch.zeros(64)}))
+
+
+def test_old_checkpoints_may_carry_rotary_frequencies(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    rewrite(path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    load_weights(build(path)[0], path)
+
+
+def test_a_tied_checkpoint_may_repeat_the_embedding_but_not_contradict_it(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, {"lm_head.weight": embedding.clone()})
+    load_weights(build(path)[0], path)
+    message = refusal(rewrite(path, {"lm_head.weight": embedding + 1}))
+    assert "lm_head.weight" in message and "tie_word_embeddings" in message
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    for broken in (whole[:-100], whole[:5], b"", b"\xff" * 64):
+        file.write_bytes(broken)
+        assert "model.safetensors is not a complete safetensors file" in refusal(path)
+    file.unlink()
+    assert "no model.safetensors" in refusal(path)
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    assert "pytorch_model.bin is a pickle" in refusal(path)
+
+
+def test_faulty_indexes_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, shards=3)
+    index = path / "model.safetensors.index.json"
+    good = index.read_text()
+    second = path / "model-00002-of-00003.safetensors"
+    content = second.read_bytes()
+    second.unlink()
+    assert second.name in refusal(path)
+    second.write_bytes(content)
+    moved = json.loads(good)
+    moved["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(moved))
+    assert "lacks the tensor model.norm.weight" in refusal(path)
+    moved["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(moved))
+    assert "../elsewhere.safetensors" in refusal(path)
+    index.write_text(good[:50])
+    assert "index.json is not valid JSON" in refusal(path)
+    index.write_text("{}")
+    assert "weight_map" in refusal(path)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, shards=2)
+    first = path / "model-00001-of-00002.safetensors"
+    second = path / "model-00002-of-00002.safetensors"
+    name = sorted(load_file(first))[0]
+    save_file({**load_file(second), name: load_file(first)[name]}, second)
+    assert name in refusal(path)
+
+
+def test_shards_and_single_files_hold_the_same(tmp_path: Path) -> None:
+    weights = make_weights(make_config("llama"))
+    write_safetensors(tmp_path, weights, shards=4)
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert names == weights.keys()

@@ -1,0 +1,29 @@
+"""Linears own a weight method, and use it for everything."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.layers.linear import FusedLinear
+
+
+class Halves:
+    """A method with two tensors: the weight is their product."""
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {
+            "weight": torch.empty(out_features, in_features, dtype=dtype, device="meta"),
+            "scale": torch.empty(out_features, 1, dtype=torch.float32, device="meta"),
+        }
+
+    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x_TI @ (weights["weight"] * weights["scale"]).T
+
+
+def test_another_method_brings_its_own_tensors_by_name_and_slice() -> None:
+    linear = FusedLinear(4, {"a": 2, "b": 3}, torch.float32, method=Halves())
+    linear.weights = {"weight": torch.ones(5, 4), "scale": torch.arange(5.0).unsqueeze(-1)}
+    views = dict(linear.checkpoint("m.qkv."))
+    assert sorted(views) == ["m.a.scale", "m.a.weight", "m.b.scale", "m.b.weight"]
+    assert views["m.b.scale"].flatten().tolist() == [2, 3, 4]
+    assert linear(torch.ones(1, 4)).tolist() == [[0, 4, 8, 12, 16]]
