@@ -103,6 +103,13 @@ def test_bad_word_is_banned_only_after_its_prefix() -> None:
     ]  # fmt: skip
 
 
+def test_all_of_a_long_prefix_counts() -> None:
+    sampler = Sampler(1, V, "cpu")
+    for first, expected in ((1, 9), (7, 5)):
+        fill(sampler, 0, SamplingParams(temperature=0), output=[first, 2, 3, 4], bad_words_ids=((1, 2, 3, 4, 5), (8,)))
+        assert greedy(sampler, 5, 9, position=7) == expected
+
+
 def test_bad_word_prefix_may_come_from_before_a_preemption() -> None:
     sampler = Sampler(2, V, "cpu")
     fill(sampler, 1, SamplingParams(temperature=0), bad_words_ids=((1, 2),))

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling import Sampler
 from pagerunner.types import SamplingParams
 from runner.sampling.support import fill, one_sampler
@@ -168,12 +167,19 @@ def test_a_row_that_may_say_nothing_fails_alone(temperature: float) -> None:
         (SamplingParams(allowed_token_ids=[1, V]), {}),
         (SamplingParams(min_tokens=1, stop_token_ids=[V]), {}),
         (SamplingParams(), {"bad_words_ids": ((1, V),)}),
+        (SamplingParams(presence_penalty=1.0), {"prompt": [1, V]}),
     ],
 )
-def test_ids_outside_the_vocabulary_never_reach_the_device(params: SamplingParams, fields: dict) -> None:
-    sampler = Sampler(1, V, "cpu")
-    with pytest.raises(InvalidRequestError, match=f"token id {V}, outside the vocabulary of {V}"):
-        fill(sampler, 0, params, **fields)
+def test_a_request_with_ids_outside_the_vocabulary_fails_alone(params: SamplingParams, fields: dict) -> None:
+    sampler = Sampler(2, V, "cpu")
+    fill(sampler, 0, params, **fields)
+    fill(sampler, 1, SamplingParams(temperature=0))
+    batch = logits(2)
+    sampled = sampler.sample(batch.clone(), [0, 1], [3, 3])
+    assert list(sampled.errors) == [0] and f"token id {V}, outside the vocabulary of {V}" in sampled.errors[0]
+    assert sampled.read()[0][1] == batch[1].argmax()
+    fill(sampler, 0, SamplingParams(temperature=0))
+    assert sampler.sample(batch.clone(), [0, 1], [3, 3]).errors == {}
 
 
 def test_extreme_penalties_and_temperatures_stay_finite() -> None:

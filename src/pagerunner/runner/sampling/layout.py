@@ -98,6 +98,7 @@ class Layout:
     bias_values: torch.Tensor | None
     penalties: PenaltyRows | None
     random: RandomRows | None
+    errors: dict[int, str]
 
     @property
     def changes_logits(self) -> bool:
@@ -128,6 +129,7 @@ def build_layout(slots: Sequence[int], params: Sequence[SlotParams], vocab_size:
         bias_values=torch.cat([bias.values for _, bias in biased]) if biased else None,
         penalties=_penalty_rows(slots, params, vocab_size, device),
         random=_random_rows(params, vocab_size, device),
+        errors={row: p.error for row, p in enumerate(params) if p.error is not None},
     )
 
 

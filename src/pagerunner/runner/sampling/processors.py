@@ -13,7 +13,7 @@ def allow_only(logits_SV: torch.Tensor, allowed: AllowedRows) -> None:
     """Mask every token that isn't listed for its row."""
     shape = (allowed.rows.shape[0], logits_SV.shape[-1])
     blocked = torch.ones(shape, dtype=torch.bool, device=logits_SV.device)
-    blocked.view(-1)[allowed.flat] = False
+    blocked.view(-1).index_fill_(0, allowed.flat, False)
     logits_SV[allowed.rows] = logits_SV.index_select(0, allowed.rows).masked_fill_(blocked, _NEVER)
 
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
+from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling.filters import draw
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
-from pagerunner.runner.sampling.slots import SlotParams, compile_slot
+from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
 from pagerunner.runner.sampling.transfer import HostCopy, to_device
 from pagerunner.types import SlotInit, TokenLogprobs
 
@@ -33,12 +34,19 @@ BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sample
 class Sampled:
     """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host."""
 
-    __slots__ = ("_copy", "_logprob_rows", "_read", "token_ids")
+    __slots__ = ("_copy", "_known_errors", "_logprob_rows", "_read", "token_ids")
 
-    def __init__(self, token_ids: torch.Tensor, copy: HostCopy, logprob_rows: LogprobRows | None) -> None:
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        copy: HostCopy,
+        logprob_rows: LogprobRows | None,
+        known_errors: dict[int, str],
+    ) -> None:
         self.token_ids = token_ids
         self._copy = copy
         self._logprob_rows = logprob_rows
+        self._known_errors = known_errors
         self._read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -66,6 +74,7 @@ class Sampled:
                 for row, value in enumerate(best)
                 if not math.isfinite(value)
             }
+            errors.update(self._known_errors)
             self._read = (tokens, logprobs, errors)
         return self._read
 
@@ -95,13 +104,15 @@ class Sampler:
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot, new or back from preemption; nothing of the slot's former request remains.
 
-        Raises:
-            InvalidRequestError: the request names a token id outside the vocabulary; the slot is then empty.
+        A request that names a token id outside the vocabulary doesn't raise, for the sake of its neighbours: its row is
+        in `Sampled.errors` when it is sampled.
         """
         slot = init.slot
-        self._params[slot] = None
         self._layouts.clear()
-        params = compile_slot(init.request, self._vocab_size, self._device)
+        try:
+            params = compile_slot(init.request, self._vocab_size, self._device)
+        except InvalidRequestError as error:
+            params = broken_slot(init.request, str(error))
         if params.penalties is not None:
             self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
         if params.bad_words is not None:
@@ -125,7 +136,7 @@ class Sampler:
         report: tuple[torch.Tensor, ...] = ()
         if layout.logprobs is not None and raw_LV is not None:
             report = gather_logprobs(raw_LV, tokens_S.index_select(0, layout.logprobs.rows), max(layout.logprobs.top))
-        return Sampled(tokens_S, HostCopy((tokens_S, best_S, *report), self._device), layout.logprobs)
+        return Sampled(tokens_S, HostCopy((tokens_S, best_S, *report), self._device), layout.logprobs, layout.errors)
 
     def prompt_logprobs(self, logits_TV: torch.Tensor, target_ids_T: torch.Tensor, num: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row t scores `target_ids_T[t]`, the token after position t,

@@ -56,7 +56,8 @@ class BadWords:
 class SlotParams:
     """One request's sampling parameters in the form that the step needs; None or 0 is a feature not in use.
 
-    `temperature` 0 is greedy; `held_ids` are masked until `min_tokens` tokens are generated.
+    `temperature` 0 is greedy; `held_ids` are masked until `min_tokens` tokens are generated. `error` says why the row can't
+    be sampled at all.
     """
 
     prompt_len: int
@@ -72,6 +73,27 @@ class SlotParams:
     bias: Bias | None
     allowed: torch.Tensor | None
     bad_words: BadWords | None
+    error: str | None = None
+
+
+def broken_slot(request: EngineRequest, error: str) -> SlotParams:
+    """A slot whose request cannot be sampled: every token of it reports `error`."""
+    return SlotParams(
+        prompt_len=len(request.prompt_token_ids),
+        temperature=0.0,
+        min_p=0.0,
+        top_k=0,
+        top_p=1.0,
+        uniforms=UniformStream(request.seed),
+        logprobs=None,
+        min_tokens=0,
+        held_ids=(),
+        penalties=None,
+        bias=None,
+        allowed=None,
+        bad_words=None,
+        error=error,
+    )
 
 
 def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) -> SlotParams:
@@ -81,8 +103,11 @@ def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) 
         InvalidRequestError: a token id lies outside the vocabulary. On a CUDA device it would kill the process.
     """
     params = request.params
-    penalties = bias = allowed = None
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    allowed: torch.Tensor | None = None
     if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
         repetition = min(max(params.repetition_penalty, 1.0 / _MAX_REPETITION), _MAX_REPETITION)
         penalties = Penalties(repetition, params.frequency_penalty, params.presence_penalty)
     held_ids: tuple[int, ...] = ()
