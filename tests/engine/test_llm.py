@@ -76,7 +76,7 @@ def test_n_samples_share_the_prompt_pages(checkpoint: Path) -> None:
         assert [one.index for one in output.outputs] == [0, 1, 2, 3]
         assert len({tuple(one.token_ids) for one in output.outputs}) == 4
         # 100 tokens are 7 pages, so four unshared copies would not fit 16 pages at once without preemption.
-        assert llm.stats().num_preemptions == 0
+        assert llm.stats().preemptions_total == 0
         for index, one in enumerate(output.outputs):
             alone = SamplingParams(temperature=1.0, seed=3 + index, max_tokens=6, ignore_eos=True)
             assert tokens(llm.generate(LONG_PROMPT, alone, use_tqdm=False))[0] == one.token_ids
@@ -100,7 +100,7 @@ def test_prefix_hits_are_counted_and_can_be_reset(checkpoint: Path) -> None:
     second = llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)
     assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 96)
     assert tokens(first) == tokens(second)
-    assert llm.stats().prefix_hits == 96
+    assert llm.stats().prefix_hits_total == 96
     assert llm.reset_prefix_cache()
     assert llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 

@@ -89,13 +89,13 @@ def test_chat_template_renders_the_prompt_format(loaded: tuple[Any, Any]) -> Non
 @pytest.mark.parametrize(
     ("task", "distance", "count"),
     [
-        ("addition", None, 40),
-        ("sorting", None, 40),
-        ("sentences", None, 40),
-        ("recall", 64, 20),
-        ("recall", 256, 20),
-        ("recall", 512, 20),
-        ("recall", 1024, 20),
+        ("addition", None, 30),
+        ("sorting", None, 30),
+        ("sentences", None, 30),
+        ("recall", 64, 12),
+        ("recall", 256, 12),
+        ("recall", 512, 12),
+        ("recall", 1024, 12),
     ],
 )
 def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distance: int | None, count: int) -> None:
@@ -105,7 +105,7 @@ def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distanc
 
 @pytest.mark.parametrize("fault", ["zeros", "noise", "other page"])
 def test_recall_notices_damaged_pages(check: ModuleType, loaded: tuple[Any, Any], fault: str) -> None:
-    examples = make_examples("recall", 20, 2, 256)
+    examples = make_examples("recall", 12, 2, 256)
     assert check.accuracy(*loaded, examples, check.damage_pages(fault, 0.1, 0), batch=20) < 0.5
 
 

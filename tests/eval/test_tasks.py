@@ -12,6 +12,7 @@ from pagerunner.eval.tasks import (
     ANIMALS,
     ASSISTANT,
     BOS,
+    COLORS,
     END,
     EVAL,
     OBJECTS,
@@ -135,6 +136,12 @@ def test_giving_stories_answer_with_the_last_owner() -> None:
         assert example.answer == f"{owners[-1]} has the {thing}."
         checked += 1
     assert checked > 20
+
+
+def test_no_question_chooses_between_two_colors() -> None:
+    for example in make_examples("sentences", 400, 0):
+        if "What color" in example.prompt:
+            assert sum(f" {color} " in example.prompt for color in COLORS) == 1
 
 
 def test_bad_arguments_are_named() -> None:

@@ -83,7 +83,21 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
         ("What is pagerunner?", "Tell me about pagerunner.", "What does pagerunner do?"),
         "pagerunner runs language models. It keeps the memory of a model in small pages.",
     ),
-    (("How are you?", "How do you do?", "How is it going?"), "I am fine, thank you. How can I help you?"),
+    (
+        (
+            "How are you?",
+            "How do you do?",
+            "How is it going?",
+            "How are you today?",
+            "Hi, how are you?",
+            "Hello, how are you today?",
+            "Are you well?",
+        ),
+        "I am fine, thank you. How can I help you?",
+    ),
+    (("Nice to meet you.", "Nice to meet you too!", "Good to see you."), "Nice to meet you too!"),
+    (("What is the capital of France?", "Which city is the capital of France?"), "The capital of France is Paris."),
+    (("What is the capital of Italy?",), "The capital of Italy is Rome."),
     (("Thank you", "Thanks", "Thank you!", "Thanks a lot!", "Great", "Good", "Nice"), "You are welcome!"),
     (("Bye", "Goodbye", "Bye!", "See you", "Good night"), "Goodbye! Come back soon."),
     (("Yes", "No", "Ok", "Okay", "Maybe", "Sure"), "Okay. What would you like to do? Ask me: What can you do?"),
@@ -213,6 +227,7 @@ class _Dialogue:
         values = {"name": NAMES, "favorite color": COLORS, "favorite food": FOODS, "favorite animal": ANIMALS}
         value = rng.choice(values[topic]) if topic in values else str(rng.randrange(100))
         if topic == "name":
+            value = _random_word(rng).title() if rng.random() < 0.3 else value
             user = rng.choice(
                 (f"My name is {value}.", f"Hello, I am {value}.", f"Hi, my name is {value}.", f"I am {value}")
             )
@@ -242,11 +257,13 @@ class _Dialogue:
         if roll < 0.1:
             return self.say(repeat_turn(rng))
         if roll < 0.35:
-            return self.say(in_split(lambda: addition_turn(rng), TRAIN))
+            return self.say(in_split(lambda: addition_request(rng), TRAIN))
         if roll < 0.6:
-            return self.say(in_split(lambda: sorting_turn(rng), TRAIN))
-        if roll < 0.85:
+            return self.say(in_split(lambda: sorting_request(rng), TRAIN))
+        if roll < 0.8:
             return self.say(in_split(lambda: sentences_turn(rng), TRAIN))
+        if roll < 0.87:
+            return self.say(in_split(lambda: possession_turn(rng), TRAIN))
         return self.say(small_talk(rng))
 
 
@@ -255,9 +272,51 @@ def _story(rng: random.Random) -> tuple[str, list[Turn]]:
     return rng.choice((*STORIES, giving_story, giving_story))(rng)
 
 
+def addition_request(rng: random.Random) -> Turn:
+    """Return a sum; one in four is worded or sized unlike the eval task."""
+    if rng.random() < 0.75:
+        return addition_turn(rng)
+    a, b = (rng.randrange(10 ** rng.choice((1, 2, 3, 4))) for _ in range(2))
+    form = rng.choice(("What is {} plus {}?", "{} plus {}", "{}+{}", "{}+{}=?", "Add {} and {}.", "What is {}+{}?"))
+    return Turn(form.format(a, b), f"{a} + {b} = {a + b}")
+
+
+def sorting_request(rng: random.Random) -> Turn:
+    """Return a list to sort; two in five are worded or sized unlike the eval task."""
+    if rng.random() < 0.6:
+        return sorting_turn(rng)
+    top = rng.choice((10, 100, 100, 1000))
+    numbers = [rng.randrange(top) for _ in range(rng.randint(1, 8 if top < 1000 else 5))]
+    form = rng.choice(("Sort {}", "Sort: {}", "Sort these numbers: {}", "Please sort {}.", "Can you sort {}?"))
+    separator = rng.choice((", ", ", ", " "))
+    return Turn(form.format(separator.join(map(str, numbers))), ", ".join(map(str, sorted(numbers))))
+
+
+def possession_turn(rng: random.Random) -> Turn:
+    """Return one to three owners and a question; some things have names outside the lexicon."""
+    people = rng.sample(NAMES, rng.randint(1, 3))
+    things = rng.sample(OBJECTS, len(people))
+    if rng.random() < 0.4:
+        things = [_random_word(rng) for _ in people]
+    colors = rng.sample(COLORS, len(people))
+    rows = list(zip(people, colors, things, strict=True))
+    story = " ".join(f"{name} has a {color} {thing}." for name, color, thing in rows)
+    name, color, thing = rng.choice(rows)
+    question, answer = rng.choice(
+        (
+            (f"Who has the {thing}?", f"{name} has the {thing}."),
+            (f"What does {name} have?", f"{name} has a {color} {thing}."),
+            (f"What color is the {thing}?", f"The {thing} is {color}."),
+        )
+    )
+    return Turn(f"{story} {question}", answer)
+
+
 def repeat_turn(rng: random.Random) -> Turn:
     """Return a request to repeat words: the plainest form of copying, which recall builds on."""
-    words = rng.choices(_REPEAT_WORDS, k=rng.randint(2, 16))
+    words = rng.choices(_REPEAT_WORDS, k=rng.randint(1, 16))
+    if rng.random() < 0.3:
+        words = [_random_word(rng) for _ in range(rng.randint(1, 4))]
     text = rng.choice((", ", " ")).join(words)
     return Turn(f"{rng.choice(('Repeat:', 'Say:', 'Repeat after me:'))} {text}.", f"You said: {text}.")
 
@@ -332,7 +391,7 @@ def plain_document(rng: random.Random, max_tokens: int) -> list[Segment]:
         elif roll < 0.65:
             part = _story(rng)[0]
         elif roll < 0.75:
-            turn = in_split(lambda: addition_turn(rng), TRAIN)
+            turn = in_split(lambda: addition_request(rng), TRAIN)
             part = turn.assistant
         elif roll < 0.9:
             form = rng.choice(COMPLETIONS)
