@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers.plans import one_group, two_groups
 
+from helpers.plans import one_group, two_groups
 from pagerunner.memory.manager import Grant, KVManager
 from pagerunner.memory.transfer import NullPageMover, NullTransferPlanner, complete_pages
 from pagerunner.types import TableWrite

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import FAMILIES, make_config
 
+from helpers.checkpoints import FAMILIES, make_config
 from pagerunner.errors import CheckpointError, ConfigError, PagerunnerError
 from pagerunner.memory.specs import FullKV
 from pagerunner.models.config import ModelConfig, read_model_config

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import make_checkpoint, make_config, make_weights, write_safetensors
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import make_checkpoint, make_config, make_weights, write_safetensors
 from pagerunner.errors import CheckpointError
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import (

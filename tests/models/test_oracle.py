@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from helpers.checkpoints import FAMILIES, make_checkpoint
 from helpers.forward import Harness, Sequence, load
 

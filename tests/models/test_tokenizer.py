@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import CHAT_TEMPLATE, make_checkpoint, write_tokenizer
 
+from helpers.checkpoints import CHAT_TEMPLATE, make_checkpoint, write_tokenizer
 from pagerunner.errors import CheckpointError, InvalidRequestError
 from pagerunner.models.tokenizer import Tokenizer
 

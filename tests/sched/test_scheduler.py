@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import one_group
-
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory import manager as manager_module
 from pagerunner.memory.manager import KVManager
