@@ -48,17 +48,18 @@ class Pages:
                 layers[piece.layer] = layer_view(kv_bytes, group, index, piece)
         self.layers: tuple[LayerKV, ...] = tuple(layers[layer] for layer in sorted(layers))
 
-    def prepare(self, zero: Sequence[Sequence[int]], copies: Sequence[PageCopy]) -> None:
-        """Clear the fresh pages (byte offsets by group), then copy pages; all before the step's first kernel.
+    def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:
+        """Copy pages in list order, then clear the fresh ones (byte offsets by group); all before the first kernel.
 
-        A poisoned run fills fresh pages with NaN patterns where a normal one leaves or zeroes them, except in groups
-        whose kernels read before they write: those must be zero.
+        Copies come first: a page that a copy reads may be handed out afresh in the same step. A poisoned run fills
+        fresh pages with NaN patterns where a normal one leaves what was there; groups whose kernels read before they
+        write get zeros in both.
         """
+        for copy in copies:
+            size = self._groups[copy.group].page_bytes
+            self._bytes[copy.target : copy.target + size].copy_(self._bytes[copy.source : copy.source + size])
         for group, offsets in zip(self._groups, zero, strict=False):
             if group.zero_fresh or self._poison:
                 fill = 0 if group.zero_fresh else POISON_BYTE
                 for offset in offsets:
                     self._bytes[offset : offset + group.page_bytes].fill_(fill)
-        for copy in copies:
-            size = self._groups[copy.group].page_bytes
-            self._bytes[copy.target : copy.target + size].copy_(self._bytes[copy.source : copy.source + size])

@@ -96,7 +96,7 @@ class ModelRunner:
             self._requests[init.slot] = init.request
             self._sampler.init_slot(init)
         self._tables.apply(plan.table_writes)
-        self._pages.prepare(plan.zero, plan.copies)
+        self._pages.prepare(plan.copies, plan.zero)
         rows = plan.rows
         sampled_rows = [index for index, row in enumerate(rows) if row.samples]
         ends = np.cumsum([row.num_tokens for row in rows])
