@@ -226,3 +226,17 @@ def test_broken_checkpoints_are_named(tmp_path: Path, damage: Any, message: str)
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     with pytest.raises(PagerunnerError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
+
+
+def test_the_checkpoints_generation_config_gives_the_defaults(tmp_path: Path) -> None:
+    path = make_checkpoint(
+        tmp_path,
+        "qwen3",
+        generation_config={"do_sample": False, "top_p": 0.8, "max_new_tokens": 3, "eos_token_id": [0]},
+    )
+    llm = LLM(str(path), max_model_len=64)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, top_p=0.8, max_tokens=3)
+    assert LLM(str(path), max_model_len=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    (path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(CheckpointError, match="top_p.*7"):
+        LLM(str(path), max_model_len=64)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.generation_config import default_sampling_params
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.output_processor import OutputProcessor
-from pagerunner.errors import ConfigError
+from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
+from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.types import SamplingParams
@@ -37,7 +36,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
     Raises:
         ConfigError, CheckpointError: the directory's config or tokenizer is missing, broken or unsupported.
     """
-    model = read_model_config(args.model)
+    model = read_model_config(args.model, max_model_len)
     tokenizer = (
         None if args.skip_tokenizer_init else Tokenizer.from_path(args.tokenizer or args.model, args.chat_template)
     )
@@ -51,5 +50,17 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
             seed=args.seed,
         ),
         outputs=OutputProcessor(tokenizer),
-        default_sampling_params=default_sampling_params(Path(args.model), args.generation_config),
+        default_sampling_params=_default_params(model, args.generation_config),
     )
+
+
+def _default_params(model: ModelConfig, source: str) -> SamplingParams:
+    """What the checkpoint's generation_config.json recommends, over the defaults; `source="vllm"` ignores it."""
+    if source == "vllm":
+        return SamplingParams()
+    try:
+        return SamplingParams(**model.sampling_defaults)
+    except InvalidRequestError as error:
+        raise CheckpointError(
+            f"{model.path}/generation_config.json: {error} Mend it or pass generation_config=vllm."
+        ) from error

@@ -41,7 +41,8 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         ConfigError: an argument contradicts the model or another argument.
         CapacityError: the memory cannot hold one request of the wanted length.
     """
-    model = read_model_config(args.model)
+    asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
+    model = read_model_config(args.model, asked)
     device = resolve_device(args.device)
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, "float32")  # "auto" on a CPU: its kernels are fastest in float32
     kv_dtype: Dtype = dtype if args.kv_cache_dtype == "auto" else _DTYPE_NAMES[args.kv_cache_dtype]

@@ -108,6 +108,8 @@ def _read_common(fields: Fields, values: dict[str, Any], directory: Path, family
         for theirs, ours in _SAMPLING_DEFAULTS.items()
         if isinstance(generation.get(theirs), (int, float)) and not isinstance(generation[theirs], bool)
     }
+    if generation.get("do_sample") is False:
+        defaults.setdefault("temperature", 0.0)
     return {
         "path": str(directory),
         "family": family,
