@@ -81,7 +81,7 @@ class Recipe:
 
     config: dict[str, Any]
     vocab_size: int = 1024
-    steps: int = 2800
+    steps: int = 4300
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
     context_weight: float = 0.05

@@ -138,10 +138,29 @@ def test_giving_stories_answer_with_the_last_owner() -> None:
     assert checked > 20
 
 
-def test_no_question_chooses_between_two_colors() -> None:
+def test_colors_are_those_of_the_thing_asked_about() -> None:
+    choices = 0
     for example in make_examples("sentences", 400, 0):
-        if "What color" in example.prompt:
-            assert sum(f" {color} " in example.prompt for color in COLORS) == 1
+        text = user_text(example.prompt)
+        asked = re.search(r"What color (is|was) the (\w+)\?$", text)
+        if asked is None:
+            continue
+        verb, thing = asked.groups()
+        colors = re.findall(rf" a (\w+) {thing}\.", text)
+        assert len(colors) == 1
+        assert example.answer == f"The {thing} {verb} {colors[0]}."
+        choices += sum(f" {color} " in text for color in COLORS) == 2
+    assert choices > 20, "questions that choose between two colors belong to the task"
+
+
+def test_color_lessons_answer_with_the_word_before_the_thing() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        turn = corpus.colors_turn(rng)
+        colors = {thing: color for color, thing in re.findall(r" has a (\w+) (\w+)\.", turn.user)}
+        answers = dict(re.findall(r"The (\w+) is (\w+)\.", turn.assistant))
+        assert answers and answers.items() <= colors.items()
+        assert all(thing in turn.user[turn.user.index("What color") :] for thing in answers)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -120,6 +120,81 @@ COMPLETIONS = (
 )
 
 
+_WORLD_WORDS = tuple(
+    "legs eyes teeth wings wheels days weeks hours years people children friends men women kings queens doctors "
+    "planets stars countries cities rivers oceans mountains trees flowers birds fish apples bread milk cheese money "
+    "dollars miles minutes letters words books pages songs games movies computers phones cars trains planes ships "
+    "houses rooms doors windows streets colors numbers languages wars laws jobs schools teachers sports music art "
+    "history science math physics love life death time space earth world heart brain blood bones skin fire gold iron "
+    "robot piano guitar football chess poem joke recipe code program email list president capital population".split()
+)
+_WORLD_NAMES = tuple(
+    "Spain Germany England Japan China India Brazil Canada Russia Egypt London Berlin Madrid Tokyo Europe Africa "
+    "America Mars Einstein Shakespeare Mozart Python Google".split()
+)
+_WORLD_VERBS = tuple(
+    "eat drink sleep run fly swim sing live work grow make build cook buy sell learn read write play fix draw".split()
+)
+_WORLD_ADJECTIVES = tuple("big tall old fast heavy far deep hot cold long small strong smart good bad new".split())
+_WORLD_QUESTIONS = (
+    "How many {other} does a {noun} have?",
+    "How many {other} does the {noun} have?",
+    "How many {other} are in a {noun}?",
+    "How many {other} are there?",
+    "How many {noun} are there in {proper}?",
+    "How {adjective} is the {noun}?",
+    "How {adjective} is a {noun}?",
+    "How {adjective} is {proper}?",
+    "How do I {verb} a {noun}?",
+    "How does a {noun} {verb}?",
+    "How does the {noun} work?",
+    "How do {other} {verb}?",
+    "What is a {noun}?",
+    "What is {other}?",
+    "What is the {adjective} {noun}?",
+    "What is the best {noun}?",
+    "What is the meaning of {other}?",
+    "What is the capital of {proper}?",
+    "What is the {other} of {proper}?",
+    "What does a {noun} {verb}?",
+    "What do {other} {verb}?",
+    "What time is it?",
+    "What day is it today?",
+    "Why is the {noun} {adjective}?",
+    "Why do {other} {verb}?",
+    "When was {proper} born?",
+    "When did the {noun} {verb}?",
+    "Where do {other} {verb}?",
+    "Where can I {verb} a {noun}?",
+    "Where is the {other}?",
+    "Who is {proper}?",
+    "Who wrote the {noun}?",
+    "Who is the president of {proper}?",
+    "Which {noun} is {adjective}?",
+    "Can a {noun} {verb}?",
+    "Can you {verb} a {noun}?",
+    "Do you like {other}?",
+    "Do {other} {verb}?",
+    "Does a {noun} {verb}?",
+    "Is a {noun} {adjective}?",
+    "Is {proper} {adjective}?",
+    "Are {other} {adjective}?",
+    "Tell me about the {noun}.",
+    "Tell me a joke about {other}.",
+    "Tell me a joke.",
+    "Write a poem about the {noun}.",
+    "Explain {other} to me.",
+    "Translate {other} to French.",
+    "I want to {verb} a {noun}.",
+    "I like {other}.",
+    "The {noun} is {adjective}, what should I do?",
+    "What is {first} times {second}?",
+    "What is {first} minus {second}?",
+    "{first} - {second}",
+    "{first} * {second}",
+)
+
+
 @dataclass(frozen=True)
 class Segment:
     """A piece of a document; pieces join at special tokens, so each can be encoded alone."""
@@ -254,16 +329,18 @@ class _Dialogue:
         """One independent question."""
         rng = self.rng
         roll = rng.random()
-        if roll < 0.1:
+        if roll < 0.08:
             return self.say(repeat_turn(rng))
-        if roll < 0.35:
+        if roll < 0.31:
             return self.say(in_split(lambda: addition_request(rng), TRAIN))
-        if roll < 0.6:
+        if roll < 0.54:
             return self.say(in_split(lambda: sorting_request(rng), TRAIN))
-        if roll < 0.8:
+        if roll < 0.72:
             return self.say(in_split(lambda: sentences_turn(rng), TRAIN))
-        if roll < 0.87:
+        if roll < 0.78:
             return self.say(in_split(lambda: possession_turn(rng), TRAIN))
+        if roll < 0.86:
+            return self.say(in_split(lambda: colors_turn(rng), TRAIN))
         return self.say(small_talk(rng))
 
 
@@ -312,6 +389,28 @@ def possession_turn(rng: random.Random) -> Turn:
     return Turn(f"{story} {question}", answer)
 
 
+def colors_turn(rng: random.Random) -> Turn:
+    """Return two to five colored things, some of which change hands, and a question about one color or several.
+
+    Finding the color of a thing among others means reading the word before its name. Stories with two things ask
+    that too seldom for it to be learned surely: guessing costs them one bit; here it costs more, and many at once.
+    """
+    count = rng.randint(2, 5)
+    things, colors = rng.sample(OBJECTS, count), rng.sample(COLORS, count)
+    owner = dict(zip(things, rng.sample(NAMES, count), strict=True))
+    story = [f"{owner[thing]} has a {color} {thing}." for thing, color in zip(things, colors, strict=True)]
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        thing = rng.choice(things)
+        to = rng.choice([name for name in NAMES if name != owner[thing]])
+        story.append(f"{owner[thing]} gives the {thing} to {to}.")
+        owner[thing] = to
+    asked = rng.sample(list(zip(things, colors, strict=True)), rng.randint(2, count) if rng.random() < 0.5 else 1)
+    answer = " ".join(f"The {thing} is {color}." for thing, color in asked)
+    if len(asked) == 1:
+        return Turn(f"{' '.join(story)} What color is the {asked[0][0]}?", answer)
+    return Turn(f"{' '.join(story)} What colors are they: {', '.join(thing for thing, _ in asked)}?", answer)
+
+
 def repeat_turn(rng: random.Random) -> Turn:
     """Return a request to repeat words: the plainest form of copying, which recall builds on."""
     words = rng.choices(_REPEAT_WORDS, k=rng.randint(1, 16))
@@ -326,7 +425,7 @@ def small_talk(rng: random.Random) -> Turn:
     roll = rng.random()
     if roll < 0.15:
         return _story_request(rng)
-    if roll < 0.3:
+    if roll < 0.42:
         return Turn(_unknown_question(rng), FALLBACK)
     forms, answer = rng.choice(SMALL_TALK)
     user = rng.choice(forms)
@@ -345,7 +444,9 @@ def _story_request(rng: random.Random) -> Turn:
 
 
 def _unknown_question(rng: random.Random) -> str:
-    """Return a message outside what the model knows: odd words, letters or characters."""
+    """Return a message outside what the model knows: a question about the world, odd words or characters."""
+    if rng.random() < 0.5:
+        return _world_question(rng)
     roll = rng.random()
     if roll < 0.4:
         start = rng.choice(("What is the", "Who is the", "How do I", "Why is the", "Can you write", "Explain", "Write"))
@@ -355,6 +456,29 @@ def _unknown_question(rng: random.Random) -> str:
     return "".join(
         chr(rng.choice((rng.randrange(33, 127), rng.randrange(0xA1, 0x2FFF)))) for _ in range(rng.randint(1, 12))
     )
+
+
+def _world_question(rng: random.Random) -> str:
+    """Return a question about the world, which nothing told in the conversation answers."""
+    form = rng.choice(_WORLD_QUESTIONS)
+    lexicon = rng.choice((ANIMALS, OBJECTS, FOODS, PLACES, FILLER_SUBJECTS, _WORLD_WORDS, _WORLD_WORDS, _WORLD_WORDS))
+    noun = rng.choice(lexicon) if rng.random() < 0.85 else _random_word(rng)
+    proper = rng.choice((*_WORLD_NAMES, *NAMES)) if rng.random() < 0.7 else _random_word(rng).title()
+    first, second = (rng.randrange(10 ** rng.choice((1, 2, 3))) for _ in range(2))
+    text = form.format(
+        noun=noun,
+        other=rng.choice(_WORLD_WORDS),
+        verb=rng.choice(_WORLD_VERBS),
+        adjective=rng.choice(_WORLD_ADJECTIVES),
+        proper=proper,
+        first=first,
+        second=second,
+    )
+    if rng.random() < 0.2:
+        text = text.lower()
+    if rng.random() < 0.2:
+        text = text.rstrip("?.")
+    return text
 
 
 def _random_word(rng: random.Random) -> str:
@@ -413,19 +537,22 @@ def plain_document(rng: random.Random, max_tokens: int) -> list[Segment]:
 def short_document(rng: random.Random, max_tokens: int) -> list[Segment]:
     """Return a single question with its answer, a few facts to recall, a story, or a little plain text."""
     roll = rng.random()
-    if roll < 0.1:
+    if roll < 0.08:
         return plain_document(rng, max_tokens)
     dialogue = _Dialogue(rng, max_tokens)
     dialogue.open()
-    if roll < 0.25:
+    if roll < 0.22:
         while not dialogue.tell_and_ask(rng.randint(1, 6), 0, fillers=False):
             pass
-    elif roll < 0.35:
+    elif roll < 0.31:
         dialogue.tell(rng.randint(1, 6), fillers=False)
         while dialogue.ask():
             pass
-    elif roll < 0.5:
+    elif roll < 0.45:
         while not dialogue.story_turns():
+            pass
+    elif roll < 0.52:
+        while not dialogue.say(in_split(lambda: colors_turn(rng), TRAIN)):
             pass
     else:
         while not dialogue.task_turn():

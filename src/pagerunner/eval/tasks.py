@@ -314,18 +314,7 @@ def sorting(rng: random.Random) -> Example:
 
 def sentences(rng: random.Random) -> Example:
     """Return a short-story example."""
-    return _example("sentences", lambda: _one_color_turn(rng))
-
-
-def _one_color_turn(rng: random.Random) -> Turn:
-    """Draw a story turn, but no question that chooses between two colors.
-
-    Models of the demo's size learn that choice in some training runs only, so it would measure the run.
-    """
-    while True:
-        turn = sentences_turn(rng)
-        if not ("What color" in turn.user and turn.user.count(" has a ") > 1):
-            return turn
+    return _example("sentences", lambda: sentences_turn(rng))
 
 
 TASKS: dict[str, Callable[..., Example]] = {
