@@ -92,3 +92,10 @@ def test_included_in_the_output() -> None:
 def test_a_beginning_that_comes_to_nothing_is_shown() -> None:
     assert run(["STOP"], ["a S", "TO", "NE"]) == ("a STONE", None)
     assert run(["STOP"], ["a ST"]) == ("a ST", None)
+
+
+def test_a_string_that_may_not_stop_yet_is_not_held_back() -> None:
+    finder = StopFinder(("ab", "abcd"), False)
+    assert finder.feed("xab", armed=False) == ("x", None)  # may become abcd
+    assert finder.feed("cd", armed=False) == ("abcd", None)
+    assert StopFinder(("ab",), False).feed("xab", armed=False) == ("xab", None)

@@ -110,6 +110,15 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert found[2] is not None and found[2].rank == 1
 
 
+def test_logprobs_stay_raw_when_every_row_reports_them() -> None:
+    sampler = one_sampler(V, SamplingParams(temperature=0, logprobs=1, logit_bias={7: 90.0}))
+    batch = logits(1)
+    tokens, [entry] = sampler.sample(batch.clone(), [0], [3]).read()
+    assert tokens == [7] and entry is not None
+    assert entry.logprob == pytest.approx(torch.log_softmax(batch, -1)[0, 7].item(), abs=1e-5)
+    assert entry.top_ids == [int(batch.argmax())]
+
+
 def test_a_greedy_token_that_ties_is_shown_first() -> None:
     sampler = one_sampler(300, SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0, logprobs=5))
     tied = torch.full((2, 300), -1.0)
