@@ -15,6 +15,7 @@ Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +23,7 @@ from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
 MIN_SHARED_SAVING = 512  # slots that sharing a prefix must spare, to be worth two more calls
-Tokens = slice | torch.Tensor
+Tokens: TypeAlias = slice | torch.Tensor
 
 
 @dataclass(slots=True)
@@ -145,7 +146,7 @@ def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor
     for members, shared in clusters:
         one = _Row(members[0], 0, 0, shared, 0)
         slots = _row_slots(one, 0, shared, table_RP, page_tokens)
-        parts.append(SharedPart(_token_index([rows[i] for i in members]), slots, more=False))
+        parts.append(SharedPart(_token_index([rows[i] for i in members], table_RP.device), slots, more=False))
     return tuple(parts)
 
 
@@ -211,19 +212,20 @@ def _buckets(rows: list[_Row]) -> list[list[_Row]]:
     return [sorted(bucket, key=lambda r: r.index) for bucket in buckets]
 
 
-def _token_index(rows: list[_Row]) -> Tokens:
+def _token_index(rows: list[_Row], device: torch.device) -> Tokens:
     """The rows' tokens in order, as a slice where they are adjacent."""
     first, count = rows[0].first_token, sum(row.queries for row in rows)
     if rows[-1].first_token + rows[-1].queries == first + count:
         return slice(first, first + count)
-    return torch.cat([torch.arange(r.first_token, r.first_token + r.queries) for r in rows])
+    tokens = [token for row in rows for token in range(row.first_token, row.first_token + row.queries)]
+    return torch.tensor(tokens, device=device)
 
 
 def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> PaddedPart:
     device = table_RP.device
     if len(rows) == 1 and rows[0].queries == 1:
         row = rows[0]
-        slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows)
+        slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows, device)
         return PaddedPart(token, token, None, 1, 1, slots, None, row.base > 0)
     queries = max(row.queries for row in rows)
     sizes = [row.length - row.base for row in rows]
@@ -236,7 +238,7 @@ def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> 
     entries_BL = table_RP[index_B1, read_BL // page_tokens]
     slots = Slots(entries_BL.flatten(), (read_BL % page_tokens).flatten())
     more = rows[0].base > 0
-    targets = _token_index(rows)
+    targets = _token_index(rows, device)
     if queries == 1:
         allowed = None if min(sizes) == max(sizes) else (positions_BL < length_B1).unsqueeze(1)
         return PaddedPart(targets, targets, None, len(rows), 1, slots, allowed, more)
