@@ -201,3 +201,22 @@ def test_says_what_it_does_not_serve() -> None:
     assert backend.unsupported(FullKV(2, 16, "float32"), "cpu", torch.float32) is None
     reason = backend.unsupported(FullKV(2, 16, "float32", head_dim_v=8), "cpu", torch.float32)
     assert reason is not None and "value heads" in reason
+
+
+def test_one_call_gathers_a_bounded_number_of_slots() -> None:
+    table = torch.arange(64 * 64).view(64, 64)
+    parts = make_plan([1] * 64, [1024] * 64, table, 16)
+    sizes = [part.slots.entries_N.numel() for part in parts if isinstance(part, PaddedPart)]
+    assert sum(sizes) == 64 * 1024 and max(sizes) <= 32768
+
+
+@torch.inference_mode()
+def test_scratch_from_inference_mode_serves_outside_it() -> None:
+    rows = (plain(40, 1), plain(70, 1))
+    run(Case(rows, 16, 2, 2, 16))
+    backend = TorchBackend()
+    like = torch.zeros(1)
+    first = backend._scratch.take(0, 10, 4, like)
+    assert not first.is_inference()
+    assert backend._scratch.take(0, 5, 4, like).data_ptr() == first.data_ptr()
+    assert backend._scratch.take(1, 5, 4, like).data_ptr() != first.data_ptr()

@@ -15,14 +15,16 @@ Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
+MAX_PADDED_SLOTS = 32768  # bounds the memory that one call gathers into
 MIN_SHARED_SAVING = 512  # slots that sharing a prefix must spare, to be worth two more calls
-Tokens = slice | torch.Tensor
+Tokens: TypeAlias = slice | torch.Tensor
 
 
 @dataclass(slots=True)
@@ -32,7 +34,6 @@ class Slots:
     entries_N: torch.Tensor
     offsets_N: torch.Tensor
     _rows: dict[SlotLayout, torch.Tensor] = field(default_factory=dict)
-    _space: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def rows(self, layout: SlotLayout) -> torch.Tensor:
         """Row numbers for `gather_slots`."""
@@ -40,15 +41,6 @@ class Slots:
         if rows is None:
             rows = self._rows[layout] = slot_rows(self.entries_N, self.offsets_N, layout)
         return rows
-
-    def space(self, which: int, layout: SlotLayout, pages: torch.Tensor) -> torch.Tensor:
-        """Memory to gather into, the same for every layer of the step; `which` tells keys (0) from values (1)."""
-        key = (which, layout.unit, pages.dtype)
-        space = self._space.get(key)
-        if space is None:
-            count = self.entries_N.numel() * layout.rows_per_token
-            space = self._space[key] = torch.empty((count, layout.unit), dtype=pages.dtype, device=pages.device)
-        return space
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +108,10 @@ class _Row:
     def length(self) -> int:
         return self.start + self.queries
 
+    @property
+    def keys(self) -> int:
+        return self.length - self.base
+
 
 def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> tuple[Part, ...]:
     """Divide the step. Rows are in table order and their tokens are adjacent.
@@ -145,7 +141,7 @@ def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor
     for members, shared in clusters:
         one = _Row(members[0], 0, 0, shared, 0)
         slots = _row_slots(one, 0, shared, table_RP, page_tokens)
-        parts.append(SharedPart(_token_index([rows[i] for i in members]), slots, more=False))
+        parts.append(SharedPart(_token_index([rows[i] for i in members], table_RP.device), slots, more=False))
     return tuple(parts)
 
 
@@ -196,37 +192,37 @@ def _new_parts(rows: list[_Row]) -> list[NewPart]:
 def _buckets(rows: list[_Row]) -> list[list[_Row]]:
     """Groups of short rows of about one length, so that padding costs less than another call would."""
     buckets: list[list[_Row]] = []
-    for wide in (False, True):
-        current: list[_Row] = []
-        for row in sorted((r for r in rows if (r.queries > 1) == wide), key=lambda r: r.base - r.length):
-            longest = current[0].length - current[0].base if current else 0
-            if current and (
-                longest - (row.length - row.base) > 32 + longest // 4 or (row.base > 0) != (current[0].base > 0)
-            ):
-                buckets.append(current)
-                current = []
-            current.append(row)
-        if current:
-            buckets.append(current)
+    for row in sorted(rows, key=lambda r: (r.queries > 1, r.base > 0, -r.keys)):
+        first = buckets[-1][0] if buckets else None
+        if (
+            first is not None
+            and (first.queries > 1, first.base > 0) == (row.queries > 1, row.base > 0)
+            and first.keys - row.keys <= 32 + first.keys // 4
+            and first.keys * (len(buckets[-1]) + 1) <= MAX_PADDED_SLOTS
+        ):
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
     return [sorted(bucket, key=lambda r: r.index) for bucket in buckets]
 
 
-def _token_index(rows: list[_Row]) -> Tokens:
+def _token_index(rows: list[_Row], device: torch.device) -> Tokens:
     """The rows' tokens in order, as a slice where they are adjacent."""
     first, count = rows[0].first_token, sum(row.queries for row in rows)
     if rows[-1].first_token + rows[-1].queries == first + count:
         return slice(first, first + count)
-    return torch.cat([torch.arange(r.first_token, r.first_token + r.queries) for r in rows])
+    tokens = [token for row in rows for token in range(row.first_token, row.first_token + row.queries)]
+    return torch.tensor(tokens, device=device)
 
 
 def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> PaddedPart:
     device = table_RP.device
     if len(rows) == 1 and rows[0].queries == 1:
         row = rows[0]
-        slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows)
+        slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows, device)
         return PaddedPart(token, token, None, 1, 1, slots, None, row.base > 0)
     queries = max(row.queries for row in rows)
-    sizes = [row.length - row.base for row in rows]
+    sizes = [row.keys for row in rows]
     columns = torch.tensor(
         [[r.base, r.length, r.start, r.queries, r.index, r.first_token] for r in rows], device=device
     )
@@ -236,7 +232,7 @@ def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> 
     entries_BL = table_RP[index_B1, read_BL // page_tokens]
     slots = Slots(entries_BL.flatten(), (read_BL % page_tokens).flatten())
     more = rows[0].base > 0
-    targets = _token_index(rows)
+    targets = _token_index(rows, device)
     if queries == 1:
         allowed = None if min(sizes) == max(sizes) else (positions_BL < length_B1).unsqueeze(1)
         return PaddedPart(targets, targets, None, len(rows), 1, slots, allowed, more)

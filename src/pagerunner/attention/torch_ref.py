@@ -35,10 +35,32 @@ class TorchMetadata:
         return rows
 
 
+class Scratch:
+    """Memory that one call gathers keys (0) and values (1) into, reused by every layer and step.
+
+    Fresh memory of this size comes from the system page by page, which costs as much as the gather itself.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, which: int, rows: int, unit: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory of [rows, unit] elements on the device of `like`, and in its dtype."""
+        key = (which, like.dtype, like.device)
+        held = self._held.get(key)
+        if held is None or held.numel() < rows * unit:
+            with torch.inference_mode(False):
+                held = self._held[key] = torch.empty(rows * unit, dtype=like.dtype, device=like.device)
+        return held[: rows * unit].view(rows, unit)
+
+
 class TorchBackend:
-    """See the module."""
+    """See the module. One instance serves one engine: its calls must not overlap."""
 
     name = "torch_ref"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves full attention with equal key and value heads on any device and in any floating dtype."""
@@ -75,23 +97,29 @@ class TorchBackend:
             layout = slot_layout(pages)
             write_slots(pages, metadata.write_rows(group, layout), values, layout)
         if len(metadata.parts) == 1:
-            return _run(metadata.parts[0], q_THD, k_TKD, v_TKD, layer, scale)[0]
+            return _run(metadata.parts[0], q_THD, k_TKD, v_TKD, layer, scale, self._scratch)[0]
         out_THD = q_THD.new_empty(q_THD.shape)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         for part in metadata.parts:
-            out, lse = _run(part, q_THD, k_TKD, v_TKD, layer, scale)
+            out, lse = _run(part, q_THD, k_TKD, v_TKD, layer, scale, self._scratch)
             _store(part, out, lse, out_THD, lse_TH)
         return out_THD
 
 
 def _run(
-    part: Part, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: LayerKV, scale: float
+    part: Part,
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    layer: LayerKV,
+    scale: float,
+    scratch: Scratch,
 ) -> Result:
     """The part's own attention, [its tokens, H, D], and its log-sum-exp, [its tokens, H]."""
     if isinstance(part, PaddedPart):
-        return _run_padded(part, q_THD, layer, scale)
+        return _run_padded(part, q_THD, layer, scale, scratch)
     if isinstance(part, SharedPart):
-        return _run_shared(part, q_THD, layer, scale)
+        return _run_shared(part, q_THD, layer, scale, scratch)
     return _run_new(part, q_THD, k_TKD, v_TKD, scale)
 
 
@@ -119,17 +147,22 @@ def _store(part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tens
         _put(lse_TH, targets, lse)
 
 
-def _gather(slots: Slots, pages: torch.Tensor, which: int, dtype: torch.dtype) -> torch.Tensor:
+def _gather(slots: Slots, pages: torch.Tensor, which: int, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
     layout = slot_layout(pages)
-    return gather_slots(pages, slots.rows(layout), layout, dtype, slots.space(which, layout, pages))
+    rows = slots.rows(layout)
+    return gather_slots(pages, rows, layout, dtype, scratch.take(which, rows.numel(), layout.unit, pages))
 
 
-def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float) -> Result:
+def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float, scratch: Scratch) -> Result:
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = layer.k.shape[2]
     group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
-    k_BKLD = _gather(part.slots, layer.k, 0, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-    v_BKLD = _gather(part.slots, layer.v, 1, q_THD.dtype).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+    k_BKLD = (
+        _gather(part.slots, layer.k, 0, q_THD.dtype, scratch).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+    )
+    v_BKLD = (
+        _gather(part.slots, layer.v, 1, q_THD.dtype, scratch).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+    )
     q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
     q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
     out, lse = attend(q_BKgD, k_BKLD, v_BKLD, scale, mask=part.mask(group, q_THD.dtype))
@@ -139,14 +172,14 @@ def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: fl
     return (out, lse) if part.kept is None else (out.index_select(0, part.kept), lse.index_select(0, part.kept))
 
 
-def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float) -> Result:
+def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float, scratch: Scratch) -> Result:
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = layer.k.shape[2]
     group = num_heads // num_kv_heads
     # One row whose queries are all the tokens; key/value heads stand in the batch dimension, so that the query heads
     # of a group share them without a copy.
-    k_K1LD = _gather(part.slots, layer.k, 0, q_THD.dtype).transpose(0, 1).unsqueeze(1)
-    v_K1LD = _gather(part.slots, layer.v, 1, q_THD.dtype).transpose(0, 1).unsqueeze(1)
+    k_K1LD = _gather(part.slots, layer.k, 0, q_THD.dtype, scratch).transpose(0, 1).unsqueeze(1)
+    v_K1LD = _gather(part.slots, layer.v, 1, q_THD.dtype, scratch).transpose(0, 1).unsqueeze(1)
     q_KGTD = _take(q_THD, part.tokens).view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     size = (num_kv_heads, group, -1, head_dim)
     out, lse = attend(q_KGTD, k_K1LD.expand(size), v_K1LD.expand(size), scale)
