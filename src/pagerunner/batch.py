@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from pagerunner.types import StateSave
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -26,15 +28,36 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentKV:
+    """One layer's pages of a latent group: [num_entries, storage slots of a page, latent + rope elements]."""
+
+    group: int
+    latent: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentKV:
+    """One layer's recurrent state, by page table entry: one tensor [num_entries, *shape] for each declared shape."""
+
+    group: int
+    states: tuple[torch.Tensor, ...]
+
+
+LayerMemory = LayerKV | LatentKV | RecurrentKV
+
+
+@dataclass(frozen=True, slots=True)
 class GroupBatch:
     """What the rows of one step need of one memory group.
 
-    `page_table`: [R, P] int64 entries, padded with 0 beyond a row's pages (never read).
+    `page_table`: [R, P] int64 entries, padded with 0 beyond a row's pages (never read). Column 0 is the row's page
+    number `first_page[r]`: 0 in groups that keep everything, the first page still held in window groups.
     `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`.
     `metadata`: what the group's attention backend planned for this batch; only that backend reads it.
     """
 
     page_table: torch.Tensor
+    first_page: torch.Tensor  # [R] int64
     write_entry: torch.Tensor
     write_offset: torch.Tensor
     page_tokens: int
@@ -57,4 +80,5 @@ class ForwardBatch:
     query_lens: list[int]
     seq_lens: list[int]
     groups: tuple[GroupBatch, ...]
-    kv: tuple[LayerKV, ...]  # by layer index
+    kv: tuple[LayerMemory, ...]  # by layer index
+    state_saves: tuple[StateSave, ...] = ()

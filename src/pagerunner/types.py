@@ -293,6 +293,18 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class StateSave(NamedTuple):
+    """Within the forward pass, copy row `row`'s recurrent state after the token at `position - 1` to a page of `group`.
+
+    `target` is the page's byte offset. `position` lies in (row.start, row.start + row.num_tokens].
+    """
+
+    row: int
+    position: int
+    group: int
+    target: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
 
@@ -307,6 +319,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     table_writes: list[TableWrite] = []
     zero: list[list[int]] = []
     copies: list[PageCopy] = []
+    state_saves: list[StateSave] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,15 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     q = qkv[:, :q_heads]
     backend = TorchBackend()
     metadata = backend.plan(query_lens, seq_lens, table, size, start)
-    group = GroupBatch(table, torch.tensor(entries), torch.tensor(offsets), size, backend, metadata)
+    group = GroupBatch(
+        table,
+        torch.zeros(len(table), dtype=torch.int64),
+        torch.tensor(entries),
+        torch.tensor(offsets),
+        size,
+        backend,
+        metadata,
+    )
     layer = LayerKV(0, kv[0], kv[1])
     nothing = torch.zeros(tokens, dtype=torch.int64)
     batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,))

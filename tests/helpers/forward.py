@@ -84,7 +84,15 @@ class Harness:
         position_T = torch.tensor(positions)
         start = torch.tensor([0, *query_lens]).cumsum(0)
         metadata = self.backend.plan(query_lens, seq_lens, table, size, start)
-        group = GroupBatch(table, torch.tensor(entries), position_T % size, size, self.backend, metadata)
+        group = GroupBatch(
+            table,
+            torch.zeros(len(table), dtype=torch.int64),
+            torch.tensor(entries),
+            position_T % size,
+            size,
+            self.backend,
+            metadata,
+        )
         return ForwardBatch(
             torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), self.kv
         )

@@ -103,6 +103,7 @@ class BatchBuilder:
         )
         return GroupBatch(
             page_table=page_table,
+            first_page=torch.zeros(len(arrays.slots), dtype=torch.int64),
             write_entry=torch.from_numpy(entries),
             write_offset=torch.from_numpy(arrays.positions % page_tokens),
             page_tokens=page_tokens,
