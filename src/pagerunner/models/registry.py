@@ -10,6 +10,7 @@ from pagerunner.models.base import ModelConfig
 from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from pagerunner.models.fields import Fields
 from pagerunner.models.moe_config import read_qwen3_moe
+from pagerunner.models.window_config import read_gemma3_text, read_gpt_oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +31,6 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(read_qwen2, "pagerunner.models.llama", "LlamaForCausalLM"),
     "qwen3": Family(read_qwen3, "pagerunner.models.qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM"),
+    "gpt_oss": Family(read_gpt_oss, "pagerunner.models.gpt_oss", "GptOssForCausalLM"),
 }
