@@ -118,7 +118,8 @@ class _Row:
 def scratch_bytes(specs: Sequence[Spec], page_tokens: int, max_model_len: int) -> int:
     """The most memory that gathering one layer's keys and values takes, whatever the step."""
     slots = max(MAX_PADDED_SLOTS, max_model_len)
-    return slots * max(spec.page_bytes(page_tokens) for spec in specs) // page_tokens
+    sizes = [spec.page_bytes(page_tokens) for spec in specs if spec.kind != "recurrent"]
+    return slots * max(sizes, default=0) // page_tokens
 
 
 def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> tuple[Part, ...]:
