@@ -10,7 +10,17 @@ import msgspec
 from pagerunner.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "auto"
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
 
 
 class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +64,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("auto", "half", "float16", "bfloat16", "float", "float32"))
         one_of("device", self.device, ("auto", "cpu", "cuda"))
-        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "bfloat16", "float32"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPE_NAMES))
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         one_of("generation_config", self.generation_config, ("auto", "vllm"))
@@ -94,7 +104,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     dtype: Dtype
     device: Literal["cpu", "cuda"]
     max_model_len: int
-    kv_cache_dtype: Dtype
+    kv_cache_dtype: KVDtype
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -68,6 +68,8 @@ class TorchBackend:
             return f"it serves full attention only, not {spec.kind}"
         if getattr(spec, "head_dim_v", None) not in (None, getattr(spec, "head_dim", None)):
             return "it needs value heads of the same size as key heads"
+        if (kept := getattr(spec, "dtype", None)) != (own := str(dtype).removeprefix("torch.")):
+            return f"it needs kv_cache_dtype to equal the model's dtype: {kept} is not {own}"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
 
     def plan(

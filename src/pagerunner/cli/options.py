@@ -23,7 +23,7 @@ ENGINE_HELP: dict[str, str] = {
     "gpu_memory_utilization": "share of the device's memory to use, if no size is given",
     "kv_cache_memory_bytes": "memory for pages, for example 10GiB or 512MiB",
     "num_gpu_blocks_override": "number of pages of the largest group; beats every other memory flag",
-    "kv_cache_dtype": "what keys and values are stored in: auto (the model's), float32, bfloat16, float16",
+    "kv_cache_dtype": "what keys and values are stored in: auto (the model's), float32, bfloat16, float16, fp8 (fp8_e4m3), fp8_e5m2",
     "block_size": "tokens in a page",
     "max_num_seqs": "most requests that run at the same time",
     "max_num_batched_tokens": "most tokens of one step",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pagerunner.config import Dtype, EngineArgs, EngineConfig
+from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import available_memory, resolve_device
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
@@ -45,14 +45,12 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     model = read_model_config(args.model, asked)
     device = resolve_device(args.device)
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, "float32")  # "auto" on a CPU: its kernels are fastest in float32
-    kv_dtype: Dtype = dtype if args.kv_cache_dtype == "auto" else _DTYPE_NAMES[args.kv_cache_dtype]
-    if kv_dtype != dtype:
-        raise ConfigError(f"kv_cache_dtype={kv_dtype} must equal the model's dtype, which is {dtype}.")
+    kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     batched_tokens = _batched_tokens(args, longest)
-    plan = _plan(args, model, kv_dtype, wanted_length, max_num_seqs, batched_tokens, memory_bytes)
+    plan = _plan(args, model, dtype, kv_dtype, wanted_length, max_num_seqs, batched_tokens, memory_bytes)
     config = EngineConfig(
         model_path=str(args.model),
         tokenizer_path=str(args.tokenizer or args.model),
@@ -109,14 +107,15 @@ def _batched_tokens(args: EngineArgs, max_model_len: int) -> int:
 def _plan(
     args: EngineArgs,
     model: ModelConfig,
-    kv_dtype: Dtype,
+    dtype: Dtype,
+    kv_dtype: KVDtype,
     wanted_length: int | str,
     max_num_seqs: int,
     batched_tokens: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
-    weights = weights_bytes(build_model(model, kv_dtype))
+    weights = weights_bytes(build_model(model, dtype))
     in_flight = args.max_in_flight or 1
 
     def plan(budget: int | None) -> MemoryPlan:

@@ -1,21 +1,26 @@
 """What one layer keeps between steps. A spec knows its bytes and its lifetime, and nothing about configuration.
 
-A new kind of memory is a new spec here plus a rule in `rules.py`; the planner, the pool, the prefix index, the manager
-and the scheduler only use the members of `Spec`.
+A model lists one spec per piece of memory, in layer order; a layer that keeps two kinds of state lists two. A new kind of
+memory is a new spec here plus a rule in `rules.py`; the planner, the pool, the prefix index, the manager and the scheduler
+only use the members of `Spec`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
-from pagerunner.config import DTYPE_BYTES
+from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.errors import ConfigError
+
+SCALE_BYTES = 4  # one float32
+_STATE_ALIGNMENT = 16
 
 
 class Spec(Protocol):
-    """One layer's memory."""
+    """One piece of a layer's memory."""
 
     @property
     def kind(self) -> str:
@@ -29,6 +34,10 @@ class Spec(Protocol):
     def zero_fresh(self) -> bool:
         """Whether a kernel may read a fresh page before it writes it, so that the page must be zeroed."""
 
+    @property
+    def token_multiple(self) -> int:
+        """A page's tokens must be a multiple of this."""
+
     def page_bytes(self, page_tokens: int) -> int:
         """Bytes of this layer's share of a page of `page_tokens` tokens."""
 
@@ -38,7 +47,9 @@ class FullKV:
     """Keys and values of every token of a request, kept until the request ends.
 
     `head_dim_v` is the size of a value head where it differs from a key head's (None: equal). Kernels mask: they never
-    read a token slot that has not been written.
+    read a token slot that has not been written. In an fp8 page the tokens are followed by two float32 numbers at
+    `scales_offset`: the page's key scale and value scale; with `static_scales` both come from the checkpoint instead, and
+    the page holds none.
 
     Raises:
         ConfigError: a size is not positive, or the dtype is unknown.
@@ -48,14 +59,11 @@ class FullKV:
     head_dim: int
     dtype: str
     head_dim_v: int | None = None
+    static_scales: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("num_kv_heads", "head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"kv dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}.")
+        _check_sizes(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.value_dim)
+        _check_dtype("kv dtype", self.dtype)
 
     @property
     def kind(self) -> str:
@@ -68,9 +76,19 @@ class FullKV:
         return ("full",)
 
     @property
+    def quantised(self) -> bool:
+        """Whether elements are fp8 numbers that mean nothing without a scale."""
+        return _is_fp8(self.dtype)
+
+    @property
     def zero_fresh(self) -> bool:
-        """False: kernels mask what has not been written."""
-        return False
+        """Whether the page has scales: they are read before the first write, to see whether they must grow."""
+        return self.has_page_scales
+
+    @property
+    def token_multiple(self) -> int:
+        """Any number of tokens makes a page."""
+        return 1
 
     @property
     def value_dim(self) -> int:
@@ -78,10 +96,272 @@ class FullKV:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def has_page_scales(self) -> bool:
+        """Whether a page ends with its key scale and value scale."""
+        return self.quantised and not self.static_scales
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim) * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * KV_DTYPE_BYTES[self.dtype]
+
+    def value_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to its values."""
+        return page_tokens * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
+
+    def scales_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to its two scales (key, value)."""
+        return _round_up(page_tokens * self.bytes_per_token, SCALE_BYTES)
 
     def page_bytes(self, page_tokens: int) -> int:
-        """Keys of all the page's tokens, then values."""
+        """Keys of all the page's tokens, then values, then the scales if there are any."""
+        if self.has_page_scales:
+            return self.scales_offset(page_tokens) + 2 * SCALE_BYTES
         return page_tokens * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKV(FullKV):
+    """Keys and values of the last `window` tokens: key j is visible to query i when i - window < j <= i.
+
+    Raises:
+        ConfigError: as FullKV, or the window is not positive.
+    """
+
+    window: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        FullKV.__post_init__(self)
+        _check_sizes(window=self.window)
+
+    @property
+    def kind(self) -> str:
+        """The rule `window`."""
+        return "window"
+
+    @property
+    def lifetime(self) -> Hashable:
+        """All layers of one window share a group."""
+        return ("window", self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedKV(FullKV):
+    """Keys and values of the current chunk: key j is visible to query i when i // chunk * chunk <= j <= i.
+
+    Raises:
+        ConfigError: as FullKV, or the chunk is not positive.
+    """
+
+    chunk: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        FullKV.__post_init__(self)
+        _check_sizes(chunk=self.chunk)
+
+    @property
+    def kind(self) -> str:
+        """The rule `chunked`."""
+        return "chunked"
+
+    @property
+    def lifetime(self) -> Hashable:
+        """All layers of one chunk size share a group."""
+        return ("chunked", self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKV:
+    """One vector per slot that serves as key and value of every head (MLA): `latent_dim` elements, then `rope_dim` rotary ones.
+
+    A slot stands for `compression` tokens. `window` limits what is kept to the last tokens (None: all). `rope_dtype` is
+    the rotary part's dtype (None: `dtype`). `indexer_dim` elements per slot select what is attended to (0: none); they
+    follow all the page's vectors, at `indexer_offset`. Scales of fp8 elements are `scale_bytes` per slot, right after its
+    vector (and `indexer_scale_bytes` after its indexer key); with 0 of them the page ends with two float32 numbers, at
+    `scales_offset`: the scale of the vectors and that of the indexer keys.
+
+    Raises:
+        ConfigError: a size or the compression ratio is not positive, a dtype is unknown, or a window is compressed.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+    compression: int = 1
+    indexer_dim: int = 0
+    window: int | None = None
+    rope_dtype: str | None = None
+    indexer_dtype: str | None = None
+    scale_bytes: int = 0
+    indexer_scale_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(latent_dim=self.latent_dim, compression=self.compression)
+        _check_sizes(0, rope_dim=self.rope_dim, indexer_dim=self.indexer_dim)
+        _check_sizes(0, scale_bytes=self.scale_bytes, indexer_scale_bytes=self.indexer_scale_bytes)
+        for name in ("dtype", "rope_dtype", "indexer_dtype"):
+            _check_dtype(f"latent {name}", getattr(self, name) or self.dtype)
+        if self.window is not None:
+            _check_sizes(window=self.window)
+            if self.compression != 1:
+                raise ConfigError(
+                    f"A latent layer with window={self.window} must have compression=1, got {self.compression}."
+                )
+
+    @property
+    def kind(self) -> str:
+        """The rule `latent`, or `window` for a layer that keeps only its last tokens."""
+        return "latent" if self.window is None else "window"
+
+    @property
+    def lifetime(self) -> Hashable:
+        """All latent layers of one compression ratio share a group; windows share theirs with other kinds of layers."""
+        return ("latent", self.compression) if self.window is None else ("window", self.window)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether vectors are fp8 numbers that mean nothing without a scale."""
+        return _is_fp8(self.dtype)
+
+    @property
+    def has_page_scales(self) -> bool:
+        """Whether a page ends with the scale of its vectors and that of its indexer keys."""
+        return self.quantised and not self.scale_bytes
+
+    @property
+    def zero_fresh(self) -> bool:
+        """Whether the page has scales (read before the first write) or slots that several tokens build up."""
+        return self.has_page_scales or self.compression > 1
+
+    @property
+    def token_multiple(self) -> int:
+        """A page holds whole slots."""
+        return self.compression
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's vector with its scales."""
+        rope = self.rope_dim * KV_DTYPE_BYTES[self.rope_dtype or self.dtype]
+        return self.latent_dim * KV_DTYPE_BYTES[self.dtype] + rope + self.scale_bytes
+
+    @property
+    def indexer_slot_bytes(self) -> int:
+        """Bytes of one slot's indexer key with its scales."""
+        return self.indexer_dim * KV_DTYPE_BYTES[self.indexer_dtype or self.dtype] + self.indexer_scale_bytes
+
+    def slots(self, page_tokens: int) -> int:
+        """Slots of a page.
+
+        Raises:
+            ConfigError: `page_tokens` is not a multiple of the compression ratio.
+        """
+        if page_tokens % self.compression:
+            raise ConfigError(
+                f"A page of {page_tokens} tokens doesn't hold whole slots of compression={self.compression} tokens; "
+                f"take a block_size of {_round_up(page_tokens, self.compression)}."
+            )
+        return page_tokens // self.compression
+
+    def indexer_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to its indexer keys."""
+        return _round_up(self.slots(page_tokens) * self.slot_bytes, _STATE_ALIGNMENT)
+
+    def scales_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to its two scales (vectors, indexer keys)."""
+        if not self.indexer_dim:
+            return _round_up(self.slots(page_tokens) * self.slot_bytes, SCALE_BYTES)
+        end = self.indexer_offset(page_tokens) + self.slots(page_tokens) * self.indexer_slot_bytes
+        return _round_up(end, SCALE_BYTES)
+
+    def page_bytes(self, page_tokens: int) -> int:
+        """Vectors of all the page's slots, then indexer keys, then the scales if there are any."""
+        if self.has_page_scales:
+            return self.scales_offset(page_tokens) + 2 * SCALE_BYTES
+        slots = self.slots(page_tokens)
+        if not self.indexer_dim:
+            return slots * self.slot_bytes
+        return self.indexer_offset(page_tokens) + slots * self.indexer_slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """State of fixed size per request: one tensor for each of `shapes`, with the dtype of the same place in `dtypes`.
+
+    A page is one state of every layer, whatever number of tokens it stands for. Tensors follow each other in order, each
+    at a multiple of 16 bytes.
+
+    Raises:
+        ConfigError: there is no tensor, a dimension is not positive, a dtype is unknown or quantised.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise ConfigError(
+                f"A recurrent layer needs one dtype for each of its state tensors, got {len(self.shapes)} shapes and "
+                f"{len(self.dtypes)} dtypes."
+            )
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            if not shape or min(shape) < 1:
+                raise ConfigError(f"A recurrent state's dimensions must be at least 1, got {shape}.")
+            _check_dtype("recurrent state dtype", dtype)
+            if _is_fp8(dtype):
+                raise ConfigError(f"Recurrent state can't be kept in {dtype}; take float32, bfloat16 or float16.")
+
+    @property
+    def kind(self) -> str:
+        """The rule `recurrent`."""
+        return "recurrent"
+
+    @property
+    def lifetime(self) -> Hashable:
+        """All recurrent layers share one group, whatever their sizes."""
+        return ("recurrent",)
+
+    @property
+    def zero_fresh(self) -> bool:
+        """True: a new request's first token continues from the page's state, which must be zero."""
+        return True
+
+    @property
+    def token_multiple(self) -> int:
+        """Any number of tokens makes a page."""
+        return 1
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Bytes from the layer's share of a page to each tensor."""
+        found, end = [], 0
+        for size in self._sizes:
+            found.append(end)
+            end += _round_up(size, _STATE_ALIGNMENT)
+        return tuple(found)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [prod(shape) * KV_DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+    def page_bytes(self, page_tokens: int) -> int:
+        """Bytes of one state; `page_tokens` plays no part."""
+        return self.offsets[-1] + self._sizes[-1]
+
+
+def _is_fp8(dtype: str) -> bool:
+    return dtype.startswith("fp8")
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _check_sizes(least: int = 1, /, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}.")
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in KV_DTYPE_BYTES:
+        raise ConfigError(f"{name} must be one of {', '.join(KV_DTYPE_BYTES)}, got {dtype!r}.")

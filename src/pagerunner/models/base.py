@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pagerunner.config import Dtype
+from pagerunner.config import Dtype, KVDtype
 from pagerunner.memory.specs import Spec
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -33,7 +33,7 @@ class ModelConfig(ABC):
     sampling_defaults: Mapping[str, float]
 
     @abstractmethod
-    def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
+    def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """The memory of each layer, by layer index."""
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pagerunner.config import Dtype
+from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec
 from pagerunner.models.base import ModelConfig, RopeConfig
 from pagerunner.models.fields import Fields
@@ -32,7 +32,7 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    def layer_specs(self, kv_dtype: Dtype) -> tuple[Spec, ...]:
+    def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """Full attention in every layer."""
         return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
 
