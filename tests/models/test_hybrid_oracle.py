@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, some layers dense": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+    "qwen3_next, every second layer": ("qwen3_next", {"decoder_sparse_step": 2, "num_experts_per_tok": 3}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
     "bamba": ("bamba", {}),
     "bamba, biases": (
         "bamba",
@@ -57,7 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-CHUNKED = ["qwen3_next dense", "qwen3_5", "bamba"]
+CHUNKED = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba"]
 
 
 @pytest.fixture(scope="module")

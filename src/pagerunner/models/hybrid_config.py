@@ -67,14 +67,14 @@ class HybridConfig(ModelConfig):
 class ExpertsConfig:
     """A mixture of gated feed-forwards: `per_token` of `count` experts, and one shared by all tokens behind a gate.
 
-    With `normalize` the chosen experts' weights sum to one.
+    With `normalise` the chosen experts' weights sum to one.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     shared_intermediate_size: int
-    normalize: bool
+    normalise: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ def read_qwen3_next(fields: Fields, common: dict[str, Any]) -> GatedDeltaConfig:
         raise fields.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}.")
     count = fields.integer("num_experts", 512, least=0)
     used = tuple(count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers))
-    normalize = fields.flag("norm_topk_prob", True)
+    normalise = fields.flag("norm_topk_prob", True)
     inner = fields.integer("intermediate_size", 5632)
-    return _read_gated_delta(fields, common, inner, _read_experts(fields, count, normalize, 10), used)
+    return _read_gated_delta(fields, common, inner, _read_experts(fields, count, normalise, 10), used)
 
 
 def read_qwen3_5(fields: Fields, common: dict[str, Any]) -> GatedDeltaConfig:
@@ -159,7 +159,7 @@ def read_qwen3_5_moe(fields: Fields, common: dict[str, Any]) -> GatedDeltaConfig
     return _read_gated_delta(fields, common, 1, experts, (True,) * common["num_layers"])
 
 
-def _read_experts(fields: Fields, count: int, normalize: bool, default_per_token: int) -> ExpertsConfig | None:
+def _read_experts(fields: Fields, count: int, normalise: bool, default_per_token: int) -> ExpertsConfig | None:
     per_token = fields.integer("num_experts_per_tok", default_per_token)
     inner = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
@@ -174,7 +174,7 @@ def _read_experts(fields: Fields, count: int, normalize: bool, default_per_token
         per_token=per_token,
         intermediate_size=inner,
         shared_intermediate_size=shared,
-        normalize=normalize,
+        normalise=normalise,
     )
 
 

@@ -16,9 +16,10 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
+from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
-from pagerunner.models.hybrid_config import GatedDeltaConfig
+from pagerunner.models.hybrid_config import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import RopeAngles, rope_
@@ -122,6 +123,27 @@ class PlainGatedDeltaNet(GatedDeltaNet):
         return mixed_TC, gate.unflatten(-1, (-1, self.config.value_head_dim)), rates_TH, decays_TH
 
 
+class SharedSparseMLP(SparseMLP):
+    """A mixture of experts, and one expert that every token passes through, behind a gate of its own."""
+
+    def __init__(self, features: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
+        super().__init__(
+            features,
+            experts.intermediate_size,
+            experts.count,
+            experts.per_token,
+            dtype,
+            normalise=experts.normalise,
+        )
+        self.shared_expert = GatedMLP(features, experts.shared_intermediate_size, dtype)
+        self.shared_expert_gate = Linear(features, 1, dtype)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        shared_TD = self.shared_expert(x_TD).mul_(self.shared_expert_gate(x_TD).sigmoid())
+        return super().__call__(x_TD).add_(shared_TD)
+
+
 class DecoderLayer(Module):
     """Attention or recurrence, then feed-forward, each behind a norm and added to the residual stream."""
 
@@ -136,7 +158,11 @@ class DecoderLayer(Module):
         else:
             self.linear_attn = recurrent(config, layer_index, dtype)
         self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.mlp: SharedSparseMLP | GatedMLP
+        if config.experts is not None and config.expert_layers[layer_index]:
+            self.mlp = SharedSparseMLP(config.hidden_size, config.experts, dtype)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
 
     def __call__(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
