@@ -26,6 +26,7 @@ from typing import TypeAlias
 import torch
 
 from pagerunner.attention.base import Reach
+from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
@@ -141,6 +142,13 @@ class _Row:
     @property
     def keys(self) -> int:
         return self.length - self.base
+
+
+def scratch_bytes(specs: Sequence[Spec], page_tokens: int, max_model_len: int) -> int:
+    """The most memory that gathering one layer's keys and values takes, whatever the step."""
+    slots = max(MAX_PADDED_SLOTS, max_model_len)
+    sizes = [spec.page_bytes(page_tokens) for spec in specs if spec.kind != "recurrent"]
+    return slots * max(sizes, default=0) // page_tokens
 
 
 def make_plan(
