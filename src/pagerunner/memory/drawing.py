@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pagerunner.memory.planner import MemoryPlan
 
 FREE = -1
+CACHED = "cached"
 _TEXT_CELLS = 480  # at most; beyond, one character stands for several slabs
 _LINE = 60
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -38,6 +39,22 @@ class ArenaState:
 
     slab_group: tuple[int, ...]
     page_owner: tuple[Mapping[int, str], ...]
+
+
+def state_of(
+    slab_group: Sequence[int], held: Mapping[str, Sequence[Sequence[int]]], cached: Sequence[Iterable[int]]
+) -> ArenaState:
+    """A live state from ownership lists: `held[request][g]` are page ids of group g (negative ones stand for pages given
+    back), `cached[g]` those that only the prefix index knows. A page that requests share is named after all of them.
+    """
+    owners: list[dict[int, str]] = [dict.fromkeys(pages, CACHED) for pages in cached]
+    for request, groups in held.items():
+        for number, pages in enumerate(groups):
+            for page in pages:
+                if page >= 0:
+                    other = owners[number].get(page, CACHED)
+                    owners[number][page] = request if other == CACHED else f"{other} + {request}"
+    return ArenaState(tuple(slab_group), tuple(owners))
 
 
 def packed_state(plan: MemoryPlan) -> ArenaState:
@@ -118,7 +135,7 @@ def arena_svg(plan: MemoryPlan, state: ArenaState) -> str:
 
 
 def _owner_order(owner: str) -> tuple[bool, int, str]:
-    return owner == "cached", len(owner), owner
+    return owner == CACHED, len(owner), owner
 
 
 Strip = tuple[str, float, float]  # owner ("" is nobody), from and to as shares of the slab
@@ -169,7 +186,7 @@ def _slab_svg(
 
 
 def _fill(owner: str, hues: Mapping[str, int]) -> str:
-    return "#e4e4e4" if owner == "cached" else f"hsl({hues[owner]},60%,75%)"
+    return "#e4e4e4" if owner == CACHED else f"hsl({hues[owner]},60%,75%)"
 
 
 def _legend_svg(

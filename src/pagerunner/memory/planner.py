@@ -340,7 +340,7 @@ def _with_width(group: GroupPlan, max_model_len: int) -> GroupPlan:
 
 
 def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
-    enough = _enough_for(plan, wanted)
+    enough = smallest_plan(plan, wanted)
     need = enough.budget_bytes
     pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
     override = f"num_gpu_blocks_override={enough.num_gpu_blocks} would do"
@@ -355,11 +355,14 @@ def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
     )
 
 
-def _enough_for(plan: MemoryPlan, tokens: int) -> MemoryPlan:
-    """A plan in which one request of `tokens` tokens fits: the choice of slabs depends on the budget itself."""
+def smallest_plan(plan: MemoryPlan, tokens: int) -> MemoryPlan:
+    """The same groups in about as little memory as one request of `tokens` tokens can have.
+
+    The choice of slabs depends on the budget, so budgets are tried upwards from the bytes of the request's pages.
+    """
     budget = plan.request_bytes(tokens)
     while True:
         attempt = _cut(plan.groups, budget, None, tokens, plan.max_num_seqs, ())
         if attempt.slabs_needed(tokens) <= attempt.num_slabs:
             return attempt
-        budget = max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + budget // 64 + 1)
+        budget = min(max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + 1), budget + budget // 256 + 1)

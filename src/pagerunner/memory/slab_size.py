@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-MOST_PAGES = 8  # of the largest page, in a slab
-_EXHAUSTIVE = 2_048  # up to so many sizes are all tried; beyond, only those near a multiple of another group's page
-_CLOSE_LOOK = 64  # sizes whose longest length is computed when none holds the wanted one
+MOST_PAGES = 32  # of the largest page, in a slab
+_EXHAUSTIVE = 1_024  # up to so many sizes are all tried; beyond, only those near a multiple of another group's page
+_CLOSE_LOOK = 64  # the best sizes, and the smallest, are compared by what they hold
 
 SlabCut = tuple[int, int]  # slab bytes, number of slabs
 
@@ -37,10 +37,11 @@ def cut_groups(
     """
     cuts = list(_cuts(page_sizes, budget_bytes, exact_pages))
     ranked = sorted(cuts, key=lambda cut: _loss(cut, page_sizes, budget_bytes, exact_pages is not None))
-    for cut in ranked:
+    # The same sizes whatever is wanted, so that the longest length and a given length agree.
+    near = [*ranked[:_CLOSE_LOOK], *sorted(ranked[_CLOSE_LOOK:])[:_CLOSE_LOOK]]
+    for cut in near:
         if slabs_needed(cut[0]) <= cut[1]:
             return cut
-    near = [*ranked[:_CLOSE_LOOK], *sorted(cuts)[:_CLOSE_LOOK]]
     return max(near, key=longest)
 
 
