@@ -11,6 +11,7 @@ from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen
 from pagerunner.models.fields import Fields
 from pagerunner.models.hybrid_config import read_bamba, read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from pagerunner.models.moe_config import read_qwen3_moe
+from pagerunner.models.window_config import read_gemma3_text, read_gpt_oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +36,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(read_qwen3_5_moe, "pagerunner.models.qwen3_next", "Qwen35ForCausalLM"),
     "bamba": Family(read_bamba, "pagerunner.models.bamba", "BambaForCausalLM"),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM"),
+    "gpt_oss": Family(read_gpt_oss, "pagerunner.models.gpt_oss", "GptOssForCausalLM"),
 }
