@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
 from pagerunner import LLM, SamplingParams
 
 LLAMA3_ROPE = {
@@ -35,6 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-full-heads": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3-grouped": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-odd-vocab": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 777}),
+    "qwen3-moe": ("qwen3_moe", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -81,7 +83,8 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from transformers import AutoModelForCausalLM
 
     family, overrides = VARIANTS[request.param]
-    path = make_checkpoint(tmp_path_factory.mktemp("oracle"), family, **overrides)
+    make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
+    path = make(tmp_path_factory.mktemp("oracle"), family, **overrides)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = _prompts(model.config.vocab_size)
     tokens, logprobs = [], []

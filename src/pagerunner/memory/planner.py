@@ -15,7 +15,7 @@ from math import gcd, lcm
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.memory.report import human_bytes
-from pagerunner.memory.rules import RULES, GroupRule
+from pagerunner.memory.rules import GroupRule, make_rule
 from pagerunner.memory.specs import Spec
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
@@ -158,7 +158,7 @@ def plan_memory(
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
         ConfigError: a limit is out of range.
     """
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens * max_in_flight)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     _check_positive(
@@ -200,9 +200,7 @@ def _check_positive(**limits: int) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
-def _form_groups(
-    specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], in_flight_tokens: int
-) -> list[GroupPlan]:
+def _form_groups(specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], step_tokens: int) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
         raise ConfigError("the model has no layer that keeps state.")
@@ -230,7 +228,7 @@ def _form_groups(
                 unit=end,
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
-                rule=RULES[first.kind](size, in_flight_tokens),
+                rule=make_rule(first, size, step_tokens),
             )
         )
     return groups

@@ -1,29 +1,56 @@
 """How a group's pages live: how many a request needs, which must be held for a step, which make a prefix hit.
 
-One rule per kind of memory. Rules are pure: they hold sizes and no state. A new kind (window, chunk, latent, recurrent) is
-one more class here and one more entry in `RULES`.
+One rule per kind of memory. Rules are pure: they hold sizes and no state. A new kind is one more class here and one more
+entry in `RULES`.
+
+A step computes positions [start, end). While it runs, a request holds the pages that this step reads (`span`), and of the
+step's own pages those that later steps read (`tail`). A window's pages between the two are never allocated: a long chunk
+costs two windows, not the chunk. The second window is only there for one step, and a shorter chunk needs less of it:
+`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens, because the manager shortens chunks when pages are scarce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import lcm
+from typing import Any, Protocol
 
+from pagerunner.errors import ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
+from pagerunner.memory.specs import Spec
+
+SHORT_CHUNK = 256  # tokens; what every admitted request can run at once, however scarce pages are
+FOREVER = 1 << 62
 
 
 class GroupRule(Protocol):
-    """What the planner and the manager ask of a group. Pages are counted from 0 at a request's first token."""
+    """What the planner and the manager ask of a group. Pages are counted from 0 at a request's first token.
+
+    `forgets`: pages are given back while the request runs. `snapshots`: pages hold the state at one position instead of
+    tokens. `cell`: prefix hits are at multiples of this many tokens.
+    """
+
+    @property
+    def forgets(self) -> bool: ...
+
+    @property
+    def snapshots(self) -> bool: ...
+
+    @property
+    def cell(self) -> int: ...
 
     def pages_needed(self, tokens: int) -> int:
-        """The most pages that one request holds at once on its way to `tokens` tokens."""
+        """The most pages that one request must hold at once on its way to `tokens` tokens."""
 
     def table_width(self, tokens: int) -> int:
-        """Page table entries of a request of `tokens` tokens."""
+        """Columns of a page table in which page n of a request of `tokens` tokens is in column n % width."""
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """First and one past last page that must be held while positions [start, end) are computed."""
+        """First and one past last page of all that is read or written while positions [start, end) are computed."""
+
+    def tail(self, end: int) -> int:
+        """The first page that steps after position `end` read, or that a prefix hit next to `end` needs."""
 
     def capacity(self, pages: int) -> int:
         """Tokens that can be computed when pages [.., pages) are there."""
@@ -36,6 +63,9 @@ class GroupRule(Protocol):
 
     def key(self, chain: PrefixChain, page: int) -> PageKey:
         """What identifies the content of a complete page."""
+
+    def hit_span(self, tokens: int) -> tuple[int, int]:
+        """First and one past last page that a prefix hit of `tokens` tokens takes from the index."""
 
     def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
         """The most leading tokens, at most `limit`, whose state can be taken from `index`."""
@@ -51,6 +81,21 @@ class FullRule:
 
     page_tokens: int
 
+    @property
+    def forgets(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def snapshots(self) -> bool:
+        """A page holds its tokens."""
+        return False
+
+    @property
+    def cell(self) -> int:
+        """A page, at least a unit."""
+        return max(self.page_tokens, UNIT_TOKENS)
+
     def pages_needed(self, tokens: int) -> int:
         """All of them."""
         return -(-tokens // self.page_tokens)
@@ -62,6 +107,10 @@ class FullRule:
     def span(self, start: int, end: int) -> tuple[int, int]:
         """From the first page on."""
         return 0, -(-end // self.page_tokens)
+
+    def tail(self, end: int) -> int:
+        """All."""
+        return 0
 
     def capacity(self, pages: int) -> int:
         """As many tokens as the pages have slots."""
@@ -84,6 +133,10 @@ class FullRule:
         unit, place = divmod(page, UNIT_TOKENS // size)
         return chain.hashes[unit] + bytes((place,))
 
+    def hit_span(self, tokens: int) -> tuple[int, int]:
+        """Every page of the prefix."""
+        return 0, tokens // self.page_tokens
+
     def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
         """Leading pages until the first that is missing, in whole cells."""
         key = self.key
@@ -91,14 +144,187 @@ class FullRule:
         pages = 0
         while pages < most and key(chain, pages) in index:
             pages += 1
-        cell = max(self.page_tokens, UNIT_TOKENS)
+        cell = self.cell
         return pages * self.page_tokens // cell * cell
 
 
-# kind -> rule from (page_tokens, most tokens of one request that can be in flight)
-RULES: dict[str, Callable[[int, int], GroupRule]] = {
-    "full": lambda page_tokens, in_flight: FullRule(page_tokens),
+@dataclass(frozen=True, slots=True)
+class LatentRule(FullRule):
+    """As full, for pages that store one slot for every `compression` tokens.
+
+    Raises:
+        ConfigError: a page doesn't hold whole slots.
+    """
+
+    compression: int
+
+    def __post_init__(self) -> None:
+        if self.page_tokens % self.compression:
+            raise ConfigError(
+                f"A page of {self.page_tokens} tokens doesn't hold whole slots of {self.compression} tokens; take a "
+                f"block_size of {lcm(self.page_tokens, self.compression)}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _ForgettingRule(FullRule):
+    """What windows and chunks share: position p is read until `_oldest` has moved past it.
+
+    `reach` is the size of window or chunk, `step_tokens` the most tokens of one request in one step.
+    """
+
+    reach: int
+    step_tokens: int
+
+    @property
+    def forgets(self) -> bool:
+        """Whatever no later position reads."""
+        return True
+
+    def _oldest(self, position: int) -> int:
+        """The first position that the token at `position` reads."""
+        raise NotImplementedError
+
+    def pages_needed(self, tokens: int) -> int:
+        """The window before a short chunk, and the chunk, wherever page boundaries fall."""
+        return min(-(-tokens // self.page_tokens), self._most_pages(min(self.step_tokens, SHORT_CHUNK)))
+
+    def _most_pages(self, chunk: int) -> int:
+        return -(-(self.reach + chunk - 2) // self.page_tokens) + 1
+
+    def table_width(self, tokens: int) -> int:
+        """One per page of a window and the longest chunk, so that no two pages of one step share a column."""
+        return min(-(-tokens // self.page_tokens), self._most_pages(self.step_tokens))
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """From the page of the oldest position that `start` reads."""
+        return self._oldest(start) // self.page_tokens, -(-end // self.page_tokens)
+
+    def tail(self, end: int) -> int:
+        """The pages that position `end` or the last possible hit before it reads."""
+        return self._oldest(end // self.cell * self.cell) // self.page_tokens
+
+    def hit_span(self, tokens: int) -> tuple[int, int]:
+        """What the position right after the hit reads."""
+        return self._oldest(tokens) // self.page_tokens, tokens // self.page_tokens
+
+    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+        """The last cell boundary before which everything that the next position reads is there."""
+        cell, key = self.cell, self.key
+        per_cell = cell // self.page_tokens
+        hit = min(limit, len(chain.hashes) * UNIT_TOKENS) // cell * cell
+        while hit > 0:
+            first, stop = self.hit_span(hit)
+            page = stop - 1
+            while page >= first and key(chain, page) in index:
+                page -= 1
+            if page < first:
+                return hit
+            # Every later hit would need the missing page, until one that ends before it or begins after it.
+            hit = page // per_cell * cell
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRule(_ForgettingRule):
+    """The last `reach` tokens are read: key j by query i when i - reach < j <= i. A hit needs only the pages before it."""
+
+    def _oldest(self, position: int) -> int:
+        return max(position - self.reach + 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedRule(_ForgettingRule):
+    """The current chunk is read: key j by query i when i // reach * reach <= j <= i. A hit needs only its chunk's pages."""
+
+    def _oldest(self, position: int) -> int:
+        return position // self.reach * self.reach
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentRule:
+    """One page holds the state of all tokens so far. A hit at t needs a snapshot: the state after t tokens, in a page of its own.
+
+    The running request's own page is page 0 and is never published; snapshots are, under the chain's hash at their position.
+    """
+
+    @property
+    def forgets(self) -> bool:
+        """The page stays until the request ends."""
+        return False
+
+    @property
+    def snapshots(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def cell(self) -> int:
+        """Any unit boundary."""
+        return UNIT_TOKENS
+
+    def pages_needed(self, tokens: int) -> int:
+        """One."""
+        return 1
+
+    def table_width(self, tokens: int) -> int:
+        """One."""
+        return 1
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """The one page."""
+        return 0, 1
+
+    def tail(self, end: int) -> int:
+        """The one page."""
+        return 0
+
+    def capacity(self, pages: int) -> int:
+        """Any number of tokens, once the page is there."""
+        return FOREVER if pages else 0
+
+    def complete(self, tokens: int) -> int:
+        """The running state is never published."""
+        return 0
+
+    def next_publish(self, published: int) -> int:
+        """Never."""
+        return FOREVER
+
+    def key(self, chain: PrefixChain, page: int) -> PageKey:
+        """Of a snapshot after `page + 1` units."""
+        return chain.hashes[page]
+
+    def hit_span(self, tokens: int) -> tuple[int, int]:
+        """The snapshot after that many tokens, counted in units."""
+        unit = tokens // UNIT_TOKENS
+        return unit - 1, unit
+
+    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+        """The last snapshot."""
+        hashes = chain.hashes
+        if not index:
+            return 0
+        for unit in range(min(limit // UNIT_TOKENS, len(hashes)), 0, -1):
+            if hashes[unit - 1] in index:
+                return unit * UNIT_TOKENS
+        return 0
+
+
+# kind -> rule from (page_tokens, most tokens of one request in one step, *the sizes that a lifetime names after its kind)
+RULES: dict[str, Callable[..., GroupRule]] = {
+    "full": lambda page_tokens, step_tokens, *_: FullRule(page_tokens),
+    "latent": lambda page_tokens, step_tokens, compression: LatentRule(page_tokens, compression),
+    "window": lambda page_tokens, step_tokens, window: WindowRule(page_tokens, window, step_tokens),
+    "chunked": lambda page_tokens, step_tokens, chunk: ChunkedRule(page_tokens, chunk, step_tokens),
+    "recurrent": lambda page_tokens, step_tokens: RecurrentRule(),
 }
+
+
+def make_rule(spec: Spec, page_tokens: int, step_tokens: int) -> GroupRule:
+    """The rule of all layers that live as long as `spec`'s; `step_tokens` is the most tokens of one step."""
+    lifetime: Any = spec.lifetime
+    return RULES[spec.kind](page_tokens, step_tokens, *lifetime[1:])
 
 
 def joint_hit(

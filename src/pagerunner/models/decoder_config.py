@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec
@@ -37,11 +37,14 @@ class DecoderConfig(ModelConfig):
         return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
 
 
+ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+
+
 def read_llama(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Llama 2 and 3.x."""
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
-    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp_bias})
+    return read_decoder(fields, common, {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp_bias})
 
 
 def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
@@ -50,20 +53,20 @@ def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     window = fields.take("sliding_window", 4096)
     if window is not None:
         _refuse_window(fields, window)
-    return _read(fields, common, {})
+    return read_decoder(fields, common, {})
 
 
 def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
-    _read_qwen_window(fields, common)
-    return _read(fields, common, {"qkv_bias": True})
+    read_qwen_window(fields, common)
+    return read_decoder(fields, common, {"qkv_bias": True})
 
 
 def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen3, dense: norms of query and key heads, and heads whose size is not hidden_size / heads."""
-    _read_qwen_window(fields, common)
+    read_qwen_window(fields, common)
     bias = fields.flag("attention_bias", False)
-    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
+    return read_decoder(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
 
 
 def _refuse_window(fields: Fields, window: Any) -> None:
@@ -77,7 +80,8 @@ def _refuse_window(fields: Fields, window: Any) -> None:
         )
 
 
-def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
+def read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
+    """Take the fields of Qwen's sliding windows, which must not be active."""
     layers = common["num_layers"]
     used = fields.flag("use_sliding_window", False)
     window = fields.take("sliding_window")
@@ -94,7 +98,14 @@ def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
             raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
 
 
-def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_head_dim: int = 0) -> DecoderConfig:
+def read_decoder(
+    fields: Fields,
+    common: dict[str, Any],
+    own: dict[str, Any],
+    default_head_dim: int = 0,
+    kind: type[ConfigT] = DecoderConfig,  # type: ignore[assignment]
+) -> ConfigT:
+    """Read what every decoder has into a `kind`, beside the fields `common` and `own` that are known already."""
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -108,7 +119,7 @@ def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_h
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}; rotary positions need an even number.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return DecoderConfig(
+    return kind(
         **common,
         **own,
         hidden_size=hidden,

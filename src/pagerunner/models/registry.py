@@ -9,6 +9,7 @@ from typing import Any
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from pagerunner.models.fields import Fields
+from pagerunner.models.moe_config import read_qwen3_moe
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +29,5 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(read_mistral, "pagerunner.models.llama", "LlamaForCausalLM"),
     "qwen2": Family(read_qwen2, "pagerunner.models.llama", "LlamaForCausalLM"),
     "qwen3": Family(read_qwen3, "pagerunner.models.qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
