@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
@@ -15,12 +16,16 @@ from pagerunner.memory.planner import GroupPlan
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_ref": TorchBackend}
+# Groups of these kinds have no attention to choose a backend for; theirs does not depend on what the user asks for.
+KIND_BACKENDS: dict[str, Callable[[], RecurrentBackend]] = {"recurrent": RecurrentBackend}
 
 
 def select_backends(
     groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
-) -> list[AttentionBackend]:
+) -> list[AttentionBackend | RecurrentBackend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
+
+    Recurrent groups have a backend of their own, whatever is wanted.
 
     Raises:
         ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
@@ -29,7 +34,10 @@ def select_backends(
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
     names = list(BACKENDS) if wanted == "auto" else [wanted]
     made = {name: BACKENDS[name]() for name in names}
-    return [_first_that_serves(group, made, device, dtype) for group in groups]
+    return [
+        KIND_BACKENDS[group.kind]() if group.kind in KIND_BACKENDS else _first_that_serves(group, made, device, dtype)
+        for group in groups
+    ]
 
 
 def _first_that_serves(

@@ -133,9 +133,15 @@ def read_decoder(
     )
 
 
-def read_rope(fields: Fields, length: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (before it)."""
-    partial = fields.number("partial_rotary_factor", 1.0)
+def read_rope(
+    fields: Fields, length: int, *, partial_default: float | None = None, ignored: tuple[str, ...] = ()
+) -> RopeConfig:
+    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (before it).
+
+    Families that rotate a part of each head give the share where none is written, `partial_default`; others must rotate
+    all of it. `ignored` are fields of the object that change nothing for text.
+    """
+    partial = fields.number("partial_rotary_factor", 1.0 if partial_default is None else partial_default)
     given = fields.take("rope_parameters")
     name = "rope_parameters"
     scaling = fields.take("rope_scaling")
@@ -150,8 +156,10 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
     rope = Fields(given or {}, f"{fields.where}: {name}")
     theta = rope.number("rope_theta", theta, above=0)
     partial = rope.number("partial_rotary_factor", partial)
-    if partial != 1.0:
+    if partial != 1.0 and partial_default is None:
         raise fields.error("partial_rotary_factor", f"is {partial:g}; only 1 is supported in this family.")
+    if not 0 < partial <= 1:
+        raise fields.error("partial_rotary_factor", f"is {partial:g}; it must be above 0 and at most 1.")
     old_kind = rope.take("type")
     kind = rope.choice("rope_type", ("default", "linear", "llama3", "yarn"), old_kind or "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -174,8 +182,8 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
         values["high_freq_factor"] = rope.number("high_freq_factor", above=values["low_freq_factor"])
     else:
         values.update(_read_yarn(rope, length / original))
-    rope.finish()
-    return RopeConfig(kind=kind, theta=theta, original_length=original, **values)  # type: ignore[arg-type]
+    rope.finish(ignored)
+    return RopeConfig(kind=kind, theta=theta, partial=partial, original_length=original, **values)  # type: ignore[arg-type]
 
 
 def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.module import Module
+from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.models.moe_config import Qwen3MoeConfig
 from pagerunner.models.qwen3 import Attention

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 
 @functools.cache
@@ -45,3 +46,20 @@ def qk_norm_(
         qk_TND.copy_(qk_TND * _inverse_rms(qk_TND, eps))
     qk_TND[:, :num_q_heads].mul_(q_weight_D)
     qk_TND[:, num_q_heads:].mul_(k_weight_D)
+
+
+def zero_centred_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (1 + weight)` over the last dimension: float32 until the end, then x's dtype."""
+    scaled = x_TD.float() * _inverse_rms(x_TD, eps)
+    return scaled.mul_(1.0 + weight_D.float()).to(x_TD.dtype)
+
+
+def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm(x) * silu(gate)`, the product in float32."""
+    return rms_norm(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
+
+
+def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm(x * silu(gate))`, all but the weight in float32."""
+    gated = x_TD.float() * F.silu(gate_TD.float())
+    return gated.mul_(_inverse_rms(gated, eps)).to(x_TD.dtype).mul_(weight_D)
