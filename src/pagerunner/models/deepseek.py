@@ -16,7 +16,7 @@ from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.moe import GatedExperts
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.models.deepseek_config import DeepseekConfig, RoutingConfig
 from pagerunner.models.rotary import Rotary
@@ -78,7 +78,7 @@ class Router(Module):
             self.weights["e_score_correction_bias"] = bias
 
     def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert indices [T, top_k] and their weights, float32."""
+        """Float32 weights [T, top_k] and experts [T, top_k]."""
         config = self.config
         logits_TE = F.linear(x_TD.float(), self.weights["weight"].float())
         limits = {"groups": config.groups, "kept_groups": config.kept_groups}
@@ -96,14 +96,14 @@ class ExpertMLP(Module):
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(config.routing, config.hidden_size, dtype)
-        self.experts = Experts(config.routing.experts, config.hidden_size, config.expert_size, dtype)
+        self.experts = GatedExperts(config.routing.experts, config.hidden_size, config.expert_size, dtype)
         shared = config.expert_size * config.shared_experts
         self.shared_experts = GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
-        experts_TK, weights_TK = self.gate(x_TD)
-        return self.experts(x_TD, experts_TK, weights_TK).add_(self.shared_experts(x_TD))
+        weights_TK, experts_TK = self.gate(x_TD)
+        return self.experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK).add_(self.shared_experts(x_TD))
 
 
 class DecoderLayer(Module):

@@ -13,12 +13,12 @@ def softmax_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DeepSeek-V2's routing: the most probable experts of the `kept_groups` groups that hold the most probable ones.
 
-    Expert indices [T, K] and weights [T, K], which are `factor` times the probabilities.
+    Weights [T, K], which are `factor` times the probabilities, and expert indices [T, K].
     """
     scores_TE = logits_TE.float().softmax(-1)
     best_TG = scores_TE.unflatten(-1, (groups, -1)).amax(-1)
     weights_TK, experts_TK = _of_kept_groups(scores_TE, best_TG, kept_groups, 0.0).topk(top_k, dim=-1)
-    return experts_TK, weights_TK * factor
+    return weights_TK * factor, experts_TK
 
 
 def sigmoid_top_k(
@@ -33,7 +33,7 @@ def sigmoid_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DeepSeek-V3's routing: experts are chosen by biased scores and weighted by unbiased ones.
 
-    A group counts with its two best experts. Expert indices [T, K] and weights [T, K]; with `normalise` a token's weights
+    A group counts with its two best experts. Weights [T, K] and expert indices [T, K]; with `normalise` a token's weights
     sum to `factor`.
     """
     scores_TE = logits_TE.float().sigmoid()
@@ -43,7 +43,7 @@ def sigmoid_top_k(
     weights_TK = scores_TE.gather(-1, experts_TK)
     if normalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return experts_TK, weights_TK * factor
+    return weights_TK * factor, experts_TK
 
 
 def _of_kept_groups(scores_TE: torch.Tensor, best_TG: torch.Tensor, kept: int, other: float) -> torch.Tensor:
