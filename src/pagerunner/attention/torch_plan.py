@@ -14,11 +14,13 @@ Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key sl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
+from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
@@ -111,6 +113,13 @@ class _Row:
     @property
     def keys(self) -> int:
         return self.length - self.base
+
+
+def scratch_bytes(specs: Sequence[Spec], page_tokens: int, max_model_len: int) -> int:
+    """The most memory that gathering one layer's keys and values takes, whatever the step."""
+    slots = max(MAX_PADDED_SLOTS, max_model_len)
+    sizes = [spec.page_bytes(page_tokens) for spec in specs if spec.kind != "recurrent"]
+    return slots * max(sizes, default=0) // page_tokens
 
 
 def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> tuple[Part, ...]:
