@@ -48,7 +48,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 one group, weights as they are": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "v3 biases, odd sizes": (
         "deepseek_v3",
-        {"attention_bias": True, "vocab_size": 1013, "kv_lora_rank": 39, "num_attention_heads": 3, "qk_nope_head_dim": 7}
+        {
+            "attention_bias": True,
+            "vocab_size": 1013,
+            "kv_lora_rank": 39,
+            "num_attention_heads": 3,
+            "qk_nope_head_dim": 7,
+        }
         | {"num_key_value_heads": 3, "v_head_dim": 9},
     ),
 }

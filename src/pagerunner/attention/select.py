@@ -39,9 +39,7 @@ def select_backends(
     return [_first_that_serves(group, _candidates(group.kind, made), device, dtype) for group in groups]
 
 
-def _candidates(
-    kind: str, made: dict[str, AttentionBackend]
-) -> Mapping[str, AttentionBackend | KindBackend]:
+def _candidates(kind: str, made: dict[str, AttentionBackend]) -> Mapping[str, AttentionBackend | KindBackend]:
     if kind in KIND_BACKENDS:
         own = KIND_BACKENDS[kind]()
         return {own.name: own}

@@ -53,11 +53,15 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
     return RecurrentKV(index, tuple(states))
 
 
-
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
     """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
     spec = piece.spec
-    if not isinstance(spec, LatentSpec) or spec.quantised or spec.indexer_dim or spec.rope_dtype not in (None, spec.dtype):
+    if (
+        not isinstance(spec, LatentSpec)
+        or spec.quantised
+        or spec.indexer_dim
+        or spec.rope_dtype not in (None, spec.dtype)
+    ):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
     dtype = TORCH_DTYPES[spec.dtype]
     vector = spec.latent_dim + spec.rope_dim
