@@ -49,7 +49,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 def make_latent_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random float32 model of transformers; `family` is one of LATENT_FAMILIES, `overrides` are config fields."""
-    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**(_COMMON | _OWN[family] | overrides))
