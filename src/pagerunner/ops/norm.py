@@ -36,6 +36,12 @@ def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch
     return rms_norm(residual_TD.add_(x_TD), weight_D, eps)
 
 
+def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
+    scaled = x_TD * _inverse_rms(x_TD, eps)
+    return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
+
+
 def qk_norm_(
     qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
 ) -> None:
