@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -115,7 +115,9 @@ class LLM:
         prompts = [self._render(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield its state whenever it has new tokens; closing the iterator early aborts it.
 
         With `output_kind="delta"` an output holds only what is new.
@@ -141,7 +143,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """`stream` for a conversation, rendered by the checkpoint's chat template."""
         return self.stream(self._render(messages, add_generation_prompt=True), sampling_params)
 

@@ -266,3 +266,23 @@ def test_chat_rendering_and_text_helpers(model: Path) -> None:
         assert engine.max_model_len == engine.memory_plan["max_model_len"] == 2048
 
     with_engine(model, test)
+
+
+def test_added_requests_stream_deltas_and_can_be_aborted(model: Path, slow: None) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        params = SamplingParams(max_tokens=6, output_kind="delta")
+        stream = await engine.add_request("a", "hello", params)
+        outputs = [await stream.get()]
+        while not outputs[-1].finished:
+            outputs.append(await stream.get())
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == 6
+        assert len(outputs) > 1
+        endless = await engine.add_request("b", "hello", SamplingParams(max_tokens=1000))
+        await endless.get()
+        engine.abort("b")
+        while not (output := await endless.get()).finished:
+            pass
+        assert output.outputs[0].finish_reason == "abort"
+        assert engine.num_unfinished == 0
+
+    with_engine(model, test)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
+from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
 from pagerunner import LLM, SamplingParams
 
 LLAMA3_ROPE = {
@@ -35,6 +37,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-full-heads": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3-grouped": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-odd-vocab": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 777}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "gemma-3": ("gemma3_text", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "deepseek-v2-lite-yarn": (
+        "deepseek_v2",
+        {"rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -81,7 +91,12 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from transformers import AutoModelForCausalLM
 
     family, overrides = VARIANTS[request.param]
-    path = make_checkpoint(tmp_path_factory.mktemp("oracle"), family, **overrides)
+    make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
+    directory = tmp_path_factory.mktemp("oracle")
+    if family in LATENT_FAMILIES:
+        path, _ = make_latent_checkpoint(directory, family, tokenizer=True, **overrides)
+    else:
+        path = make(directory, family, **overrides)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = _prompts(model.config.vocab_size)
     tokens, logprobs = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
@@ -80,10 +81,11 @@ class Conversation:
         """
         user = {"role": "user", "content": text}
         pieces: list[str] = []
-        for output in self._llm.stream_chat([*self.messages, user], self._params):
-            piece = output.outputs[0].text
-            pieces.append(piece)
-            yield piece
+        with closing(self._llm.stream_chat([*self.messages, user], self._params)) as outputs:
+            for output in outputs:
+                piece = output.outputs[0].text
+                pieces.append(piece)
+                yield piece
         self._turns += [user, {"role": "assistant", "content": "".join(pieces)}]
 
 

@@ -113,6 +113,29 @@ class AsyncEngine:
         """How many sequences are waiting or running."""
         return self._desk.progress.unfinished
 
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> OutputStream:
+        """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
+
+        The request runs to its end unless `abort(request_id)` ends it; `generate` aborts by itself. Arguments and errors
+        are those of `generate`.
+        """
+        arrival = time.monotonic()
+        if (death := self._client.death) is not None:
+            raise EngineDeadError(str(death))
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        requests = await self._text_work(
+            len(text) if isinstance(text, str) else 0,
+            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),
+        )
+        return self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -138,15 +161,7 @@ class AsyncEngine:
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever.
         """
-        arrival = time.monotonic()
-        if (death := self._client.death) is not None:
-            raise EngineDeadError(str(death))
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        requests = await self._text_work(
-            len(text) if isinstance(text, str) else 0,
-            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),
-        )
-        stream = self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
+        stream = await self.add_request(request_id, prompt, params, priority, cache_salt)
         try:
             while True:
                 output = await stream.get()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import available_memory, resolve_device
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.report import human_bytes
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import build_model, weights_bytes
+from pagerunner.runner.sampling.sampler import Sampler
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = 2_048
@@ -116,11 +119,21 @@ def _plan(
 ) -> MemoryPlan:
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     weights = weights_bytes(build_model(model, dtype))
-    in_flight = args.max_in_flight or 1
+    specs = model.layer_specs(kv_dtype)
+
+    def other(length: int) -> tuple[tuple[str, int], ...]:
+        tables = len({spec.lifetime for spec in specs}) * 8 * max_num_seqs * -(-length // args.block_size)
+        return (
+            ("weights", weights),
+            ("page tables", tables),
+            ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
+            ("logits of one step", 4 * max_num_seqs * model.vocab_size),
+            ("gathered pages", scratch_bytes(specs, args.block_size, length)),
+        )
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(
-            model.layer_specs(kv_dtype),
+            specs,
             page_tokens=args.block_size,
             budget_bytes=budget,
             num_pages_override=args.num_gpu_blocks_override,
@@ -128,7 +141,7 @@ def _plan(
             model_max_len=model.max_position_embeddings,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched_tokens,
-            max_in_flight=in_flight,
+            max_in_flight=args.max_in_flight or 1,
         )
 
     if args.num_gpu_blocks_override is not None:
@@ -137,14 +150,8 @@ def _plan(
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        made = _plan_in(memory_bytes, args.gpu_memory_utilization, weights, longest, plan)
-    other = (
-        ("weights", weights),
-        ("page tables", sum(8 * max_num_seqs * group.table_width for group in made.groups)),
-        ("sampling state", 4 * max_num_seqs * model.vocab_size),
-        ("logits of one step", 4 * max_num_seqs * model.vocab_size),
-    )
-    return replace(made, other=other)
+        made = _plan_in(memory_bytes, args.gpu_memory_utilization, other(longest), longest, plan)
+    return replace(made, other=other(made.max_model_len))
 
 
 def _check_override(plan: MemoryPlan, pages: int, weights: int, memory_bytes: int | None) -> None:
@@ -164,18 +171,20 @@ def _check_override(plan: MemoryPlan, pages: int, weights: int, memory_bytes: in
 def _plan_in(
     memory_bytes: int | None,
     utilization: float,
-    weights: int,
+    other: Sequence[tuple[str, int]],
     longest: int,
     plan: Callable[[int | None], MemoryPlan],
 ) -> MemoryPlan:
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
     total = available_memory() if memory_bytes is None else memory_bytes
-    room = int(total * utilization) - weights
+    needed = sum(size for _, size in other)
+    room = int(total * utilization) - needed
     if room <= 0:
         raise CapacityError(
-            f"The weights need {weights / 2**30:.2f} GiB, and gpu_memory_utilization={utilization} of the "
-            f"{total / 2**30:.2f} GiB there are is {total * utilization / 2**30:.2f} GiB; raise gpu_memory_utilization "
-            "or take a machine with more memory."
+            f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "
+            f"{human_bytes(needed)}, and gpu_memory_utilization={utilization} of the "
+            f"{human_bytes(total)} there are is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
+            "lower max_num_seqs or max_model_len, or take a machine with more memory."
         )
     if memory_bytes is not None or room <= DEFAULT_CPU_KV_BYTES:
         return plan(room)

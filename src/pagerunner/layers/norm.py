@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.module import Module
-from pagerunner.ops.norm import add_rms_norm_, rms_norm
+from pagerunner.ops.norm import add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -23,3 +23,15 @@ class RMSNorm(Module):
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """A root-mean-square norm whose weights count from 1."""
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The norm of `x`."""
+        return offset_rms_norm(x_TD, self.weights["weight"], self.eps)
+
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add `x` to `residual` in place and return the norm of the sum."""
+        return offset_rms_norm(residual_TD.add_(x_TD), self.weights["weight"], self.eps)

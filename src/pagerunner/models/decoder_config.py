@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec
@@ -37,11 +37,14 @@ class DecoderConfig(ModelConfig):
         return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
 
 
+ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+
+
 def read_llama(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Llama 2 and 3.x."""
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
-    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp_bias})
+    return read_decoder(fields, common, {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp_bias})
 
 
 def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
@@ -50,20 +53,20 @@ def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     window = fields.take("sliding_window", 4096)
     if window is not None:
         _refuse_window(fields, window)
-    return _read(fields, common, {})
+    return read_decoder(fields, common, {})
 
 
 def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
-    _read_qwen_window(fields, common)
-    return _read(fields, common, {"qkv_bias": True})
+    read_qwen_window(fields, common)
+    return read_decoder(fields, common, {"qkv_bias": True})
 
 
 def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen3, dense: norms of query and key heads, and heads whose size is not hidden_size / heads."""
-    _read_qwen_window(fields, common)
+    read_qwen_window(fields, common)
     bias = fields.flag("attention_bias", False)
-    return _read(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
+    return read_decoder(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
 
 
 def _refuse_window(fields: Fields, window: Any) -> None:
@@ -77,7 +80,8 @@ def _refuse_window(fields: Fields, window: Any) -> None:
         )
 
 
-def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
+def read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
+    """Take the fields of Qwen's sliding windows, which must not be active."""
     layers = common["num_layers"]
     used = fields.flag("use_sliding_window", False)
     window = fields.take("sliding_window")
@@ -94,7 +98,20 @@ def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
             raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
 
 
-def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_head_dim: int = 0) -> DecoderConfig:
+def read_decoder(
+    fields: Fields,
+    common: dict[str, Any],
+    own: dict[str, Any],
+    default_head_dim: int = 0,
+    kind: type[ConfigT] = DecoderConfig,  # type: ignore[assignment]
+    *,
+    rope: RopeConfig | None = None,
+    tied: bool = False,
+) -> ConfigT:
+    """Read what every decoder has into a `kind`, beside the fields `common` and `own` that are known already.
+
+    `rope` is given where the family reads it by itself, and `tied` is what an absent tie_word_embeddings means.
+    """
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -108,7 +125,7 @@ def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_h
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}; rotary positions need an even number.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return DecoderConfig(
+    return kind(
         **common,
         **own,
         hidden_size=hidden,
@@ -117,14 +134,20 @@ def _read(fields: Fields, common: dict[str, Any], own: dict[str, Any], default_h
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        rope=read_rope(fields, common["max_position_embeddings"]),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
+        rope=rope or read_rope(fields, common["max_position_embeddings"]),
     )
 
 
-def read_rope(fields: Fields, length: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (before it)."""
-    partial = fields.number("partial_rotary_factor", 1.0)
+def read_rope(
+    fields: Fields, length: int, *, partial_default: float | None = None, ignored: tuple[str, ...] = ()
+) -> RopeConfig:
+    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (before it).
+
+    Families that rotate a part of each head give the share where none is written, `partial_default`; others must rotate
+    all of it. `ignored` are fields of the object that change nothing for text.
+    """
+    partial = fields.number("partial_rotary_factor", 1.0 if partial_default is None else partial_default)
     given = fields.take("rope_parameters")
     name = "rope_parameters"
     scaling = fields.take("rope_scaling")
@@ -139,8 +162,10 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
     rope = Fields(given or {}, f"{fields.where}: {name}")
     theta = rope.number("rope_theta", theta, above=0)
     partial = rope.number("partial_rotary_factor", partial)
-    if partial != 1.0:
+    if partial != 1.0 and partial_default is None:
         raise fields.error("partial_rotary_factor", f"is {partial:g}; only 1 is supported in this family.")
+    if not 0 < partial <= 1:
+        raise fields.error("partial_rotary_factor", f"is {partial:g}; it must be above 0 and at most 1.")
     old_kind = rope.take("type")
     kind = rope.choice("rope_type", ("default", "linear", "llama3", "yarn"), old_kind or "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -163,8 +188,8 @@ def read_rope(fields: Fields, length: int) -> RopeConfig:
         values["high_freq_factor"] = rope.number("high_freq_factor", above=values["low_freq_factor"])
     else:
         values.update(_read_yarn(rope, length / original))
-    rope.finish()
-    return RopeConfig(kind=kind, theta=theta, original_length=original, **values)  # type: ignore[arg-type]
+    rope.finish(ignored)
+    return RopeConfig(kind=kind, theta=theta, partial=partial, original_length=original, **values)  # type: ignore[arg-type]
 
 
 def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:
@@ -180,4 +205,11 @@ def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:
     beta_fast = rope.number("beta_fast", 32.0, above=0)
     beta_slow = rope.number("beta_slow", 1.0, above=0)
     truncate = rope.flag("truncate", True)
-    return {"factor": factor, "scale": scale, "beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": truncate}
+    return {
+        "factor": factor,
+        "scale": scale,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+        "softmax_scale": magnitude(mscale_all) ** 2 if mscale_all else 1.0,
+    }

@@ -32,6 +32,7 @@ class Model(Protocol):
     """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
 
     weights: dict[str, torch.Tensor]
+    unused_prefixes: tuple[str, ...]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""
@@ -114,7 +115,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
             target = pending.pop(name, None)
             if target is not None:
                 _copy(file, name, tensor, target)
-            elif not _is_derived(name):
+            elif not _is_derived(name) and not name.startswith(model.unused_prefixes):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))
             done += tensor.nbytes
             if progress is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 
 @functools.cache
@@ -35,6 +36,12 @@ def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch
     return rms_norm(residual_TD.add_(x_TD), weight_D, eps)
 
 
+def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
+    scaled = x_TD * _inverse_rms(x_TD, eps)
+    return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
+
+
 def qk_norm_(
     qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
 ) -> None:
@@ -45,3 +52,14 @@ def qk_norm_(
         qk_TND.copy_(qk_TND * _inverse_rms(qk_TND, eps))
     qk_TND[:, :num_q_heads].mul_(q_weight_D)
     qk_TND[:, num_q_heads:].mul_(k_weight_D)
+
+
+def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm(x) * silu(gate)`, the product in float32."""
+    return rms_norm(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
+
+
+def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm(x * silu(gate))`, all but the weight in float32."""
+    gated = x_TD.float() * F.silu(gate_TD.float())
+    return gated.mul_(_inverse_rms(gated, eps)).to(x_TD.dtype).mul_(weight_D)

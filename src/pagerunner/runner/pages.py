@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pagerunner.batch import LayerKV
+from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
+from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.memory.specs import RecurrentState
 from pagerunner.types import PageCopy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,6 +37,44 @@ def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Laye
     )
 
 
+def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:
+    """One layer's states as views [num_entries, *shape] whose first stride is the unit, in the order of its spec."""
+    spec = piece.spec
+    if not isinstance(spec, RecurrentState):
+        raise TypeError(f"{spec} is not recurrent state")
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    states = []
+    for shape, name, offset in zip(spec.shapes, spec.dtypes, spec.offsets, strict=True):
+        dtype = TORCH_DTYPES[name]
+        strides = [group.unit // dtype.itemsize]
+        strides += torch.empty(shape, device="meta").stride()
+        first = (piece.offset + offset) // dtype.itemsize
+        states.append(kv_bytes.view(dtype).as_strided((num_entries, *shape), strides, first))
+    return RecurrentKV(index, tuple(states))
+
+
+def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
+    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
+    spec = piece.spec
+    if (
+        not isinstance(spec, LatentSpec)
+        or spec.quantised
+        or spec.indexer_dim
+        or spec.rope_dtype not in (None, spec.dtype)
+    ):
+        raise TypeError(f"{spec} is not one vector of one dtype per slot")
+    dtype = TORCH_DTYPES[spec.dtype]
+    vector = spec.latent_dim + spec.rope_dim
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    size = (num_entries, spec.slots(group.page_tokens), vector)
+    strides = (group.unit // dtype.itemsize, vector, 1)
+    return LatentKV(index, kv_bytes.view(dtype).as_strided(size, strides, piece.offset // dtype.itemsize))
+
+
+# by the kind of the layer's spec; the others are keys and values
+_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+
+
 class Pages:
     """Owns the views of the KV region, and zeroes, poisons and copies whole pages in it."""
 
@@ -42,11 +82,11 @@ class Pages:
         self._bytes = kv_bytes
         self._groups = plan.groups
         self._poison = poison
-        layers: dict[int, LayerKV] = {}
+        layers: dict[int, LayerMemory] = {}
         for index, group in enumerate(plan.groups):
             for piece in group.layers:
-                layers[piece.layer] = layer_view(kv_bytes, group, index, piece)
-        self.layers: tuple[LayerKV, ...] = tuple(layers[layer] for layer in sorted(layers))
+                layers[piece.layer] = _VIEWS.get(piece.spec.kind, layer_view)(kv_bytes, group, index, piece)
+        self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
     def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:
         """Copy pages in list order, then clear the fresh ones (byte offsets by group); all before the first kernel.

@@ -1,0 +1,155 @@
+"""pagerunner against openvino-genai's continuous batching, in turn, on one exported checkpoint.
+
+Needs two Python environments, because the peer's packages pin others:
+
+    python -m venv peer && peer/bin/pip install msgspec openvino-genai "optimum-intel[openvino]"
+    python scripts/compare_openvino.py make small work            # a random checkpoint in work/small
+    peer/bin/optimum-cli export openvino --model work/small --task text-generation-with-past \
+        --weight-format fp32 work/small-ov
+    python scripts/compare_openvino.py run small work --peer-python peer/bin/python
+
+Each repetition runs both engines on the same fresh prompts; the last column is the median of the ratios. Two threads,
+float32 weights, greedy, end of sequence ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pagerunner.bench.workloads import SHAPES, WORKLOADS, workload
+
+WARM_UP_SALT = 1_000
+
+
+def make(shape: str, root: Path) -> None:
+    """A checkpoint with random weights and a byte-level tokenizer that nothing uses but exporters ask for."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=4096, rope_theta=1e6)
+    Qwen3ForCausalLM(config).save_pretrained(root / shape)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(root / shape)
+
+
+def serve_ours(shape: str, root: Path) -> None:
+    """Answer workloads named on standard input with [seconds, generated tokens]."""
+    from pagerunner import LLM, SamplingParams
+
+    llm = LLM(str(root / shape), skip_tokenizer_init=True, kv_cache_memory_bytes=2 * 2**30, use_tqdm=False)
+
+    def run(requests: list[Any]) -> int:
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=one.output_len, detokenize=False)
+            for one in requests
+        ]
+        prompts = [{"prompt_token_ids": one.prompt_token_ids} for one in requests]
+        return sum(len(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False))
+
+    _serve(shape, run)
+
+
+def serve_peer(shape: str, root: Path) -> None:
+    """The same for openvino-genai."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching = 2, True
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2048, 256
+    options = {"INFERENCE_NUM_THREADS": 2, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
+    pipe = genai.ContinuousBatchingPipeline(str(root / f"{shape}-ov"), scheduler, "CPU", options)
+    numbers = iter(range(1 << 30))
+
+    def run(requests: list[Any]) -> int:
+        handles = []
+        for one in requests:
+            config = genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = one.output_len, True, False
+            ids = ov.Tensor(np.array([one.prompt_token_ids], dtype=np.int64))
+            handles.append(pipe.add_request(next(numbers), ids, config))
+        while pipe.has_non_finished_requests():
+            pipe.step()
+        return sum(len(handle.read_all()[0].generated_ids) for handle in handles)
+
+    _serve(shape, run)
+
+
+def _serve(shape: str, run: Any) -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, salt = line.split()
+        requests = workload(name, SHAPES[shape]["vocab_size"], int(salt))
+        started = time.perf_counter()
+        tokens = run(requests)
+        print(json.dumps([time.perf_counter() - started, tokens]), flush=True)
+
+
+def compare(shape: str, root: Path, peer_python: str, repetitions: int) -> None:
+    """Print a line per workload: median tokens per second of both, and the median of the paired ratios."""
+    ours = _start(sys.executable, "ours", shape, root)
+    peer = _start(peer_python, "peer", shape, root)
+    for name in WORKLOADS:
+        _ask(ours, name, WARM_UP_SALT)
+        _ask(peer, name, WARM_UP_SALT)
+        pairs = [(_ask(ours, name, salt), _ask(peer, name, salt)) for salt in range(repetitions)]
+        mine, theirs = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+        ratio = statistics.median(a / b for a, b in pairs)
+        print(f"{shape} {name}: {mine:,.1f} tokens/s, openvino-genai {theirs:,.1f}, ratio {ratio:.2f}", flush=True)
+    for worker in (ours, peer):
+        worker.communicate()
+
+
+def _start(python: str, side: str, shape: str, root: Path) -> subprocess.Popen[str]:
+    source = str(Path(__file__).resolve().parent.parent / "src")
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "2"}
+    command = [python, __file__, side, shape, str(root)]
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    if worker.stdout is None or not any(line.strip() == "ready" for line in worker.stdout):
+        raise SystemExit(f"{' '.join(command)} did not start")
+    return worker
+
+
+def _ask(worker: subprocess.Popen[str], name: str, salt: int) -> float:
+    if worker.stdin is None or worker.stdout is None:
+        raise SystemExit("the worker has no pipes")
+    worker.stdin.write(f"{name} {salt}\n")
+    worker.stdin.flush()
+    for line in worker.stdout:
+        if line.startswith("["):
+            seconds, tokens = json.loads(line)
+            return float(tokens / seconds)
+    raise SystemExit("a worker died; see its messages above")
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("make", "run", "ours", "peer"))
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("root", type=Path, help="folder of the checkpoint and its export")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--repetitions", type=int, default=5)
+    args = parser.parse_args()
+    if args.action == "run":
+        compare(args.shape, args.root, args.peer_python, args.repetitions)
+    else:
+        {"make": make, "ours": serve_ours, "peer": serve_peer}[args.action](args.shape, args.root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The backend of recurrent groups: layers whose memory is one state per request instead of tokens in pages.
+
+A row's state is read from the page in column 0 of its table and written back after the row's tokens of the step. A row
+that begins at position 0 finds a zeroed page. Rows of one token take a step together, longer ones are run in chunks one
+after another; where the plan asks for the state at a position inside a row, the row is divided there. Shape letters: T
+tokens of the step, B rows, L tokens of a row, C convolution channels, W its taps, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.causal_conv import causal_conv
+from pagerunner.ops.gdn import gated_delta_chunks, gated_delta_step
+from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_step
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Recurrence(Protocol):
+    """What one layer computes from its inputs and state. States are in the order of the layer's spec."""
+
+    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """One token of B rows: inputs [B, ..] and states [B, *shape] to outputs [B, ..] and new states."""
+        ...
+
+    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """L tokens of one row: inputs [L, ..] and states [*shape] to outputs [L, ..] and new states."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Convolution, then the gated delta rule. Inputs: queries, keys and values side by side [T, C], rates' logits [T, H]
+    and decays' [T, H]. States: (W - 1, C) and (H, key_dim, value_dim). Outputs: [T, H, value_dim] in the inputs' dtype.
+    """
+
+    conv_weight_CW: torch.Tensor
+    decay_log_H: torch.Tensor
+    decay_bias_H: torch.Tensor
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+
+    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        x_BC, rates_BH, decays_BH = inputs
+        mixed, conv = causal_conv(x_BC.unsqueeze(1), states[0], self.conv_weight_CW, None)
+        q, k, v = self._heads(mixed.squeeze(1))
+        out, state = gated_delta_step(q, k, v, self._log_decay(decays_BH), rates_BH.sigmoid(), states[1])
+        return out.to(x_BC.dtype), (conv, state)
+
+    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        x_LC, rates_LH, decays_LH = inputs
+        mixed, conv = causal_conv(x_LC.unsqueeze(0), states[0].unsqueeze(0), self.conv_weight_CW, None)
+        q, k, v = self._heads(mixed.squeeze(0))
+        out, state = gated_delta_chunks(q, k, v, self._log_decay(decays_LH), rates_LH.sigmoid(), states[1])
+        return out.to(x_LC.dtype), (conv.squeeze(0), state)
+
+    def _heads(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys = self.num_key_heads * self.key_dim
+        q_TKd, k_TKd = mixed_TC[:, : 2 * keys].unflatten(1, (2, self.num_key_heads, self.key_dim)).unbind(1)
+        v_THd = mixed_TC[:, 2 * keys :].unflatten(1, (-1, self.value_dim))
+        repeats = v_THd.shape[1] // self.num_key_heads
+        return q_TKd.repeat_interleave(repeats, 1), k_TKd.repeat_interleave(repeats, 1), v_THd
+
+    def _log_decay(self, decays_TH: torch.Tensor) -> torch.Tensor:
+        return -self.decay_log_H.float().exp() * F.softplus(decays_TH.float() + self.decay_bias_H)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Convolution, then Mamba-2's recurrence. Inputs: x, B and C side by side [T, C] and step sizes before their bias
+    [T, H]. States: (W - 1, C) and (H, head_dim, state_size). Outputs: [T, H, head_dim] in the inputs' dtype.
+    """
+
+    conv_weight_CW: torch.Tensor
+    conv_bias_C: torch.Tensor | None
+    decay_log_H: torch.Tensor
+    step_bias_H: torch.Tensor
+    skip_H: torch.Tensor
+    head_dim: int
+    num_groups: int
+    state_size: int
+
+    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        x_BC, steps_BH = inputs
+        mixed, conv = causal_conv(x_BC.unsqueeze(1), states[0], self.conv_weight_CW, self.conv_bias_C)
+        x, b, c = self._parts(mixed.squeeze(1))
+        out, state = mamba2_step(x, self._steps(steps_BH), self._decay(), b, c, self.skip_H, states[1])
+        return out.to(x_BC.dtype), (conv, state)
+
+    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        x_LC, steps_LH = inputs
+        mixed, conv = causal_conv(x_LC.unsqueeze(0), states[0].unsqueeze(0), self.conv_weight_CW, self.conv_bias_C)
+        x, b, c = self._parts(mixed.squeeze(0))
+        out, state = mamba2_chunks(x, self._steps(steps_LH), self._decay(), b, c, self.skip_H, states[1])
+        return out.to(x_LC.dtype), (conv.squeeze(0), state)
+
+    def _parts(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shared = self.num_groups * self.state_size
+        x, b, c = mixed_TC.split((mixed_TC.shape[1] - 2 * shared, shared, shared), 1)
+        group = (self.num_groups, self.state_size)
+        return x.unflatten(1, (-1, self.head_dim)), b.unflatten(1, group), c.unflatten(1, group)
+
+    def _steps(self, steps_TH: torch.Tensor) -> torch.Tensor:
+        return F.softplus(steps_TH.float() + self.step_bias_H)
+
+    def _decay(self) -> torch.Tensor:
+        return -self.decay_log_H.float().exp()
+
+
+@dataclass(frozen=True, slots=True)
+class _LongRow:
+    row: int
+    first: int
+    length: int
+    start: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMetadata:
+    """How a step's rows are divided: those of one token (their row numbers, token indices and table entries), and the
+    others with their first token, number of tokens, start in the sequence and table entry.
+    """
+
+    single_rows: list[int]
+    single_starts: list[int]
+    single_tokens: torch.Tensor
+    single_entries: torch.Tensor
+    long_rows: list[_LongRow]
+
+
+class RecurrentBackend:
+    """See the module. Holds nothing between calls."""
+
+    name = "recurrent"
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves every recurrent state on any device that torch runs on."""
+        return None if spec.kind == "recurrent" else f"it serves recurrent state, not {spec.kind}"
+
+    def plan(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        page_table_RP: torch.Tensor,
+        page_tokens: int,
+        query_start: torch.Tensor,
+    ) -> RecurrentMetadata:
+        """Divide the rows; `page_tokens` has no meaning here and is not read."""
+        entries, firsts = page_table_RP[:, 0], query_start.tolist()
+        hosts = entries.tolist()
+        single = [row for row, length in enumerate(query_lens) if length == 1]
+        rows = torch.tensor(single, dtype=torch.int64, device=entries.device)
+        return RecurrentMetadata(
+            single_rows=single,
+            single_starts=[seq_lens[row] - 1 for row in single],
+            single_tokens=query_start[:-1].to(entries.device)[rows],
+            single_entries=entries[rows],
+            long_rows=[
+                _LongRow(row, firsts[row], length, seq_lens[row] - length, hosts[row])
+                for row, length in enumerate(query_lens)
+                if length > 1
+            ],
+        )
+
+    def forward(
+        self, recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, group: GroupBatch, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Run every row from its state on, save the states that the plan asks for, and write the last ones back.
+
+        `inputs` are [T, ..], and so is the result.
+        """
+        metadata: RecurrentMetadata = group.metadata
+        saves = _saves(layer, batch)
+        out: torch.Tensor | None = None
+        if metadata.single_rows:
+            every = not metadata.long_rows
+            chosen = inputs if every else tuple(x.index_select(0, metadata.single_tokens) for x in inputs)
+            result = _step(recurrence, chosen, layer, metadata, saves)
+            if every:
+                return result
+            out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
+            out.index_copy_(0, metadata.single_tokens, result)
+        for row in metadata.long_rows:
+            part = slice(row.first, row.first + row.length)
+            result = _chunks(recurrence, tuple(x[part] for x in inputs), layer, row, saves.get(row.row, []))
+            if row.length == inputs[0].shape[0]:
+                return result
+            if out is None:
+                out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
+            out[part] = result
+        assert out is not None, "a step has no rows"
+        return out
+
+
+def _saves(layer: RecurrentKV, batch: ForwardBatch) -> dict[int, list[tuple[int, int]]]:
+    """By row, in order: (position, table entry to save the state of the tokens before it at)."""
+    state = layer.states[0]
+    unit = state.stride(0) * state.element_size()
+    found: dict[int, list[tuple[int, int]]] = {}
+    for save in batch.state_saves:
+        if save.group == layer.group:
+            found.setdefault(save.row, []).append((save.position, save.target // unit))
+    for places in found.values():
+        places.sort()
+    return found
+
+
+def _store(layer: RecurrentKV, entry: int, states: Tensors) -> None:
+    for pages, state in zip(layer.states, states, strict=True):
+        pages[entry].copy_(state)
+
+
+def _step(
+    recurrence: Recurrence,
+    inputs: Tensors,
+    layer: RecurrentKV,
+    metadata: RecurrentMetadata,
+    saves: dict[int, list[tuple[int, int]]],
+) -> torch.Tensor:
+    entries = metadata.single_entries
+    out, states = recurrence.step(inputs, tuple(pages.index_select(0, entries) for pages in layer.states))
+    for pages, state in zip(layer.states, states, strict=True):
+        pages[entries] = state.to(pages.dtype)
+    if saves:
+        for index, (row, start) in enumerate(zip(metadata.single_rows, metadata.single_starts, strict=True)):
+            for position, target in saves.get(row, []):
+                assert position == start + 1, f"state save at {position} of a row of position {start}"
+                _store(layer, target, tuple(state[index] for state in states))
+    return out
+
+
+def _chunks(
+    recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, row: _LongRow, saves: list[tuple[int, int]]
+) -> torch.Tensor:
+    states = tuple(pages[row.entry] for pages in layer.states)
+    outputs = []
+    done = 0
+    for position, target in saves:
+        upto = position - row.start
+        assert 0 < upto <= row.length, f"state save at {position} of a row of [{row.start}, +{row.length})"
+        if upto > done:
+            out, states = recurrence.chunks(tuple(x[done:upto] for x in inputs), states)
+            outputs.append(out)
+            done = upto
+        _store(layer, target, states)
+    if done < row.length:
+        out, states = recurrence.chunks(tuple(x[done:] for x in inputs), states)
+        outputs.append(out)
+    _store(layer, row.entry, states)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,38 @@
+"""The step between projections and the recurrent backend. Shape letters: T tokens, C channels, W taps."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.attention.recurrent import Recurrence, Tensors
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.module import Module
+
+
+class CausalConv(Module):
+    """Weights of a depthwise causal convolution, [C, 1, W] as checkpoints hold them; recurrences apply it."""
+
+    def __init__(self, channels: int, taps: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weights = {"weight": torch.empty(channels, 1, taps, dtype=dtype, device="meta")}
+        if bias:
+            self.weights["bias"] = torch.empty(channels, dtype=dtype, device="meta")
+
+    @property
+    def weight_CW(self) -> torch.Tensor:
+        """One row of taps per channel, oldest first."""
+        return self.weights["weight"].squeeze(1)
+
+
+class PagedRecurrence:
+    """A layer's recurrence over its requests' states, by whatever backend the batch's memory group has planned."""
+
+    def __init__(self, layer_index: int) -> None:
+        self.layer_index = layer_index
+
+    def __call__(self, recurrence: Recurrence, inputs: Tensors, batch: ForwardBatch) -> torch.Tensor:
+        """Run every row from its state on and keep the new ones; `inputs` are [T, ..], and so is the result."""
+        layer = batch.kv[self.layer_index]
+        group = batch.groups[layer.group]
+        out: torch.Tensor = group.backend.forward(recurrence, inputs, layer, group, batch)
+        return out

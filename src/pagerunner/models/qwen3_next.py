@@ -1,0 +1,223 @@
+"""Qwen3-Next and Qwen3.5: gated delta rule layers with gated full attention in between, dense or with experts.
+
+Norms store their weight less one; a quarter of each head is rotated; attention's output passes a gate that the query
+projection computes beside the query. Shape letters: T tokens of the step, S sampled tokens, D hidden features, H query
+heads, K key/value heads, d head size, C convolution channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.attention.recurrent import GatedDelta
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.module import Module
+from pagerunner.layers.moe import SparseMLP
+from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
+from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.models.hybrid_config import ExpertsConfig, GatedDeltaConfig
+from pagerunner.models.rotary import Rotary
+from pagerunner.ops.norm import rms_norm_then_gate
+from pagerunner.ops.rope import RopeAngles, rope_
+
+
+class Attention(Module):
+    """Grouped-query attention with normed, partly rotated heads and gated outputs."""
+
+    def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.sizes = (2 * q_size, kv_size, kv_size)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.attention_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.attention_bias)
+        self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
+
+    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the normed hidden states."""
+        q_gate, k, v = self.qkv_proj(x_TD).split(self.sizes, -1)
+        q_THd, gate_THd = q_gate.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
+        q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
+        rope_(q_THd[..., : self.rotary_dim], angles)
+        rope_(k_TKd[..., : self.rotary_dim], angles)
+        out_THd = self.attend(q_THd, k_TKd, v.unflatten(-1, (-1, self.head_dim)), batch)
+        return self.o_proj((out_THd * gate_THd.sigmoid()).flatten(1))
+
+
+class GatedDeltaNet(Module):
+    """Everything of a gated delta rule layer but its input projections, which the two families store differently."""
+
+    def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = {
+            name: torch.empty(config.value_heads, dtype=dtype, device="meta") for name in ("A_log", "dt_bias")
+        }
+        self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype)
+        self.norm = RMSNorm(config.value_head_dim, config.rms_norm_eps, dtype)
+        self.out_proj = Linear(config.value_heads * config.value_head_dim, config.hidden_size, dtype)
+        self.recur = PagedRecurrence(layer_index)
+
+    def __call__(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The recurrence over the normed hidden states."""
+        config = self.config
+        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(x_TD)
+        recurrence = GatedDelta(
+            conv_weight_CW=self.conv1d.weight_CW,
+            decay_log_H=self.weights["A_log"],
+            decay_bias_H=self.weights["dt_bias"],
+            num_key_heads=config.key_heads,
+            key_dim=config.key_head_dim,
+            value_dim=config.value_head_dim,
+        )
+        out_THd = self.recur(recurrence, (mixed_TC, rates_TH, decays_TH), batch)
+        normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weights["weight"], self.norm.eps)
+        return self.out_proj(normed.flatten(1))
+
+    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, C], output gates [T, H, d], and the logits of rates and decays [T, H]."""
+        raise NotImplementedError
+
+
+class GroupedGatedDeltaNet(GatedDeltaNet):
+    """Qwen3-Next: two projections, whose outputs are ordered by key head."""
+
+    def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__(config, layer_index, dtype)
+        values = config.value_heads * config.value_head_dim
+        self.in_proj_qkvz = Linear(config.hidden_size, config.conv_channels + values, dtype)
+        self.in_proj_ba = Linear(config.hidden_size, 2 * config.value_heads, dtype)
+
+    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See GatedDeltaNet."""
+        config = self.config
+        values = config.value_heads // config.key_heads * config.value_head_dim
+        grouped = self.in_proj_qkvz(x_TD).unflatten(-1, (config.key_heads, -1))
+        *qkv, gate = grouped.split((config.key_head_dim, config.key_head_dim, values, values), -1)
+        rates, decays = self.in_proj_ba(x_TD).unflatten(-1, (config.key_heads, 2, -1)).unbind(2)
+        mixed_TC = torch.cat([part.flatten(1) for part in qkv], 1)
+        gate_THd = gate.flatten(1).unflatten(1, (config.value_heads, config.value_head_dim))
+        return mixed_TC, gate_THd, rates.flatten(1), decays.flatten(1)
+
+
+class PlainGatedDeltaNet(GatedDeltaNet):
+    """Qwen3.5: one projection for each part, kept as one matrix."""
+
+    def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__(config, layer_index, dtype)
+        heads, values = config.value_heads, config.value_heads * config.value_head_dim
+        self.sizes = (config.conv_channels, values, heads, heads)
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        self.in_proj = FusedLinear(config.hidden_size, dict(zip(names, self.sizes, strict=True)), dtype)
+
+    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See GatedDeltaNet."""
+        mixed_TC, gate, rates_TH, decays_TH = self.in_proj(x_TD).split(self.sizes, -1)
+        return mixed_TC, gate.unflatten(-1, (-1, self.config.value_head_dim)), rates_TH, decays_TH
+
+
+class SharedSparseMLP(SparseMLP):
+    """A mixture of experts, and one expert that every token passes through, behind a gate of its own."""
+
+    def __init__(self, features: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
+        super().__init__(
+            features,
+            experts.intermediate_size,
+            experts.count,
+            experts.per_token,
+            dtype,
+            normalise=experts.normalise,
+        )
+        self.shared_expert = GatedMLP(features, experts.shared_intermediate_size, dtype)
+        self.shared_expert_gate = Linear(features, 1, dtype)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        shared_TD = self.shared_expert(x_TD).mul_(self.shared_expert_gate(x_TD).sigmoid())
+        return super().__call__(x_TD).add_(shared_TD)
+
+
+class DecoderLayer(Module):
+    """Attention or recurrence, then feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype, recurrent: type[GatedDeltaNet]
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attends = config.layer_kinds[layer_index] == "full_attention"
+        if self.attends:
+            self.self_attn = Attention(config, layer_index, dtype)
+        else:
+            self.linear_attn = recurrent(config, layer_index, dtype)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp: SharedSparseMLP | GatedMLP
+        if config.experts is not None and config.expert_layers[layer_index]:
+            self.mlp = SharedSparseMLP(config.hidden_size, config.experts, dtype)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+
+    def __call__(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
+        x_TD = self.input_layernorm.add(x_TD, residual_TD)
+        x_TD = self.self_attn(x_TD, angles, batch) if self.attends else self.linear_attn(x_TD, batch)
+        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device, recurrent: type[GatedDeltaNet]
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = tuple(DecoderLayer(config, i, dtype, recurrent) for i in range(config.num_layers))
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The normed hidden state of every token, [T, D]."""
+        angles = self.rotary(batch.positions)
+        x_TD = self.embed_tokens(batch.token_ids)
+        residual_TD = torch.zeros_like(x_TD)
+        for layer in self.layers:
+            x_TD = layer(x_TD, residual_TD, angles, batch)
+        return self.norm.add(x_TD, residual_TD)
+
+
+class Qwen3NextForCausalLM(Module):
+    """The decoder and its output weights, which may be the embedding's."""
+
+    recurrent: type[GatedDeltaNet] = GroupedGatedDeltaNet
+
+    def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = Decoder(config, dtype, device, self.recurrent)
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] float32."""
+        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
+        return logits_SV.float()
+
+
+class Qwen35ForCausalLM(Qwen3NextForCausalLM):
+    """Qwen3.5's text model."""
+
+    recurrent = PlainGatedDeltaNet

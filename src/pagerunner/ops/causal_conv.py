@@ -1,0 +1,29 @@
+"""Depthwise causal convolution over a few past tokens, as recurrent layers use before their recurrence.
+
+The state is the last `width - 1` inputs, oldest first, zeros before the first token. Shape letters: B rows, L tokens of
+a row, C channels, W taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv(
+    x_BLC: torch.Tensor, state_BWC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu(bias + sum over w of weight[:, w] * input[t - (W - 1) + w])` and the state after the last token.
+
+    `state` is [B, W - 1, C]. Sums are float32 and each token's is taken in the same order however its sequence is
+    divided. Returns [B, L, C] in x's dtype, and a new state in the state's.
+    """
+    length, taps = x_BLC.shape[1], weight_CW.shape[1]
+    seen = torch.cat((state_BWC.to(x_BLC.dtype), x_BLC), 1)
+    wide, weight_WC = seen.float(), weight_CW.float().t().contiguous()
+    total = wide[:, :length] * weight_WC[0]
+    for tap in range(1, taps):
+        total.addcmul_(wide[:, tap : tap + length], weight_WC[tap])
+    if bias_C is not None:
+        total += bias_C
+    return F.silu(total).to(x_BLC.dtype), seen[:, length:].to(state_BWC.dtype)
