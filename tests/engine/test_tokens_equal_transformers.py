@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import HYBRID_FAMILIES, make_hybrid_directory
 from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
 from pagerunner import LLM, SamplingParams
 
@@ -39,6 +40,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {}),
     "gemma-3": ("gemma3_text", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3.5": ("qwen3_5", {}),
+    "qwen3.5-moe": ("qwen3_5_moe", {}),
+    "bamba": ("bamba", {"num_key_value_heads": 3, "mamba_d_state": 4}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -86,6 +91,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     family, overrides = VARIANTS[request.param]
     make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
+    make = make_hybrid_directory if family in HYBRID_FAMILIES else make
     path = make(tmp_path_factory.mktemp("oracle"), family, **overrides)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = _prompts(model.config.vocab_size)

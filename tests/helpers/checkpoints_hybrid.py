@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from helpers.checkpoints import write_tokenizer
+
 _GATED_DELTA: dict[str, Any] = {
     "hidden_size": 48,
     "num_hidden_layers": 4,
@@ -87,3 +89,10 @@ def make_hybrid_checkpoint(directory: Path, family: str, **options: Any) -> tupl
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     return path, model
+
+
+def make_hybrid_directory(directory: Path, family: str, **options: Any) -> Path:
+    """Write the model of `make_hybrid_model` and a tokenizer under `directory`; its path."""
+    path, model = make_hybrid_checkpoint(directory, family, **options)
+    write_tokenizer(path, model.config.vocab_size, add_bos=False)
+    return path
