@@ -16,7 +16,10 @@ class Module:
 
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
     Attributes that are modules, or tuples of modules, are children; their names are those in the checkpoint.
+    `unused_tensors` are beginnings of names of tensors that a checkpoint may hold and the whole model has no use for.
     """
+
+    unused_tensors: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
