@@ -52,7 +52,8 @@ class GroupBatch:
 
     `page_table`: [R, P] int64 entries, padded with 0 beyond a row's pages (never read). Column 0 is the row's page
     number `first_page[r]`: 0 in groups that keep everything, the first page still held in window groups.
-    `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`.
+    `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`. An
+    entry of -1 means that no later step reads the token, and it is not stored.
     `metadata`: what the group's attention backend planned for this batch; only that backend reads it.
     """
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagerunner.attention.torch_plan import NewPart, PaddedPart, SharedPart, make_plan
+from pagerunner.attention.base import Reach
+from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, SharedPart, make_plan
 from pagerunner.attention.torch_ref import TorchBackend, attend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
-from pagerunner.memory.specs import FullKV
+from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, WindowKV
 
 
 @dataclass(frozen=True)
@@ -38,42 +39,54 @@ class Case:
     gap: int = 0
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
+    head_dim_v: int = 0
+    reach: Reach | None = None
+    sinks: bool = False
+    softcap: float = 0.0
 
 
 def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The backend's output and the reference's, [T, H, D]."""
     torch.manual_seed(0)
     size, heads, dim = case.page_tokens, case.kv_heads, case.head_dim
-    block = size * heads * dim
-    stride = 4 * block + case.gap  # two layers; the step runs the second
+    dim_v = case.head_dim_v or dim
+    block = size * heads * (dim + dim_v)
+    stride = 2 * block + case.gap  # two layers; the step runs the second
     num_pages = sum(-(-(r.start + r.queries) // size) for r in case.rows) + 3
     pool = torch.full((num_pages * stride + 7,), float("nan"), dtype=case.kv_dtype)
-    strides = (stride, heads * dim, dim, 1)
-    kv = [pool.as_strided((num_pages, size, heads, dim), strides, 7 + (2 + i) * block) for i in range(2)]
+    kv = [
+        pool.as_strided((num_pages, size, heads, d), (stride, heads * d, d, 1), 7 + block + i * size * heads * dim)
+        for i, d in enumerate((dim, dim_v))
+    ]
     free = torch.randperm(num_pages).tolist()
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     tables: list[list[int]] = []
-    entries, offsets = [], []
+    entries, offsets, first_pages = [], [], []
     for i, row in enumerate(case.rows):
         length = row.start + row.queries
-        k, v = (torch.randn(length, heads, dim).to(case.kv_dtype).to(case.dtype) for _ in range(2))
+        k, v = (torch.randn(length, heads, d).to(case.kv_dtype).to(case.dtype) for d in (dim, dim_v))
+        oldest, kept_from = 0, row.start
+        if case.reach is not None:  # what this step doesn't read, and what no later step reads, is in no page
+            oldest = max(case.reach.oldest(row.start), 0)
+            kept_from = max(case.reach.oldest(length), row.start)
         pages: list[int] = []
-        if i:
+        if i and case.reach is None:
             parent = row.parent % i
             count = min(row.shared_pages, row.start // size, keys[parent].shape[0] // size)
             pages = tables[parent][:count]
             k[: count * size], v[: count * size] = keys[parent][: count * size], values[parent][: count * size]
         own_from = len(pages) * size
         pages = pages + [free.pop() for _ in range(-(-length // size) - len(pages))]
-        past = torch.arange(own_from, row.start)
+        past = torch.arange(max(own_from, oldest), row.start)
         where = (torch.tensor(pages)[past // size], past % size)
         kv[0][where], kv[1][where] = k[past].to(case.kv_dtype), v[past].to(case.kv_dtype)
-        entries += [pages[p // size] for p in range(row.start, length)]
+        entries += [pages[p // size] if p >= kept_from else -1 for p in range(row.start, length)]
         offsets += [p % size for p in range(row.start, length)]
         keys.append(k)
         values.append(v)
-        tables.append(pages)
+        first_pages.append(oldest // size)
+        tables.append(pages[oldest // size :])
     table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int64)
     for i, pages in enumerate(tables):
         table[i, : len(pages)] = torch.tensor(pages)
@@ -82,17 +95,17 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     start = torch.tensor([0, *query_lens]).cumsum(0)
     tokens = sum(query_lens)
     # as a model has them: side by side in one projection's output
-    qkv = torch.empty(tokens, heads * (case.group + 2), dim, dtype=case.dtype)
     q_heads = heads * case.group
-    qkv[:, :q_heads] = torch.randn(tokens, q_heads, dim)
-    qkv[:, q_heads : q_heads + heads] = torch.cat([k[r.start :] for k, r in zip(keys, case.rows, strict=True)])
-    qkv[:, q_heads + heads :] = torch.cat([v[r.start :] for v, r in zip(values, case.rows, strict=True)])
-    q = qkv[:, :q_heads]
+    qk = torch.empty(tokens, q_heads + heads, dim, dtype=case.dtype)
+    qk[:, :q_heads] = torch.randn(tokens, q_heads, dim)
+    qk[:, q_heads:] = torch.cat([k[r.start :] for k, r in zip(keys, case.rows, strict=True)])
+    q, v_new = qk[:, :q_heads], torch.cat([v[r.start :] for v, r in zip(values, case.rows, strict=True)])
     backend = TorchBackend()
-    metadata = backend.plan(query_lens, seq_lens, table, size, start)
+    metadata = backend.plan(query_lens, seq_lens, table, size, start, case.reach, first_pages)
+    sinks = torch.randn(q_heads) if case.sinks else None
     group = GroupBatch(
         table,
-        torch.zeros(len(table), dtype=torch.int64),
+        torch.tensor(first_pages),
         torch.tensor(entries),
         torch.tensor(offsets),
         size,
@@ -104,13 +117,21 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,))
     scale = 0.7 / math.sqrt(dim)
     for _ in range(2):  # a second layer of the same step reuses the plan
-        out = backend.forward(q, qkv[:, q_heads:-heads], qkv[:, -heads:], layer, group, batch, scale)
+        out = backend.forward(q, qk[:, q_heads:], v_new, layer, group, batch, scale, sinks, case.softcap)
     want = []
     for k, v, row, first in zip(keys, values, case.rows, start.tolist(), strict=False):
         k_LHD, v_LHD = (x.double().repeat_interleave(case.group, 1) for x in (k, v))
         scores_HQL = torch.einsum("qhd,lhd->hql", q[first : first + row.queries].double(), k_LHD) * scale
-        later_QL = torch.arange(k.shape[0]) > row.start + torch.arange(row.queries).unsqueeze(-1)
-        weights_HQL = scores_HQL.masked_fill(later_QL, float("-inf")).softmax(-1)
+        if case.softcap:
+            scores_HQL = torch.tanh(scores_HQL / case.softcap) * case.softcap
+        queries_Q1 = row.start + torch.arange(row.queries).unsqueeze(-1)
+        hidden_QL = torch.arange(k.shape[0]) > queries_Q1
+        if case.reach is not None:
+            hidden_QL |= torch.arange(k.shape[0]) < case.reach.oldest(queries_Q1)
+        scores_HQL = scores_HQL.masked_fill(hidden_QL, float("-inf"))
+        if sinks is not None:
+            scores_HQL = torch.cat((scores_HQL, sinks.double().view(-1, 1, 1).expand(-1, row.queries, 1)), -1)
+        weights_HQL = scores_HQL.softmax(-1)[..., : k.shape[0]]
         want.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
     return out.double(), torch.cat(want)
 
@@ -130,6 +151,10 @@ cases = st.builds(
     group=st.integers(1, 3),
     head_dim=st.sampled_from([2, 8, 20, 64]),
     gap=st.sampled_from([0, 0, 4, 5]),
+    head_dim_v=st.sampled_from([0, 0, 0, 6]),
+    reach=st.one_of(st.none(), st.none(), st.builds(Reach, st.sampled_from([1, 2, 20, 64, 300]), st.booleans())),
+    sinks=st.booleans(),
+    softcap=st.sampled_from([0.0, 0.0, 0.0, 1.5]),
 )
 
 
@@ -138,6 +163,21 @@ cases = st.builds(
 def test_equals_attention_row_by_row(case: Case) -> None:
     got, want = run(case)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases.filter(lambda case: case.reach is not None))
+def test_windows_and_chunks_equal_attention_row_by_row(case: Case) -> None:
+    got, want = run(case)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("reach", [Reach(20), Reach(300), Reach(100, chunked=True)])
+def test_a_long_row_in_a_window_reads_a_band(reach: Reach) -> None:
+    got, want = run(Case((plain(90, 600), plain(0, 700), plain(0, 20), plain(99, 1)), 16, 2, 2, 8, reach=reach))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    parts = make_plan([600], [690], torch.arange(44)[None], 16, reach, [0])
+    assert max(p.allowed_QL.shape[1] for p in parts if isinstance(p, BandPart)) < 256 + reach.size
 
 
 def plain(start: int, queries: int, shared: int = 0) -> RowCase:
@@ -206,9 +246,15 @@ def test_the_plain_form_agrees_with_the_flash_kernel(causal: bool) -> None:
 
 def test_says_what_it_does_not_serve() -> None:
     backend = TorchBackend()
-    assert backend.unsupported(FullKV(2, 16, "float32"), "cpu", torch.float32) is None
-    reason = backend.unsupported(FullKV(2, 16, "float32", head_dim_v=8), "cpu", torch.float32)
-    assert reason is not None and "value heads" in reason
+    for spec in (
+        FullKV(2, 16, "float32", 8),
+        WindowKV(2, 16, "float32", window=9),
+        ChunkedKV(2, 16, "float32", chunk=9),
+    ):
+        assert backend.unsupported(spec, "cpu", torch.float32) is None
+    for other in (LatentKV(2, 16, "float32", window=9), RecurrentState(((2,),), ("float32",))):
+        reason = backend.unsupported(other, "cpu", torch.float32)
+        assert reason is not None and type(other).__name__ in reason
 
 
 def test_one_call_gathers_a_bounded_number_of_slots() -> None:

@@ -43,6 +43,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "deepseek-v3": ("deepseek_v3", {}),
+    "gemma-3": ("gemma3_text", {}),
+    "gpt-oss": ("gpt_oss", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},

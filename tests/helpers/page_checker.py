@@ -3,15 +3,26 @@
 It keeps what a device would keep: tables, pages, the tokens of each slot. A token's state is an identity that depends on
 all tokens before it and on what must not be shared (salt, adapter, without prefix caching the family). After a step's
 writes, every earlier position that a row could read must hold the identity of the row's own prefix: a page that is
-stale, shared wrongly, owned twice or missing from a table is seen at its first use.
+stale, shared wrongly, owned twice or missing from a table is seen at its first use. A recurrent page holds one identity:
+of the last token that its state has seen, `ZERO` when it was zeroed. Tables are rings: page n is in column n % width.
 """
 
 from __future__ import annotations
 
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.types import EngineRequest, StepPlan, StepResult, StepRow, TokenLogprobs
+from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
+from pagerunner.types import EngineRequest, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
 
 VOCAB = 61
+ZERO = "zero"
+Content = list[int | str | None]
+
+
+def oldest_read(rule: GroupRule, position: int) -> int:
+    """The first position that the token at `position` reads."""
+    if isinstance(rule, WindowRule):
+        return max(position - rule.reach + 1, 0)
+    return position // rule.reach * rule.reach if isinstance(rule, ChunkedRule) else 0
 
 
 class PageFault(AssertionError):
@@ -63,9 +74,14 @@ class PageChecker:
         self.plan = plan
         self.prefix_caching = prefix_caching
         self.slots: dict[int, _Slot] = {}
-        self.tables: list[dict[int, dict[int, int]]] = [{} for _ in plan.groups]
-        self.pages: list[dict[int, list[int | None]]] = [{} for _ in plan.groups]  # byte offset -> identity per token
+        self.tables: list[dict[int, dict[int, tuple[int, int]]]] = [
+            {} for _ in plan.groups
+        ]  # slot, column: page, entry
+        self.pages: list[dict[int, Content]] = [{} for _ in plan.groups]  # byte offset -> identity per token
         self.reads_checked = 0
+        self._widths = [group.rule.table_width(plan.max_model_len) for group in plan.groups]
+        self._states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
+        self._attended = [number for number in range(len(plan.groups)) if number not in self._states]
 
     def _private(self, request: EngineRequest) -> object:
         return (request.cache_salt, "" if self.prefix_caching else request.family or request.request_id)
@@ -81,23 +97,28 @@ class PageChecker:
             for table in self.tables:
                 table[start.slot] = {}
         for group, slot, first, entries in plan.table_writes:
-            self.tables[group][slot].update(enumerate(entries, first))
+            for number, entry in enumerate(entries, first):
+                self.tables[group][slot][number % self._widths[group]] = (number, entry)
         for group, source, target in plan.copies:
             content = self.pages[group].get(source)
             self._page(group, target)[:] = content if content is not None else [None] * self._size(group)
         for group, offsets in enumerate(plan.zero):
             for offset in offsets:
-                self._page(group, offset)[:] = [None] * self._size(group)
+                self._page(group, offset)[:] = [ZERO] * self._size(group)
         for row in plan.rows:
             self._write(row)
+        for save in plan.state_saves:
+            self._save(plan.rows[save.row], save)
         for row in plan.rows:
             self._read(row)
+        for row in plan.rows:
+            self._advance_state(row)
         return self._sample(plan, errors or {})
 
     def _size(self, group: int) -> int:
-        return self.plan.groups[group].page_tokens
+        return 1 if group in self._states else self.plan.groups[group].page_tokens
 
-    def _page(self, group: int, offset: int) -> list[int | None]:
+    def _page(self, group: int, offset: int) -> Content:
         """The page's content for writing: whatever overlaps its bytes in another group is gone."""
         size = self.plan.groups[group].page_bytes
         if not 0 <= offset <= self.plan.kv_bytes - size:
@@ -109,12 +130,12 @@ class PageChecker:
                     del pages[start]
         return self.pages[group].setdefault(offset, [None] * self._size(group))
 
-    def _locate(self, group: int, slot: int, position: int) -> tuple[int, int]:
-        number, place = divmod(position, self._size(group))
-        entry = self.tables[group][slot].get(number)
-        if entry is None:
+    def _locate(self, group: int, slot: int, number: int) -> int | None:
+        """Byte offset of a page, None if the table says that the row doesn't hold it."""
+        found, entry = self.tables[group][slot].get(number % self._widths[group], (-1, -1))
+        if found != number:
             raise PageFault(f"slot {slot} has no table entry for its page {number} of group {group}")
-        return entry * self.plan.groups[group].unit, place
+        return None if entry == -1 else entry * self.plan.groups[group].unit
 
     def _write(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
@@ -122,22 +143,45 @@ class PageChecker:
             raise PageFault(f"slot {row.slot} has no token for position {len(slot.tokens)}")
         if row.tokens != slot.tokens[row.start : row.start + len(row.tokens)]:
             raise PageFault(f"slot {row.slot}: the plan's tokens are not the sequence's")
-        for group in range(len(self.pages)):
+        for group in self._attended:
+            size = self._size(group)
             for position in range(row.start, row.start + row.num_tokens):
-                offset, place = self._locate(group, row.slot, position)
-                self._page(group, offset)[place] = slot.stored[position]
+                offset = self._locate(group, row.slot, position // size)
+                if offset is not None:
+                    self._page(group, offset)[position % size] = slot.stored[position]
+                elif not self.plan.groups[group].rule.forgets:
+                    raise PageFault(f"slot {row.slot} position {position}: no page in group {group}")
 
     def _read(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
-        for group, pages in enumerate(self.pages):
-            for position in range(self._first_read(group, row.start), row.start + row.num_tokens):
-                offset, place = self._locate(group, row.slot, position)
-                if pages.get(offset, [None] * self._size(group))[place] != slot.stored[position]:
+        for group in self._attended:
+            rule, size, pages = self.plan.groups[group].rule, self._size(group), self.pages[group]
+            # What forgets takes the step's own tokens from the projection, not from pages.
+            end = row.start if rule.forgets else row.start + row.num_tokens
+            for position in range(oldest_read(rule, row.start), end):
+                offset = self._locate(group, row.slot, position // size)
+                content = pages.get(-1 if offset is None else offset, [None] * size)
+                if content[position % size] != slot.stored[position]:
                     raise PageFault(f"{slot.request.request_id} position {position}: a foreign or stale page")
                 self.reads_checked += 1
+        for group in self._states:
+            offset = self._locate(group, row.slot, 0)
+            state = self.pages[group].get(-1 if offset is None else offset, [None])[0]
+            if state != (slot.stored[row.start - 1] if row.start else ZERO):
+                raise PageFault(f"{slot.request.request_id} position {row.start}: a foreign or stale state")
+            self.reads_checked += 1
 
-    def _first_read(self, group: int, start: int) -> int:
-        return self.plan.groups[group].rule.span(start, start + 1)[0] * self._size(group)
+    def _save(self, row: StepRow, save: StateSave) -> None:
+        if not row.start < save.position <= row.start + row.num_tokens or save.group not in self._states:
+            raise PageFault(f"slot {row.slot}: no state at position {save.position} in this step")
+        self._page(save.group, save.target)[:] = [self.slots[row.slot].stored[save.position - 1]]
+
+    def _advance_state(self, row: StepRow) -> None:
+        slot = self.slots[row.slot]
+        for group in self._states:
+            offset = self._locate(group, row.slot, 0)
+            assert offset is not None
+            self._page(group, offset)[:] = [slot.stored[row.start + row.num_tokens - 1]]
 
     def _sample(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
         token_ids: list[list[int]] = []

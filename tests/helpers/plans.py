@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 from pagerunner.memory.planner import MemoryPlan, plan_memory
-from pagerunner.memory.prefix import PageKey, PrefixChain
-from pagerunner.memory.rules import FullRule
-from pagerunner.memory.specs import FullKV
+from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV
 
 
 @dataclass(frozen=True)
@@ -22,34 +20,35 @@ class OtherFull(FullKV):
         return ("other",)
 
 
-@dataclass(frozen=True)
-class WindowRule(FullRule):
-    """Only the last `window` tokens are read; pages before them are given back. Proves that rules are all a kind needs."""
+def mixed(
+    kinds: Mapping[str, tuple[int, int]], budget_bytes: int, *, batched: int = 64, model_max_len: int = 160
+) -> MemoryPlan:
+    """One group per kind of memory: kind -> (page tokens, heads that make its pages larger), and the sizes in its name.
 
-    window: int
-    chunk: int  # most tokens of one step
-
-    def pages_needed(self, tokens: int) -> int:
-        return min(-(-tokens // self.page_tokens), -(-(self.window - 1 + self.chunk) // self.page_tokens) + 1)
-
-    def span(self, start: int, end: int) -> tuple[int, int]:
-        return max(start - self.window + 1, 0) // self.page_tokens, -(-end // self.page_tokens)
-
-    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
-        cell = max(self.page_tokens, 16)
-        for hit in range(min(limit, len(chain.hashes) * 16) // cell * cell, 0, -cell):
-            first, stop = self.span(hit, hit)
-            if all(self.key(chain, page) in index for page in range(first, stop)):
-                return hit
-        return 0
-
-
-def with_window(plan: MemoryPlan, group: int, window: int, chunk: int) -> MemoryPlan:
-    """The same plan, but one of its groups forgets what is older than `window` tokens."""
-    rule = WindowRule(plan.groups[group].page_tokens, window, chunk)
-    groups = tuple(replace(plan, rule=rule) if at == group else plan for at, plan in enumerate(plan.groups))
-    plan = replace(plan, groups=groups)
-    return replace(plan, max_model_len=plan.longest(160))
+    Kinds: "full", "window-40", "chunked-32", "latent-4", "recurrent".
+    """
+    specs: list[Spec] = []
+    sizes: dict[Hashable, int] = {}
+    for name, (page_tokens, heads) in kinds.items():
+        kind, _, number = name.partition("-")
+        made: dict[str, Callable[[], Spec]] = {
+            "full": lambda heads=heads: FullKV(heads, 4, "float32"),
+            "window": lambda heads=heads, number=number: WindowKV(heads, 4, "float32", window=int(number)),
+            "chunked": lambda heads=heads, number=number: ChunkedKV(heads, 4, "float32", chunk=int(number)),
+            "latent": lambda heads=heads, number=number: LatentKV(16 * heads, 16, "float32", compression=int(number)),
+            "recurrent": lambda heads=heads: RecurrentState(((heads, 40), (3,)), ("float32", "bfloat16")),
+        }
+        specs.append(made[kind]())
+        sizes[specs[-1].lifetime] = page_tokens
+    return plan_memory(
+        specs,
+        page_tokens=sizes,
+        budget_bytes=budget_bytes,
+        max_model_len="auto",
+        model_max_len=model_max_len,
+        max_num_seqs=8,
+        max_num_batched_tokens=batched,
+    )
 
 
 def one_group(pages: int, *, page_tokens: int = 16, max_model_len: int | str = "auto", **limits: Any) -> MemoryPlan:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.plans import one_group, two_groups
-from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.manager import KVManager
 from pagerunner.memory.transfer import NullPageMover, NullTransferPlanner, complete_pages
 from pagerunner.types import TableWrite
 
@@ -167,7 +168,7 @@ def test_scattered_pages_are_moved_together_when_another_group_needs_their_slab(
     assert pages is not None
     keep = [pages[0][0], pages[0][per_slab], pages[0][2 * per_slab]]
     grant.pages[0] = list(keep)
-    grant.promise = [0, 0]
+    grant.promise, grant.reserve, grant.held = [0, 0], [0, 0], [3, 0]
     manager._promised = [0, 0]
     manager.pool.release(0, [page for page in pages[0] if page not in keep])
     assert manager.pool.slack([0, 2 * plan.groups[1].pages_per_slab]) < 0

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from helpers.page_checker import PageChecker, expected_output
-from helpers.plans import one_group, two_groups, with_window
+from helpers.plans import mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
-from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.memory import manager, rules
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
@@ -39,7 +41,38 @@ def plans() -> st.SearchStrategy[MemoryPlan]:
         shapes,
         st.sampled_from([4096, 6160, 10_000]),
     )
-    return st.one_of(single, double, coarse)
+    return st.one_of(single, double, coarse, mixes(), mixes(), mixes())
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> MemoryPlan:
+    """Any set of kinds with any page sizes, in a pool that may just hold one request of 150 tokens."""
+    names = draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    "full",
+                    "window-1",
+                    "window-5",
+                    "window-40",
+                    "chunked-32",
+                    "chunked-50",
+                    "latent-1",
+                    "latent-4",
+                    "recurrent",
+                ]
+            ),
+            min_size=1,
+            max_size=4,
+            unique=True,
+        )
+    )
+    sizes = st.tuples(st.sampled_from([4, 8, 16, 48]), st.integers(1, 4))
+    kinds = {name: draw(sizes) for name in names}
+    batched = draw(st.sampled_from([1, 7, 32, 64, 500]))
+    plan = mixed(kinds, 1 << 20, batched=batched)
+    alone = sum(group.pages_needed(150) * group.page_bytes for group in plan.groups)
+    return mixed(kinds, int(alone * draw(st.floats(1.2, 4.0))), batched=batched)
 
 
 class Traffic(RuleBasedStateMachine):
@@ -55,11 +88,8 @@ class Traffic(RuleBasedStateMachine):
             self.plan = one_group(20, model_max_len=160)
         self.caching = data.draw(st.booleans())
         self.depth = data.draw(st.integers(1, 3))
-        self.batched = data.draw(st.sampled_from([1, 7, 32, 64, 500]))
-        if data.draw(st.integers(0, 3)) == 0:
-            group = len(self.plan.groups) - 1
-            windowed = with_window(self.plan, group, data.draw(st.sampled_from([1, 5, 16, 40])), self.batched)
-            self.plan = windowed if windowed.max_model_len > 1 else self.plan
+        steps = [rule.step_tokens for rule in (group.rule for group in self.plan.groups) if rule.forgets]
+        self.batched = steps[0] if steps else data.draw(st.sampled_from([1, 7, 32, 64, 500]))
         self.max_len = self.plan.max_model_len
         self.seqs = data.draw(st.integers(1, 6))
         chunked = data.draw(st.booleans())
@@ -211,6 +241,13 @@ class Traffic(RuleBasedStateMachine):
             assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
         assert self.scheduler.reset_prefix_cache()
         assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short that prompts of these tests are long chunks."""
+    for module in (rules, manager):
+        monkeypatch.setattr(module, "SHORT_CHUNK", 24)
 
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -9,7 +9,6 @@ import pytest
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
-from pagerunner.memory import manager as manager_module
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TokenLogprobs
@@ -110,8 +109,8 @@ def test_slots_are_the_lowest_free_and_running_requests_never_exceed_them() -> N
 
 def test_a_blocked_request_is_looked_up_again_only_after_pages_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = []
-    original = manager_module.joint_hit
-    monkeypatch.setattr(manager_module, "joint_hit", lambda *args: lookups.append(1) or original(*args))
+    original = KVManager._find_hit
+    monkeypatch.setattr(KVManager, "_find_hit", lambda *args: lookups.append(1) or original(*args))
     bench = Bench(10)
     bench.add(request("a", 100, 40), request("b", 100))
     for _ in range(20):

@@ -9,6 +9,11 @@ Every row's keys are split into at most three pieces, whose results are merged b
 Short rows (decodes above all) take the last two as one piece, padded to rows of about their length. A padded slot
 repeats a slot of the same row and is masked, so nothing that was not written is ever read.
 
+In groups that forget (windows, chunks) a row begins at the oldest key that it sees, and shares no prefix. A long row that
+sees its whole sequence is as above; any other goes in bands: blocks of its queries, each with the part of the past and
+of the new tokens that it sees. Tokens that no later step reads are not in pages, so only rows whose every token is
+are short.
+
 Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key slots of a row, N slots.
 """
 
@@ -20,11 +25,13 @@ from typing import TypeAlias
 
 import torch
 
+from pagerunner.attention.base import Reach
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
 MAX_PADDED_SLOTS = 32768  # bounds the memory that one call gathers into
+BAND_QUERIES = 256  # of one block of a row in a window: what it sees is at most this and the window
 MIN_SHARED_SAVING = 512  # slots that sharing a prefix must spare, to be worth two more calls
 Tokens: TypeAlias = slice | torch.Tensor
 
@@ -65,6 +72,26 @@ class SharedPart:
 
 
 @dataclass(slots=True)
+class BandPart:
+    """Queries `tokens` of one row attend to past `slots` and then to the step's tokens `keys`, under a mask [Q, L]."""
+
+    tokens: slice
+    slots: Slots | None
+    keys: slice
+    allowed_QL: torch.Tensor
+    more: bool = False
+    _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query may look and -inf elsewhere, [1, 1, Q, L], built once a step."""
+        mask = self._masks.get(dtype)
+        if mask is None:
+            zeros = torch.zeros(self.allowed_QL.shape, dtype=dtype, device=self.allowed_QL.device)
+            mask = self._masks[dtype] = zeros.masked_fill_(~self.allowed_QL, float("-inf"))[None, None]
+        return mask
+
+
+@dataclass(slots=True)
 class PaddedPart:
     """`rows` short rows attend to slots of their own, [B, L], under a mask.
 
@@ -95,7 +122,7 @@ class PaddedPart:
         return mask
 
 
-Part = NewPart | SharedPart | PaddedPart
+Part = NewPart | SharedPart | PaddedPart | BandPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +131,9 @@ class _Row:
     first_token: int
     queries: int
     start: int
-    base: int  # tokens that a shared part covers
+    base: int = 0  # first position that the row reads on its own
+    shared: bool = False  # whether a shared part covers what is before it
+    first_page: int = 0  # page number of its table's column 0
 
     @property
     def length(self) -> int:
@@ -122,16 +151,27 @@ def scratch_bytes(specs: Sequence[Spec], page_tokens: int, max_model_len: int) -
     return slots * max(sizes, default=0) // page_tokens
 
 
-def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int) -> tuple[Part, ...]:
+def make_plan(
+    query_lens: list[int],
+    seq_lens: list[int],
+    table_RP: torch.Tensor,
+    page_tokens: int,
+    reach: Reach | None = None,
+    first_pages: Sequence[int] = (),
+) -> tuple[Part, ...]:
     """Divide the step. Rows are in table order and their tokens are adjacent.
 
-    Parts of one token are to be merged in the order they have here; `more` says that another follows.
+    Parts of one token are to be merged in the order they have here; `more` says that another follows. `reach` and
+    `first_pages` are those of `AttentionBackend.plan`.
     """
+    if reach is not None:
+        return _forgetting_plan(query_lens, seq_lens, table_RP, page_tokens, reach, first_pages)
     clusters = _clusters(query_lens, seq_lens, table_RP, page_tokens)
     bases = {row: shared for rows, shared in clusters for row in rows}
     rows, token = [], 0
     for i, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        rows.append(_Row(i, token, queries, length - queries, bases.get(i, 0)))
+        base = bases.get(i, 0)
+        rows.append(_Row(i, token, queries, length - queries, base, base > 0))
         token += queries
     parts: list[Part] = []
     long: list[_Row] = []
@@ -144,14 +184,56 @@ def make_plan(query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor
         if row.start > row.base:
             slots = _row_slots(row, row.base, row.start, table_RP, page_tokens)
             tokens = slice(row.first_token, row.first_token + row.queries)
-            parts.append(SharedPart(tokens, slots, more=row.base > 0))
+            parts.append(SharedPart(tokens, slots, more=row.shared))
     for bucket in _buckets(short):
         parts.append(_padded_part(bucket, table_RP, page_tokens))
     for members, shared in clusters:
-        one = _Row(members[0], 0, 0, shared, 0)
+        one = _Row(members[0], 0, 0, shared)
         slots = _row_slots(one, 0, shared, table_RP, page_tokens)
         parts.append(SharedPart(_token_index([rows[i] for i in members], table_RP.device), slots, more=False))
     return tuple(parts)
+
+
+def _forgetting_plan(
+    query_lens: list[int],
+    seq_lens: list[int],
+    table_RP: torch.Tensor,
+    page_tokens: int,
+    reach: Reach,
+    first_pages: Sequence[int],
+) -> tuple[Part, ...]:
+    whole: list[_Row] = []
+    short: list[_Row] = []
+    bands: list[Part] = []
+    token = 0
+    for i, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        start = length - queries
+        row = _Row(i, token, queries, start, max(reach.oldest(start), 0), first_page=first_pages[i])
+        token += queries
+        in_pages = reach.oldest(length) <= start
+        if in_pages and queries <= MAX_SHORT_QUERIES and (queries == 1 or start > 0):
+            short.append(row)
+        elif start == 0 and reach.oldest(length - 1) <= 0:
+            whole.append(row)
+        else:
+            bands.extend(_band_parts(row, table_RP, page_tokens, reach))
+    padded = [_padded_part(bucket, table_RP, page_tokens, reach) for bucket in _buckets(short)]
+    return (*_new_parts(whole), *bands, *padded)
+
+
+def _band_parts(row: _Row, table_RP: torch.Tensor, page_tokens: int, reach: Reach) -> list[Part]:
+    parts: list[Part] = []
+    for first in range(row.start, row.length, BAND_QUERIES):
+        last = min(first + BAND_QUERIES, row.length)
+        oldest = max(reach.oldest(first), 0)
+        slots = None if oldest >= row.start else _row_slots(row, oldest, row.start, table_RP, page_tokens)
+        queries_Q1 = torch.arange(first, last, device=table_RP.device).unsqueeze(-1)
+        keys_L = torch.arange(oldest, last, device=table_RP.device)
+        allowed = (keys_L <= queries_Q1) & (keys_L >= reach.oldest(queries_Q1))
+        shift = row.first_token - row.start
+        tokens, keys = slice(first + shift, last + shift), slice(max(oldest, row.start) + shift, last + shift)
+        parts.append(BandPart(tokens, slots, keys, allowed))
+    return parts
 
 
 def _clusters(
@@ -182,7 +264,8 @@ def _clusters(
 
 def _row_slots(row: _Row, first: int, last: int, table_RP: torch.Tensor, page_tokens: int) -> Slots:
     positions = torch.arange(first, last, device=table_RP.device)
-    return Slots(table_RP[row.index].index_select(0, positions // page_tokens), positions % page_tokens)
+    columns = positions // page_tokens - row.first_page
+    return Slots(table_RP[row.index].index_select(0, columns), positions % page_tokens)
 
 
 def _new_parts(rows: list[_Row]) -> list[NewPart]:
@@ -201,11 +284,11 @@ def _new_parts(rows: list[_Row]) -> list[NewPart]:
 def _buckets(rows: list[_Row]) -> list[list[_Row]]:
     """Groups of short rows of about one length, so that padding costs less than another call would."""
     buckets: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda r: (r.queries > 1, r.base > 0, -r.keys)):
+    for row in sorted(rows, key=lambda r: (r.queries > 1, r.shared, -r.keys)):
         first = buckets[-1][0] if buckets else None
         if (
             first is not None
-            and (first.queries > 1, first.base > 0) == (row.queries > 1, row.base > 0)
+            and (first.queries > 1, first.shared) == (row.queries > 1, row.shared)
             and first.keys - row.keys <= 32 + first.keys // 4
             and first.keys * (len(buckets[-1]) + 1) <= MAX_PADDED_SLOTS
         ):
@@ -224,29 +307,33 @@ def _token_index(rows: list[_Row], device: torch.device) -> Tokens:
     return torch.tensor(tokens, device=device)
 
 
-def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int) -> PaddedPart:
+def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int, reach: Reach | None = None) -> PaddedPart:
     device = table_RP.device
     if len(rows) == 1 and rows[0].queries == 1:
         row = rows[0]
         slots, token = _row_slots(row, row.base, row.length, table_RP, page_tokens), _token_index(rows, device)
-        return PaddedPart(token, token, None, 1, 1, slots, None, row.base > 0)
+        return PaddedPart(token, token, None, 1, 1, slots, None, row.shared)
     queries = max(row.queries for row in rows)
     sizes = [row.keys for row in rows]
     columns = torch.tensor(
-        [[r.base, r.length, r.start, r.queries, r.index, r.first_token] for r in rows], device=device
+        [[r.base, r.length, r.start, r.queries, r.index, r.first_token, r.first_page] for r in rows], device=device
     )
-    base_B1, length_B1, start_B1, queries_B1, index_B1, first_B1 = columns.unsqueeze(-1).unbind(1)
+    base_B1, length_B1, start_B1, queries_B1, index_B1, first_B1, page_B1 = columns.unsqueeze(-1).unbind(1)
     positions_BL = base_B1 + torch.arange(max(sizes), device=device)
     read_BL = positions_BL if min(sizes) == max(sizes) else torch.minimum(positions_BL, length_B1 - 1)
-    entries_BL = table_RP[index_B1, read_BL // page_tokens]
+    pages_BL = read_BL // page_tokens
+    entries_BL = table_RP[index_B1, pages_BL if reach is None else pages_BL - page_B1]
     slots = Slots(entries_BL.flatten(), (read_BL % page_tokens).flatten())
-    more = rows[0].base > 0
+    more = rows[0].shared
     targets = _token_index(rows, device)
     if queries == 1:
         allowed = None if min(sizes) == max(sizes) else (positions_BL < length_B1).unsqueeze(1)
         return PaddedPart(targets, targets, None, len(rows), 1, slots, allowed, more)
     steps_BQ = torch.minimum(torch.arange(queries, device=device), queries_B1 - 1)
-    allowed = positions_BL.unsqueeze(1) <= (start_B1 + steps_BQ).unsqueeze(-1)
+    queries_BQ1 = (start_B1 + steps_BQ).unsqueeze(-1)
+    allowed = positions_BL.unsqueeze(1) <= queries_BQ1
+    if reach is not None:
+        allowed &= positions_BL.unsqueeze(1) >= reach.oldest(queries_BQ1)
     if all(row.queries == queries for row in rows):
         return PaddedPart(targets, targets, None, len(rows), queries, slots, allowed, more)
     kept = (torch.arange(queries, device=device) < queries_B1).flatten().nonzero().squeeze(-1)

@@ -8,9 +8,13 @@ G query heads per key/value head, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
+from pagerunner.attention.base import Reach
+from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
@@ -19,20 +23,33 @@ Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [
 
 
 class TorchMetadata:
-    """What a step's layers share: how it is divided, and (once a layer has asked) the rows its tokens go to."""
+    """What a step's layers share: how it is divided, and (once a layer has asked) the rows its tokens go to.
 
-    __slots__ = ("_write_rows", "parts")
+    `forgets` says that some tokens may have no page.
+    """
 
-    def __init__(self, parts: tuple[Part, ...]) -> None:
+    __slots__ = ("_stored", "_write_rows", "forgets", "parts")
+
+    def __init__(self, parts: tuple[Part, ...], *, forgets: bool) -> None:
         self.parts = parts
+        self.forgets = forgets
         self._write_rows: dict[SlotLayout, torch.Tensor] = {}
+        self._stored: torch.Tensor | None = None
 
-    def write_rows(self, group: GroupBatch, layout: SlotLayout) -> torch.Tensor:
-        """Row numbers for `write_slots`."""
+    def write(self, group: GroupBatch, pages: torch.Tensor, values_TKD: torch.Tensor) -> None:
+        """Store the values of every token that has a page."""
+        layout = slot_layout(pages)
         rows = self._write_rows.get(layout)
+        if self.forgets and self._stored is None:
+            self._stored = (group.write_entry >= 0).nonzero().squeeze(-1)
+        stored = self._stored
+        some = stored is not None and stored.numel() < values_TKD.shape[0]
         if rows is None:
-            rows = self._write_rows[layout] = slot_rows(group.write_entry, group.write_offset, layout)
-        return rows
+            entries, offsets = group.write_entry, group.write_offset
+            if some:
+                entries, offsets = entries[stored], offsets[stored]
+            rows = self._write_rows[layout] = slot_rows(entries, offsets, layout)
+        write_slots(pages, rows, values_TKD[stored] if some else values_TKD, layout)
 
 
 class Scratch:
@@ -63,11 +80,9 @@ class TorchBackend:
         self._scratch = Scratch()
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves full attention with equal key and value heads on any device and in any floating dtype."""
-        if spec.kind != "full":
-            return f"it serves full attention only, not {spec.kind}"
-        if getattr(spec, "head_dim_v", None) not in (None, getattr(spec, "head_dim", None)):
-            return "it needs value heads of the same size as key heads"
+        """Serves full, windowed and chunked attention on any device and in any floating dtype."""
+        if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
+            return f"it serves keys and values by head, not {type(spec).__name__}"
         if (kept := getattr(spec, "dtype", None)) != (own := str(dtype).removeprefix("torch.")):
             return f"it needs kv_cache_dtype to equal the model's dtype: {kept} is not {own}"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
@@ -79,9 +94,12 @@ class TorchBackend:
         page_table_RP: torch.Tensor,
         page_tokens: int,
         query_start: torch.Tensor,
+        reach: Reach | None = None,
+        first_pages: Sequence[int] = (),
     ) -> TorchMetadata:
         """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
-        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens))
+        parts = make_plan(query_lens, seq_lens, page_table_RP, page_tokens, reach, first_pages)
+        return TorchMetadata(parts, forgets=reach is not None)
 
     def forward(
         self,
@@ -92,37 +110,26 @@ class TorchBackend:
         group: GroupBatch,
         batch: ForwardBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Write k and v, then attend; [T, H, D]."""
+        """Write k and v, then attend; [T, H, size of a value head]."""
         metadata: TorchMetadata = group.metadata
-        for pages, values in ((layer.k, k_TKD), (layer.v, v_TKD)):
-            layout = slot_layout(pages)
-            write_slots(pages, metadata.write_rows(group, layout), values, layout)
-        if len(metadata.parts) == 1:
-            return _run(metadata.parts[0], q_THD, k_TKD, v_TKD, layer, scale, self._scratch)[0]
-        out_THD = q_THD.new_empty(q_THD.shape)
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in metadata.parts:
-            out, lse = _run(part, q_THD, k_TKD, v_TKD, layer, scale, self._scratch)
-            _store(part, out, lse, out_THD, lse_TH)
-        return out_THD
-
-
-def _run(
-    part: Part,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    layer: LayerKV,
-    scale: float,
-    scratch: Scratch,
-) -> Result:
-    """The part's own attention, [its tokens, H, D], and its log-sum-exp, [its tokens, H]."""
-    if isinstance(part, PaddedPart):
-        return _run_padded(part, q_THD, layer, scale, scratch)
-    if isinstance(part, SharedPart):
-        return _run_shared(part, q_THD, layer, scale, scratch)
-    return _run_new(part, q_THD, k_TKD, v_TKD, scale)
+        metadata.write(group, layer.k, k_TKD)
+        metadata.write(group, layer.v, v_TKD)
+        call = _Call(q_THD, k_TKD, v_TKD, layer, scale, softcap, self._scratch)
+        parts = metadata.parts
+        if len(parts) == 1:
+            out_THD, lse_TH = call.run(parts[0])
+        else:
+            out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
+            lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+            for part in parts:
+                out, lse = call.run(part)
+                _store(part, out, lse, out_THD, lse_TH, keep_lse=sinks_H is not None)
+        if sinks_H is None:
+            return out_THD
+        return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
 
 
 def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -136,74 +143,121 @@ def _put(x: torch.Tensor, tokens: Tokens, values: torch.Tensor) -> None:
         x.index_copy_(0, tokens, values)
 
 
-def _store(part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor) -> None:
+def _store(
+    part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor, *, keep_lse: bool
+) -> None:
     """Put a part's result in its place; what is there already (see `SharedPart`) is merged with it by weight."""
+    keep_lse = keep_lse or part.more
     targets = part.targets if isinstance(part, PaddedPart) else part.tokens
     if isinstance(part, SharedPart):
         old_lse = _take(lse_TH, targets)
         weight = torch.sigmoid(lse - old_lse).unsqueeze(-1).to(out.dtype)
         out = torch.lerp(_take(out_THD, targets), out, weight)
-        lse = torch.logaddexp(old_lse, lse) if part.more else lse
+        lse = torch.logaddexp(old_lse, lse) if keep_lse else lse
     _put(out_THD, targets, out)
-    if part.more:
+    if keep_lse:
         _put(lse_TH, targets, lse)
 
 
-def _gather(slots: Slots, pages: torch.Tensor, which: int, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-    layout = slot_layout(pages)
-    rows = slots.rows(layout)
-    return gather_slots(pages, rows, layout, dtype, scratch.take(which, rows.numel(), layout.unit, pages))
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's inputs. `run` gives a part's own attention, [its tokens, H, D], and its log-sum-exp, [its tokens, H]."""
 
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKD: torch.Tensor
+    layer: LayerKV
+    scale: float
+    softcap: float
+    scratch: Scratch
 
-def _run_padded(part: PaddedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float, scratch: Scratch) -> Result:
-    _, num_heads, head_dim = q_THD.shape
-    num_kv_heads = layer.k.shape[2]
-    group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
-    k_BKLD = (
-        _gather(part.slots, layer.k, 0, q_THD.dtype, scratch).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-    )
-    v_BKLD = (
-        _gather(part.slots, layer.v, 1, q_THD.dtype, scratch).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-    )
-    q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
-    q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
-    out, lse = attend(q_BKgD, k_BKLD, v_BKLD, scale, mask=part.mask(group, q_THD.dtype))
-    out = out.view(rows, num_kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
-    lse = lse.view(rows, num_kv_heads, group, queries).permute(0, 3, 1, 2)
-    out, lse = out.reshape(-1, num_heads, head_dim), lse.reshape(-1, num_heads)
-    return (out, lse) if part.kept is None else (out.index_select(0, part.kept), lse.index_select(0, part.kept))
+    def run(self, part: Part) -> Result:
+        if isinstance(part, PaddedPart):
+            return self._padded(part)
+        if isinstance(part, SharedPart):
+            q_TKGD = self._heads(_take(self.q_THD, part.tokens))
+            return self._grouped(q_TKGD, self._keys(part.slots), self._values(part.slots))
+        if isinstance(part, BandPart):
+            return self._band(part)
+        return self._new(part)
 
+    def _gather(self, slots: Slots, pages: torch.Tensor, which: int) -> torch.Tensor:
+        layout = slot_layout(pages)
+        rows = slots.rows(layout)
+        scratch = self.scratch.take(which, rows.numel(), layout.unit, pages)
+        return gather_slots(pages, rows, layout, self.q_THD.dtype, scratch)
 
-def _run_shared(part: SharedPart, q_THD: torch.Tensor, layer: LayerKV, scale: float, scratch: Scratch) -> Result:
-    _, num_heads, head_dim = q_THD.shape
-    num_kv_heads = layer.k.shape[2]
-    group = num_heads // num_kv_heads
-    # One row whose queries are all the tokens; key/value heads stand in the batch dimension, so that the query heads
-    # of a group share them without a copy.
-    k_K1LD = _gather(part.slots, layer.k, 0, q_THD.dtype, scratch).transpose(0, 1).unsqueeze(1)
-    v_K1LD = _gather(part.slots, layer.v, 1, q_THD.dtype, scratch).transpose(0, 1).unsqueeze(1)
-    q_KGTD = _take(q_THD, part.tokens).view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    size = (num_kv_heads, group, -1, head_dim)
-    out, lse = attend(q_KGTD, k_K1LD.expand(size), v_K1LD.expand(size), scale)
-    return out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim), lse.permute(2, 0, 1).reshape(-1, num_heads)
+    def _keys(self, slots: Slots) -> torch.Tensor:
+        return self._gather(slots, self.layer.k, 0)
 
+    def _values(self, slots: Slots) -> torch.Tensor:
+        return self._gather(slots, self.layer.v, 1)
 
-def _run_new(part: NewPart, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float) -> Result:
-    _, num_heads, head_dim = q_THD.shape
-    num_kv_heads = k_TKD.shape[1]
-    shape = (part.rows, part.queries, num_kv_heads, -1, head_dim)
-    q_BQKGD, k_BQK1D, v_BQK1D = (x[part.tokens].view(shape) for x in (q_THD, k_TKD, v_TKD))
-    if part.rows == 1:
-        q, k, v = (x[0].permute(1, 2, 0, 3) for x in (q_BQKGD, k_BQK1D, v_BQK1D))
-        out, lse = attend(q, k.expand(q.shape), v.expand(q.shape), scale, causal=True)
-        return out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim), lse.permute(2, 0, 1).reshape(-1, num_heads)
-    q = q_BQKGD.flatten(2, 3).transpose(1, 2)
-    k, v = (
-        x.expand(q_BQKGD.shape).reshape(part.rows, part.queries, num_heads, head_dim).transpose(1, 2)
-        for x in (k_BQK1D, v_BQK1D)
-    )
-    out, lse = attend(q, k, v, scale, causal=True)
-    return out.transpose(1, 2).reshape(-1, num_heads, head_dim), lse.transpose(1, 2).reshape(-1, num_heads)
+    def _heads(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Query heads by the key/value head that they share, [T, K, G, D]."""
+        num_kv_heads = self.layer.k.shape[2]
+        return q_THD.view(q_THD.shape[0], num_kv_heads, -1, q_THD.shape[2])
+
+    def _grouped(
+        self,
+        q_TKGD: torch.Tensor,
+        k_LKD: torch.Tensor,
+        v_LKD: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> Result:
+        """One row. Key/value heads stand in the batch dimension, so that the query heads of a group share them without
+        a copy.
+        """
+        tokens, num_kv_heads, group, _ = q_TKGD.shape
+        k_KGLD, v_KGLD = (x.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k_LKD, v_LKD))
+        out, lse = attend(
+            q_TKGD.permute(1, 2, 0, 3), k_KGLD, v_KGLD, self.scale, mask=mask, causal=causal, softcap=self.softcap
+        )
+        heads = num_kv_heads * group
+        return out.permute(2, 0, 1, 3).reshape(tokens, heads, -1), lse.permute(2, 0, 1).reshape(tokens, heads)
+
+    def _band(self, part: BandPart) -> Result:
+        k_LKD, v_LKD = self.k_TKD[part.keys], self.v_TKD[part.keys]
+        if part.slots is not None:
+            k_LKD = torch.cat((self._keys(part.slots), k_LKD))
+            v_LKD = torch.cat((self._values(part.slots), v_LKD))
+        q_TKGD = self._heads(self.q_THD[part.tokens])
+        return self._grouped(q_TKGD, k_LKD, v_LKD, part.mask(q_TKGD.dtype))
+
+    def _padded(self, part: PaddedPart) -> Result:
+        q_THD = self.q_THD
+        num_heads, head_dim = q_THD.shape[1:]
+        num_kv_heads = self.layer.k.shape[2]
+        group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
+        k_BKLD = self._keys(part.slots).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.layer.v.shape[3]).transpose(1, 2)
+        q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
+        q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
+        mask = part.mask(group, q_THD.dtype)
+        out, lse = attend(q_BKgD, k_BKLD, v_BKLD, self.scale, mask=mask, softcap=self.softcap)
+        out = out.view(rows, num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
+        lse = lse.view(rows, num_kv_heads, group, queries).permute(0, 3, 1, 2)
+        out, lse = out.reshape(rows * queries, num_heads, -1), lse.reshape(-1, num_heads)
+        if part.kept is None:
+            return out, lse
+        return out.index_select(0, part.kept), lse.index_select(0, part.kept)
+
+    def _new(self, part: NewPart) -> Result:
+        q_THD, k_TKD, v_TKD = (x[part.tokens] for x in (self.q_THD, self.k_TKD, self.v_TKD))
+        if part.rows == 1:
+            return self._grouped(self._heads(q_THD), k_TKD, v_TKD, causal=True)
+        num_heads = q_THD.shape[1]
+        group = num_heads // k_TKD.shape[1]
+
+        def by_head(x: torch.Tensor, copies: int) -> torch.Tensor:
+            x_BQK1D = x.view(part.rows, part.queries, -1, 1, x.shape[-1])
+            x_BQHD = x_BQK1D.expand(-1, -1, -1, copies, -1).reshape(part.rows, part.queries, num_heads, -1)
+            return x_BQHD.transpose(1, 2)
+
+        q, k, v = by_head(q_THD, 1), by_head(k_TKD, group), by_head(v_TKD, group)
+        out, lse = attend(q, k, v, self.scale, causal=True, softcap=self.softcap)
+        return out.transpose(1, 2).reshape(len(q_THD), num_heads, -1), lse.transpose(1, 2).reshape(-1, num_heads)
 
 
 def attend(
@@ -214,16 +268,20 @@ def attend(
     *,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Result:
     """Softmax attention with its log-sum-exp. q is [B, K, Q, D], k and v [B, K, L, D], the mask is added to scores.
 
-    On CPU it is torch's own flash kernel, called directly because the public function doesn't return the log-sum-exp.
+    On CPU it is torch's own flash kernel, called directly because the public function doesn't return the log-sum-exp;
+    it knows no soft cap, and no value heads that differ in size from key heads.
     """
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not softcap and k.shape[-1] == v.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         result: Result = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return result
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
     if causal:

@@ -9,69 +9,17 @@ again at once, and a page may be found in the index as soon as the row that writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from math import lcm
 
+from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, chain_seed
-from pagerunner.memory.rules import GroupRule, joint_hit
+from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
 from pagerunner.memory.slabs import SlabPool
-from pagerunner.types import PageCopy, TableWrite
+from pagerunner.types import PageCopy, StateSave, TableWrite
 
-_NEVER = 1 << 62
-_HOLE = -1  # stands in a grant's list for a page that was given back early
-
-
-class Grant:
-    """One running request's pages: `pages[group][i]` is page i of the request, as a page id of the group.
-
-    Positions below `capacity` have pages. When `next_publish` tokens are known and scheduled, `publish` has work to do.
-    `cached_tokens` is how many leading tokens were found in the index.
-    """
-
-    __slots__ = (
-        "cached_tokens", "capacity", "chain", "epoch", "first", "next_publish", "pages", "promise", "published", "sent",
-        "slot",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, chain: PrefixChain, groups: int, epoch: int) -> None:
-        self.slot = slot
-        self.chain = chain
-        self.epoch = epoch
-        self.pages: list[list[int]] = [[] for _ in range(groups)]
-        self.first = [0] * groups  # pages before it are holes
-        self.published = [0] * groups
-        self.sent = [0] * groups  # table entries that the device has
-        self.promise = [0] * groups  # pages reserved at admission and not handed out yet
-        self.capacity = 0
-        self.next_publish = _NEVER
-        self.cached_tokens = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request can never run, in numbers; `str()` is the sentence for the user."""
-
-    tokens: int
-    needed: int
-    available: int
-    what: str
-
-    def __str__(self) -> str:
-        return (
-            f"needs {self.needed:,} {self.what} for {self.tokens:,} tokens; the pool has {self.available:,}. "
-            "Lower max_tokens or raise kv_cache_memory_bytes / num_gpu_blocks_override."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PageUsage:
-    """One group's pages: held by requests, findable without an owner, and evicted so far."""
-
-    group: str
-    in_use: int
-    cached: int
-    evictions: int
+TURN_TOKENS = 64  # while text is generated, its latest snapshot is at most that many tokens old
 
 
 class KVManager:
@@ -97,11 +45,19 @@ class KVManager:
             keep_cached=enable_prefix_caching,
         )
         self._rules = [group.rule for group in plan.groups]
+        self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
+        states = [number for number, rule in enumerate(self._rules) if rule.snapshots]
+        assert len(states) <= 1, "all recurrent layers share one group"
+        self._state = states[0] if states else -1
+        self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
+        self._group_hits = [0] * groups
         self._lists_fresh = [group.zero_fresh or list_fresh_pages for group in plan.groups]
-        self._fresh: list[list[int]] = [[] for _ in range(groups)]  # pages handed out since the last take_fresh
+        self._fresh: list[dict[int, None]] = [{} for _ in range(groups)]  # pages handed out since the last take_fresh
         self._copies: list[PageCopy] = []
         self._grants: dict[Grant, None] = {}
         self._dirty: dict[Grant, None] = {}  # grants with table entries to send
+        self._swollen: dict[Grant, int] = {}  # grants with pages that no position from .. on reads
+        self._planned: dict[tuple[int, PageKey], int] = {}  # snapshots that running requests will take
         self._promised = [0] * groups
         self._epoch = 0
 
@@ -128,34 +84,55 @@ class KVManager:
     ) -> Grant | None:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
-        None if they don't fit beside what running requests hold and were promised. Without `shares` the request neither
-        looks into the index nor publishes.
+        None if they don't fit beside what running requests hold and were promised, or if a running request is about to
+        take a snapshot that saves this one work. Without `shares` the request neither looks into the index nor publishes.
         """
         grant = Grant(slot, chain, len(self._rules), self._epoch)
+        grant.target = len(tokens)
         hit = 0
         if shares:
             chain.cover(tokens, len(tokens))
-            hit = joint_hit(self._rules, self.index.pages, chain, hit_limit) if hit_limit > 0 else 0
+            hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
+            if self._planned and self._is_planned(chain, hit, hit_limit):
+                return None
         taken = self._take_hit(grant, hit)
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
         wanted = [need + promised for need, promised in zip(needs, self._promised, strict=True)]
         self._grants[grant] = None
-        if self.pool.slack(wanted) < 0 and not self._compact_for(wanted):
+        fits = self.pool.slack(wanted) >= 0 or self._make_room_for(wanted)
+        lost = fits and hit > 0 and self._state >= 0 and self._snapshot(chain, hit) == HOLE
+        if not fits or lost:
             del self._grants[grant]
             self._dirty.pop(grant, None)
             for group, pages in enumerate(grant.pages):
                 self.pool.release(group, pages[grant.first[group] :][::-1])
-            return None
-        grant.promise = needs
+            # Making room may have cost the very snapshot; what else was a hit is of no use then.
+            return self.admit(slot, chain, tokens, hit_limit, shares=shares) if lost else None
         grant.cached_tokens = hit
-        for group, _rule in enumerate(self._rules):
-            self._promised[group] += needs[group]
+        for group in range(len(self._rules)):
+            grant.held[group] = taken[group]
+            grant.reserve[group] = taken[group] + needs[group]
             grant.published[group] = len(grant.pages[group])
+        if hit and self._state >= 0:
+            self._continue_from_snapshot(grant, hit)
+        self._update_promises(grant)
         if shares:
             grant.next_publish = min(map(_next_publish, self._rules, grant.published))
+            self._plan_marks(grant, hit)
         grant.capacity = hit
         self._dirty[grant] = None
         return grant
+
+    def _find_hit(self, grant: Grant, limit: int) -> int:
+        """The longest prefix that all groups have; notes what each has by itself."""
+        chain, indexes = grant.chain, self.index.pages
+        if len(self._rules) == 1:
+            grant.group_hits[0] = self._rules[0].longest_hit(indexes[0], chain, limit)
+            return grant.group_hits[0]
+        grant.group_hits = [
+            rule.longest_hit(found, chain, limit) for rule, found in zip(self._rules, indexes, strict=True)
+        ]
+        return joint_hit(self._rules, indexes, chain, min(grant.group_hits))
 
     def _take_hit(self, grant: Grant, hit: int) -> list[int]:
         """Put the pages of a hit into the grant; how many per group."""
@@ -163,71 +140,145 @@ class KVManager:
         if not hit:
             return taken
         for group, rule in enumerate(self._rules):
-            start, stop = rule.span(hit, hit)
+            if group == self._state:
+                continue
+            start, stop = rule.hit_span(hit)
             found = self.index.pages[group]
             pages = [found[rule.key(grant.chain, page)] for page in range(start, stop)]
             for page in pages:
                 self.pool.share(group, page)
-            grant.pages[group] = [_HOLE] * start + pages
+            grant.pages[group] = [HOLE] * start + pages
             grant.first[group] = start
             taken[group] = len(pages)
         return taken
 
-    def count_query(self, tokens: int, hit: int) -> None:
+    def _snapshot(self, chain: PrefixChain, tokens: int) -> int:
+        return self.index.pages[self._state].get(chain.hashes[tokens // UNIT_TOKENS - 1], HOLE)
+
+    def _continue_from_snapshot(self, grant: Grant, hit: int) -> None:
+        """Hand out the request's state page, filled with the snapshot after `hit` tokens.
+
+        The snapshot need not outlive this: in a full pool its own page may become the state.
+        """
+        group = self._state
+        source = self._snapshot(grant.chain, hit)
+        self.pool.touch(group, source)
+        fresh = self.pool.allocate([int(number == group) for number in range(len(self._rules))])
+        assert fresh is not None, "admission made sure of this page"
+        (page,) = fresh[group]
+        if page != source:
+            offset = self.plan.page_offset
+            self._copies.append(PageCopy(group, offset(group, source), offset(group, page)))
+        self._fresh[group].pop(page, None)
+        grant.pages[group] = [page]
+        grant.held[group] = 1
+
+    def _update_promises(self, grant: Grant) -> None:
+        for group, reserve in enumerate(grant.reserve):
+            left = max(reserve - grant.held[group], 0)
+            self._promised[group] += left - grant.promise[group]
+            grant.promise[group] = left
+
+    def count_query(self, grant: Grant) -> None:
         """Count a request's first look into the prefix index, in tokens."""
-        self.prefix_queries += tokens
-        self.prefix_hits += hit
+        self.prefix_queries += grant.target
+        self.prefix_hits += grant.cached_tokens
+        for group, hit in enumerate(grant.group_hits):
+            self._group_hits[group] += hit
 
     # -- growth
 
-    def grow(self, grant: Grant, start: int, end: int) -> bool:
-        """Provide the pages to compute positions [start, end); False, and nothing new, if they can't be had now.
+    def grow(self, grant: Grant, start: int, end: int) -> int:
+        """Provide the pages to compute positions [start, end). Returns the end; 0, and nothing new, if they can't be had now.
 
-        Pages that no position from `start` on reads are given back.
+        Where windows or chunks would hold more for a long step than there is, an earlier end is returned. Pages that no
+        position from `start` on reads are given back.
         """
         if end <= grant.capacity:
-            return True
-        needs = []
-        for group, rule in enumerate(self._rules):
-            first, stop = rule.span(start, end)
-            if first > grant.first[group]:
-                self._trim(grant, group, first)
-            needs.append(max(stop - len(grant.pages[group]), 0))
+            return end
+        if start >= grant.target and any(grant.reserve):  # what was reserved was for a prompt
+            grant.reserve = [0] * len(grant.reserve)
+        for group in self._forgetting:
+            self._trim(grant, group, self._rules[group].span(start, end)[0])
+        while True:
+            wanted = [self._wanted(grant, group, end) for group in range(len(self._rules))]
+            needs = [count for count, _ in wanted]
+            if not self._forgetting or end - start <= SHORT_CHUNK or self._has_room(grant, needs):
+                break
+            end = start + max((end - start) // 2, SHORT_CHUNK)
         fresh = self.pool.allocate(needs)
         if fresh is None:
-            if not self._compact_for(needs):
-                return False
+            if not self._make_room_for(needs):
+                return 0
             fresh = self.pool.allocate(needs)
             assert fresh is not None
-        capacity = _NEVER
+        capacity = FOREVER
         for group, pages in enumerate(fresh):
             held = grant.pages[group]
-            held += pages
-            kept = min(grant.promise[group], len(pages))
-            grant.promise[group] -= kept
-            self._promised[group] -= kept
+            if wanted[group][1]:
+                _fill(held, pages, wanted[group][1])
+            else:
+                held += pages
+            grant.held[group] += len(pages)
             if self._lists_fresh[group]:
-                self._fresh[group] += pages
+                self._fresh[group].update(dict.fromkeys(pages))
             capacity = min(capacity, self._rules[group].capacity(len(held)))
+        self._update_promises(grant)
         grant.capacity = capacity
+        if self._forgetting:
+            self._swollen[grant] = end
         self._dirty[grant] = None
-        return True
+        return end
 
-    def _trim(self, grant: Grant, group: int, first: int) -> None:
-        """Give back the pages before `first`: no position from here on reads them."""
-        pages = grant.pages[group]
-        old, stop = grant.first[group], min(first, len(pages))
-        self.pool.release(group, pages[old:stop][::-1])
-        pages[old:] = [_HOLE] * (first - old) + pages[stop:]
+    def _wanted(self, grant: Grant, group: int, end: int) -> tuple[int, list[range]]:
+        """How many more pages the positions below `end` need, and which, if not simply the next ones."""
+        rule = self._rules[group]
+        there = len(grant.pages[group])
+        stop = rule.span(end, end)[1]
+        if not rule.forgets or stop <= there:
+            return max(stop - there, 0), []
+        spans = [rule.hit_span(mark) for mark in grant.marks if mark <= end]
+        spans.append((rule.tail(end), stop))
+        parts: list[range] = []
+        for first, last in spans:
+            first = max(first, there)
+            if first < last:
+                parts.append(range(first, last))
+            there = max(there, last)
+        return sum(map(len, parts)), [*parts, range(stop, stop)]
+
+    def _has_room(self, grant: Grant, needs: Sequence[int]) -> bool:
+        """Whether these pages can be had without touching what was promised to others."""
+        return (
+            self.pool.slack(
+                [
+                    promised + max(need - own, 0)
+                    for promised, need, own in zip(self._promised, needs, grant.promise, strict=True)
+                ]
+            )
+            >= 0
+        )
+
+    def _trim(self, grant: Grant, group: int, first: int) -> int:
+        """Give back the pages before `first`, which no position from here on reads; how many there were."""
+        old, pages = grant.first[group], grant.pages[group]
+        if first <= old:
+            return 0
+        stop = min(first, len(pages))
+        gone = [page for page in pages[old:stop] if page != HOLE]
+        pages[old:stop] = [HOLE] * (stop - old)
+        pages += [HOLE] * (first - len(pages))
         grant.first[group] = first
-        self.version += 1
+        grant.held[group] -= len(gone)
+        self.pool.release(group, gone[::-1])
+        return len(gone)
 
     def publish(self, grant: Grant, tokens: Sequence[int], end: int) -> None:
         """Make the complete pages of positions [0, end) findable. They must be in a plan, their `tokens` known."""
         if end < grant.next_publish:
             return
         if grant.epoch != self._epoch:
-            grant.next_publish = _NEVER
+            grant.next_publish = FOREVER
             return
         chain = grant.chain
         chain.cover(tokens, end)
@@ -235,26 +286,158 @@ class KVManager:
             complete = rule.complete(end)
             pages = grant.pages[group]
             for number in range(max(grant.published[group], grant.first[group]), complete):
-                self.index.publish(group, rule.key(chain, number), pages[number])
+                if pages[number] != HOLE:
+                    self.index.publish(group, rule.key(chain, number), pages[number])
             grant.published[group] = complete
         grant.next_publish = min(map(_next_publish, self._rules, grant.published))
+        if grant.saves:
+            self._publish_saves(grant)
+
+    def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
+        """Call when a plan has all its rows (grant, start, end) and its table writes: the snapshots that the plan takes.
+
+        From here on, pages that only this plan's rows read can be handed out: the next plan runs after it.
+        """
+        saves: list[StateSave] = []
+        if self._state >= 0:
+            for number, (grant, start, end) in enumerate(rows):
+                if end >= grant.next_save:
+                    self._take_snapshots(saves, number, grant, start, end)
+        for grant, end in self._swollen.items():
+            for group in self._forgetting:
+                # A page for a page, as in decoding, makes no room for anybody.
+                self.version += self._trim(grant, group, self._rules[group].span(end, end + 1)[0]) > 1
+            self._update_promises(grant)
+        self._swollen.clear()
+        return saves
+
+    # -- snapshots of recurrent state
+
+    def _plan_marks(self, grant: Grant, hit: int) -> None:
+        """Where a later request may want to continue: at the last boundary of this prompt, so that the same prompt hits, and
+        where the hit would have ended if every group had as much as the best: others may branch off there too.
+        """
+        cell = self.hit_granularity
+        wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
+        grant.marks = sorted(mark for mark in wanted if mark > hit)
+        if self._state >= 0:
+            for mark in grant.marks:
+                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+                self._planned[key] = self._planned.get(key, 0) + 1
+            self._set_next_save(grant, hit)
+
+    def _set_next_save(self, grant: Grant, end: int) -> None:
+        turn = (max(end, grant.target) // TURN_TOKENS + 1) * TURN_TOKENS if self.enable_prefix_caching else FOREVER
+        grant.next_save = next((mark for mark in grant.marks if mark > end), turn)
+
+    def _unplan(self, grant: Grant, end: int) -> None:
+        """Snapshots up to position `end` are taken, or never will be."""
+        for mark in grant.marks:
+            key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+            if mark <= end and key in self._planned:
+                self._planned[key] -= 1
+                if not self._planned[key]:
+                    del self._planned[key]
+                self.version += 1
+        grant.marks = [mark for mark in grant.marks if mark > end]
+
+    def _is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
+        return any(hit < mark <= limit and chain.hashes[mark // UNIT_TOKENS - 1] == key for mark, key in self._planned)
+
+    def _take_snapshots(self, saves: list[StateSave], number: int, grant: Grant, start: int, end: int) -> None:
+        """Decide the snapshots of one row. They take what nobody has and nobody was promised, or are left out."""
+        marks = [mark for mark in grant.marks if start < mark <= end]
+        turns = end // TURN_TOKENS * TURN_TOKENS
+        is_turn = not marks and turns >= grant.next_save > grant.target
+        if grant.epoch == self._epoch:
+            for position in [turns] if is_turn else marks:
+                self._save(saves, number, grant, position, is_turn)
+        self._unplan(grant, end)
+        self._set_next_save(grant, end)
+        self._publish_saves(grant)
+
+    def _save(self, saves: list[StateSave], number: int, grant: Grant, position: int, is_turn: bool) -> None:
+        group, pool = self._state, self.pool
+        unit = position // UNIT_TOKENS
+        hashes = grant.chain.hashes
+        if unit <= len(hashes) and hashes[unit - 1] in self.index.pages[group]:
+            return
+        if is_turn:
+            self._drop_turn(grant)
+        need = [int(other == group) for other in range(len(self._rules))]
+        if pool.slack([one + promised for one, promised in zip(need, self._promised, strict=True)]) < 0:
+            return
+        pages = pool.allocate(need)
+        assert pages is not None
+        (page,) = pages[group]
+        grant.saves.append((position, page))
+        if is_turn:
+            grant.turn = (position, page)
+            grant.next_publish = min(grant.next_publish, position)
+        saves.append(StateSave(number, position, group, self.plan.page_offset(group, page)))
+
+    def _drop_turn(self, grant: Grant) -> None:
+        """The text went on: its last snapshot makes room for the next."""
+        group, (position, page) = self._state, grant.turn
+        unit = position // UNIT_TOKENS
+        if page == HOLE or unit > len(grant.chain.hashes):
+            return
+        if self.index.pages[group].get(grant.chain.hashes[unit - 1]) == page:
+            self.pool.evict(group, page)
+        grant.turn = (0, HOLE)
+
+    def _publish_saves(self, grant: Grant) -> None:
+        """Make the snapshots findable whose tokens are known; from then on they are cache like any other."""
+        group, hashes = self._state, grant.chain.hashes
+        kept: list[tuple[int, int]] = []
+        for position, page in grant.saves:
+            unit = position // UNIT_TOKENS
+            known = unit <= len(hashes)
+            if known and grant.epoch == self._epoch:
+                self.index.publish(group, hashes[unit - 1], page)
+            if known and (self.enable_prefix_caching or page not in self.index.keys[group]):
+                self.pool.release(group, (page,))
+            else:
+                kept.append((position, page))
+                if not known:
+                    grant.next_publish = min(grant.next_publish, position)
+        grant.saves = kept
+
+    def _drop_saves(self) -> bool:
+        """Free the snapshots that requests hold themselves; whether there were any."""
+        dropped = False
+        for grant in self._grants:
+            for _, page in grant.saves:
+                self.index.forget(self._state, page)
+                self.pool.release(self._state, (page,))
+                dropped = True
+            grant.saves = []
+        return dropped
 
     # -- the end
 
     def release(self, grant: Grant) -> None:
         """Return all pages. Published ones stay findable until evicted, the request's last page first."""
         for group, pages in enumerate(grant.pages):
-            self.pool.release(group, pages[grant.first[group] :][::-1])
+            held = [page for page in pages[grant.first[group] :] if page != HOLE]
+            self.pool.release(group, held[::-1])
             self._promised[group] -= grant.promise[group]
+        for _, page in grant.saves:
+            self.pool.release(self._state, (page,))
+        if self._planned:
+            self._unplan(grant, FOREVER)
         del self._grants[grant]
         self._dirty.pop(grant, None)
+        self._swollen.pop(grant, None)
         self.version += 1
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
         """What was computed of this chain from position `start` on is wrong: nobody may find it any more."""
         for group, rule in enumerate(self._rules):
             found = self.index.pages[group]
-            for number in range(rule.complete(start), rule.complete(len(chain.hashes) * UNIT_TOKENS)):
+            known = len(chain.hashes) * UNIT_TOKENS
+            pages = range(rule.complete(start), rule.complete(known))
+            for number in range(start // UNIT_TOKENS, known // UNIT_TOKENS) if rule.snapshots else pages:
                 page = found.get(rule.key(chain, number))
                 if page is not None and not self.pool.evict(group, page):
                     self.index.forget(group, page)
@@ -276,10 +459,16 @@ class KVManager:
             for group, pages in enumerate(grant.pages):
                 first = max(grant.sent[group], grant.first[group])
                 if first < len(pages):
-                    writes.append(TableWrite(group, grant.slot, first, self.plan.table_entries(group, pages[first:])))
+                    writes.append(TableWrite(group, grant.slot, first, self._entries(group, pages[first:])))
                     grant.sent[group] = len(pages)
         self._dirty.clear()
         return writes
+
+    def _entries(self, group: int, pages: list[int]) -> list[int]:
+        entries = self.plan.table_entries(group, pages)
+        if group in self._forgetting:
+            return [HOLE if page == HOLE else entry for page, entry in zip(pages, entries, strict=True)]
+        return entries
 
     def take_fresh(self) -> list[list[int]]:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""
@@ -287,7 +476,7 @@ class KVManager:
             return []
         offset = self.plan.page_offset
         fresh = [[offset(group, page) for page in pages] for group, pages in enumerate(self._fresh)]
-        self._fresh = [[] for _ in fresh]
+        self._fresh = [{} for _ in fresh]
         return fresh
 
     def take_copies(self) -> list[PageCopy]:
@@ -296,6 +485,12 @@ class KVManager:
         return copies
 
     # -- moves
+
+    def _make_room_for(self, needs: Sequence[int]) -> bool:
+        """Do without snapshots in the making, then move pages together, if that makes room for `needs`."""
+        if self._state >= 0 and self._drop_saves() and self.pool.slack(needs) >= 0:
+            return True
+        return self._compact_for(needs)
 
     def _compact_for(self, needs: Sequence[int]) -> bool:
         """Move pages together if that makes room for `needs`. With one group it never can: any page will do."""
@@ -307,8 +502,10 @@ class KVManager:
         for group, source, target in pool.compact():
             moved[group][source] = target
             fresh = self._fresh[group]
+            fresh.pop(target, None)
             if source in fresh:  # nothing was written to it yet
-                fresh[fresh.index(source)] = target
+                del fresh[source]
+                fresh[target] = None
             else:
                 offset = self.plan.page_offset
                 self._copies.append(PageCopy(group, offset(group, source), offset(group, target)))
@@ -318,6 +515,10 @@ class KVManager:
                     pages = grant.pages[group]
                     pages[:] = [targets.get(page, page) for page in pages]
                     grant.sent[group] = 0
+            if self._state >= 0:
+                targets = moved[self._state]
+                grant.saves = [(position, targets.get(page, page)) for position, page in grant.saves]
+                grant.turn = (grant.turn[0], targets.get(grant.turn[1], grant.turn[1]))
             self._dirty[grant] = None
         return True
 
@@ -333,7 +534,14 @@ class KVManager:
         """Pages in use and cached, and evictions so far."""
         pool = self.pool
         return [
-            PageUsage(group.name, pool.used[number], len(pool.cached[number]), pool.evictions[number])
+            PageUsage(
+                group.name,
+                pool.used[number],
+                len(pool.cached[number]),
+                pool.evictions[number],
+                pool.free_in_slabs(number),
+                self._group_hits[number],
+            )
             for number, group in enumerate(self.plan.groups)
         ]
 
@@ -347,13 +555,31 @@ class KVManager:
         for group, refs in enumerate(self.pool.refs):
             counts: dict[int, int] = {}
             for grant in self._grants:
-                for page in grant.pages[group][grant.first[group] :]:
+                pages = [page for page in grant.pages[group][grant.first[group] :] if page != HOLE]
+                assert len(pages) == grant.held[group], f"group {group}: pages held"
+                pages += [page for _, page in grant.saves] if group == self._state else []
+                for page in pages:
                     counts[page] = counts.get(page, 0) + 1
             held = {page: count for page, count in enumerate(refs) if count}
             assert counts == held, f"group {group}: grants hold {counts}, the pool counts {held}"
             promised = sum(grant.promise[group] for grant in self._grants)
             assert promised == self._promised[group], "promises"
+        planned: dict[tuple[int, PageKey], int] = {}
+        for grant in self._grants if self._state >= 0 else ():
+            for mark in grant.marks:
+                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+                planned[key] = planned.get(key, 0) + 1
+        assert planned == self._planned, "planned snapshots"
 
 
 def _next_publish(rule: GroupRule, published: int) -> int:
     return rule.next_publish(published)
+
+
+def _fill(held: list[int], pages: list[int], parts: list[range]) -> None:
+    """Append `pages` as the page numbers of `parts`, with holes between and before them."""
+    taken = 0
+    for part in parts:
+        held += [HOLE] * (part.start - len(held))
+        held += pages[taken : taken + len(part)]
+        taken += len(part)

@@ -75,6 +75,17 @@ class SlabPool:
             self._mark_used(group, page // self.per_slab[group], 1)
         refs[page] += 1
 
+    def touch(self, group: int, page: int) -> None:
+        """A cached page was used: of all cached pages it is now evicted last."""
+        if page in self.cached[group]:
+            self._clock += 1
+            self.cached[group][page] = self._clock
+            self.cached[group].move_to_end(page)
+            slab = page // self.per_slab[group]
+            if slab in self._idle[group]:
+                self._idle[group][slab] = self._clock
+                self._idle[group].move_to_end(slab)
+
     def _take(self, group: int, need: int, thrifty: bool) -> list[int]:
         taken: list[int] = []
         refs, per_slab, alone = self.refs[group], self.per_slab[group], len(self.per_slab) == 1
@@ -98,6 +109,16 @@ class SlabPool:
             taken += part
         taken.sort()
         return taken
+
+    def free_in_slabs(self, group: int) -> int:
+        """Free pages in slabs that the group occupies: other groups can't have them."""
+        return sum(len(self._slab_free[slab]) for slab in self._open[group])
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the slabs that packing every group's pages together would give back, 0 to 1."""
+        whole = sum(self.free_in_slabs(group) // count for group, count in enumerate(self.per_slab))
+        return whole / self.num_slabs if self.num_slabs else 0.0
 
     def _mark_used(self, group: int, slab: int, pages: int) -> None:
         if self._slab_used[slab] == 0:

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import PageKey
 
 

@@ -43,8 +43,11 @@ def read_model_config(path: str | Path, max_model_len: int | None = None) -> Mod
             f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
     fields = Fields(values, str(file))
-    if values.get("quantization_config") is not None or values.get("compression_config") is not None:
-        raise fields.error("quantization_config", "is set; quantised checkpoints are not supported yet.")
+    for name in ("quantization_config", "compression_config"):
+        if values.get(name) is not None:
+            method = values[name].get("quant_method") if isinstance(values[name], dict) else None
+            shown = f"is set (quant_method {method!r})" if method else "is set"
+            raise fields.error(name, f"{shown}; quantised checkpoints are not supported yet.")
     common = _read_common(fields, values, directory, family)
     fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)

@@ -104,8 +104,14 @@ def read_decoder(
     own: dict[str, Any],
     default_head_dim: int = 0,
     kind: type[ConfigT] = DecoderConfig,  # type: ignore[assignment]
+    *,
+    rope: RopeConfig | None = None,
+    tied: bool = False,
 ) -> ConfigT:
-    """Read what every decoder has into a `kind`, beside the fields `common` and `own` that are known already."""
+    """Read what every decoder has into a `kind`, beside the fields `common` and `own` that are known already.
+
+    `rope` is given where the family reads it by itself, and `tied` is what an absent tie_word_embeddings means.
+    """
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -128,8 +134,8 @@ def read_decoder(
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        rope=read_rope(fields, common["max_position_embeddings"]),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
+        rope=rope or read_rope(fields, common["max_position_embeddings"]),
     )
 
 

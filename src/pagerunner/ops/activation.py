@@ -10,3 +10,23 @@ def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, where each row holds the gate's features and then the up projection's."""
     inner = gate_up_T2I.shape[-1] // 2
     return F.silu(gate_up_T2I[..., :inner]).mul_(gate_up_T2I[..., inner:])
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` with gelu's tanh form, laid out as in `silu_and_mul`."""
+    inner = gate_up_T2I.shape[-1] // 2
+    return F.gelu(gate_up_T2I[..., :inner], approximate="tanh").mul_(gate_up_T2I[..., inner:])
+
+
+def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
+    """gpt-oss's `gate * sigmoid(1.702 * gate) * (up + 1)`, where gate and up features alternate.
+
+    The gate is at most `limit`, and up within +-`limit`.
+    """
+    gate, up = gate_up_T2I[..., ::2].clamp(max=limit), gate_up_T2I[..., 1::2].clamp(-limit, limit)
+    return gate.mul_(torch.sigmoid(gate * 1.702)).mul_(up.add_(1))
+
+
+def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """`cap * tanh(x / cap)` in place."""
+    return x.div_(cap).tanh_().mul_(cap)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.base import AttentionBackend, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.runner.tables import LastTokens, PageTables
@@ -55,6 +55,7 @@ class BatchBuilder:
         backends: Sequence[AttentionBackend],
     ) -> None:
         self._groups = plan.groups
+        self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
         self._tables = tables
         self._last_tokens = last_tokens
         self._layers = layers
@@ -93,6 +94,9 @@ class BatchBuilder:
         return token_ids
 
     def _group(self, index: int, arrays: _Rows) -> GroupBatch:
+        reach = self._reaches[index]
+        if reach is not None:
+            return self._forgetting_group(index, arrays, reach)
         page_tokens = self._groups[index].page_tokens
         backend = self._backends[index]
         width = -(-max(arrays.seq_lens) // page_tokens)
@@ -104,6 +108,48 @@ class BatchBuilder:
         return GroupBatch(
             page_table=page_table,
             first_page=torch.zeros(len(arrays.slots), dtype=torch.int64),
+            write_entry=torch.from_numpy(entries),
+            write_offset=torch.from_numpy(arrays.positions % page_tokens),
+            page_tokens=page_tokens,
+            backend=backend,
+            metadata=metadata,
+        )
+
+    def _forgetting_group(self, index: int, arrays: _Rows, reach: Reach) -> GroupBatch:
+        """Tables from the first page that a row reads; a token that no later step reads may have no page (entry -1)."""
+        page_tokens, rule = self._groups[index].page_tokens, self._groups[index].rule
+        backend = self._backends[index]
+        ends = arrays.seq_lens
+        starts = [end - queries for end, queries in zip(ends, arrays.query_lens, strict=True)]
+        spans = [rule.span(start, end) for start, end in zip(starts, ends, strict=True)]
+        first_pages = [first for first, _ in spans]
+        first = np.array(first_pages, dtype=np.int64)
+        columns = np.arange(max(stop - first for first, stop in spans), dtype=np.int64)
+        page_table = torch.from_numpy(
+            self._tables.lookup(index, arrays.slots[:, None], first[:, None] + columns[None, :])
+        )
+        pages = arrays.positions // page_tokens
+        entries = self._tables.lookup(index, arrays.token_slots, pages)
+        # What a row has written of a page before this step, it holds: that page is completed.
+        held = [rule.tail(end) for end in ends]
+        if any(page * page_tokens > start for page, start in zip(held, starts, strict=True)):
+            tails = np.repeat(held, arrays.query_lens)
+            begun = np.repeat(
+                [start // page_tokens if start % page_tokens else -1 for start in starts], arrays.query_lens
+            )
+            entries = np.where((pages >= tails) | (pages == begun), entries, -1)
+        metadata = backend.plan(
+            arrays.query_lens,
+            ends,
+            page_table,
+            page_tokens,
+            torch.from_numpy(arrays.query_start),
+            reach,
+            first_pages,
+        )
+        return GroupBatch(
+            page_table=page_table,
+            first_page=torch.from_numpy(first),
             write_entry=torch.from_numpy(entries),
             write_offset=torch.from_numpy(arrays.positions % page_tokens),
             page_tokens=page_tokens,

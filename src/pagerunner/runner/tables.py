@@ -14,7 +14,8 @@ from pagerunner.types import TableWrite
 class PageTables:
     """One table per memory group: int64 [max_num_seqs, table_width] of page table entries.
 
-    Entries beyond a request's pages are leftovers of earlier requests; batches gather only what a sequence covers.
+    Page n of a request is in column n % table_width: groups that forget pages have tables of fewer columns than a
+    sequence has pages. Other entries are leftovers of earlier pages; batches gather only what a sequence covers.
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
@@ -24,15 +25,21 @@ class PageTables:
     def apply(self, writes: Sequence[TableWrite]) -> None:
         """Put the plan's new entries into the tables."""
         for write in writes:
-            self._tables[write.group][write.slot, write.first : write.first + len(write.entries)] = write.entries
+            table, entries = self._tables[write.group], write.entries
+            first = write.first % table.shape[1]
+            fits = table.shape[1] - first
+            table[write.slot, first : first + len(entries)] = entries[:fits]
+            if len(entries) > fits:
+                table[write.slot, : len(entries) - fits] = entries[fits:]
 
     def gather(self, group: int, slots: np.ndarray, width: int) -> np.ndarray:
         """The first `width` entries of each slot's row: [len(slots), width]."""
         return self._tables[group][slots, :width]
 
     def lookup(self, group: int, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """The entry of page number `pages[i]` of slot `slots[i]`, for every i."""
-        return self._tables[group][slots, pages]
+        """The entry of page number `pages[i]` of slot `slots[i]`, for every i; shapes broadcast."""
+        table = self._tables[group]
+        return table[slots, pages % table.shape[1]]
 
     @property
     def num_bytes(self) -> int:

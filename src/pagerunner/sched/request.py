@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagerunner.memory.manager import Grant
+from pagerunner.memory.grant import Grant
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
 

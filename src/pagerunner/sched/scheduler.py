@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.memory.manager import Grant, KVManager
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.manager import KVManager
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (
@@ -30,12 +31,14 @@ from pagerunner.types import (
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one memory group."""
+    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached."""
 
     name: str
     pages_in_use: int
     pages_cached: int
     evictions: int
+    pages_free: int = 0
+    hits_total: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_total: int
     generation_tokens_total: int
     last_step_tokens: int
+    kv_fragmentation: float = 0.0
+    kv_waste: float = 0.0
 
 
 class Scheduler:
@@ -169,13 +174,20 @@ class Scheduler:
             return None
         manager = self.manager
         self._last_step_tokens = self.max_num_batched_tokens - budget
+        writes = manager.take_table_writes()
+        saves = manager.end_plan(
+            (sequence.grant, row.start, row.start + row.num_tokens)
+            for row, sequence in zip(rows, sequences, strict=True)
+            if sequence.grant is not None
+        )
         plan = StepPlan(
             step_id=self._steps,
             rows=rows,
             admitted=admitted,
-            table_writes=manager.take_table_writes(),
+            table_writes=writes,
             zero=manager.take_fresh(),
             copies=manager.take_copies(),
+            state_saves=saves,
         )
         self._steps += 1
         self._in_flight.append((plan, sequences))
@@ -194,10 +206,12 @@ class Scheduler:
             end = min(total, start + budget)
             grant = sequence.grant
             assert grant is not None
-            if end > grant.capacity and not self.manager.grow(grant, start, end):
-                # Rows already in this plan belong to sequences before `at`, so the victim has none.
-                self._preempt(running.pop())
-                continue
+            if end > grant.capacity:
+                end = self.manager.grow(grant, start, end)
+                if not end:
+                    # Rows already in this plan belong to sequences before `at`, so the victim has none.
+                    self._preempt(running.pop())
+                    continue
             budget -= end - start
             rows.append(self._row(sequence, grant, start, end))
             sequences.append(sequence)
@@ -240,8 +254,8 @@ class Scheduler:
                 manager.release(grant)  # nothing was computed or published
                 sequence.retry_budget = min(known - start, self.max_num_batched_tokens)
                 break
-            grown = manager.grow(grant, start, end)
-            assert grown, "admission promised these pages"
+            end = manager.grow(grant, start, end)
+            assert end, "admission promised these pages"
             waiting.remove(sequence)
             heapq.heappop(self._free_slots)
             sequence.grant = grant
@@ -250,7 +264,7 @@ class Scheduler:
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
                 if sequence.shares and not sequence.wants_prompt_logprobs:
-                    manager.count_query(known, start)
+                    manager.count_query(grant)
             if self._by_priority:
                 insort(self._running, sequence, key=_key)
             else:
@@ -388,7 +402,14 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_usage=manager.usage,
             groups=[
-                GroupUsage(name=use.group, pages_in_use=use.in_use, pages_cached=use.cached, evictions=use.evictions)
+                GroupUsage(
+                    name=use.group,
+                    pages_in_use=use.in_use,
+                    pages_cached=use.cached,
+                    evictions=use.evictions,
+                    pages_free=use.free,
+                    hits_total=use.hits,
+                )
                 for use in manager.usage_by_group()
             ],
             prefix_queries_total=manager.prefix_queries,
@@ -398,6 +419,8 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generated,
             last_step_tokens=self._last_step_tokens,
+            kv_fragmentation=manager.pool.fragmentation,
+            kv_waste=manager.plan.waste,
         )
 
 

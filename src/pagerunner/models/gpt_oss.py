@@ -1,0 +1,158 @@
+"""gpt-oss: windowed and full layers in turn, attention with a learned sink per head, and experts in every layer.
+
+Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
+heads, K key/value heads, E experts, I an expert's inner features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.rotary import Rotary
+from pagerunner.models.window_config import GptOssConfig
+from pagerunner.ops.activation import clamped_swiglu
+from pagerunner.ops.moe import moe_experts, route_topk_softmax
+from pagerunner.ops.rope import RopeAngles, rope_
+
+
+class Attention(Module):
+    """Grouped-query attention with rotary positions; a sink takes a share of each head's weight."""
+
+    def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.weights = {"sinks": torch.empty(self.num_heads, dtype=dtype, device="meta")}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.o_bias)
+        self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
+
+    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the normed hidden states."""
+        qkv = self.qkv_proj(x_TD)
+        qkv_TNd = qkv.view(qkv.shape[0], -1, self.head_dim)
+        k_first, v_first = self.num_heads, self.num_heads + self.num_kv_heads
+        rope_(qkv_TNd[:, :v_first], angles)
+        q_THd, k_TKd, v_TKd = qkv_TNd[:, :k_first], qkv_TNd[:, k_first:v_first], qkv_TNd[:, v_first:]
+        out_THd = self.attend(q_THd, k_TKd, v_TKd, batch, self.weights["sinks"])
+        return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
+
+
+class Experts(Module):
+    """Feed-forwards with biases, whose gate and up features alternate.
+
+    The checkpoint holds each of the four for all experts together, its matrices with inputs before outputs.
+    """
+
+    def __init__(self, config: GptOssConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, features, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        sizes = {
+            "gate_up_proj": (experts, 2 * inner, features),
+            "gate_up_proj_bias": (experts, 2 * inner),
+            "down_proj": (experts, features, inner),
+            "down_proj_bias": (experts, features),
+        }
+        self.weights = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()}
+        self.activation = functools.partial(clamped_swiglu, limit=config.activation_limit)
+
+    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of what each token's experts make of it, [T, D]."""
+        return moe_experts(
+            x_TD,
+            weights_TA,
+            experts_TA,
+            self.weights["gate_up_proj"],
+            self.weights["down_proj"],
+            self.activation,
+            self.weights["gate_up_proj_bias"],
+            self.weights["down_proj_bias"],
+        )
+
+    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices as the checkpoint has them."""
+        for name, tensor in self.weights.items():
+            yield f"{prefix}{name}", tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+
+
+class SparseMLP(Module):
+    """A router with biases, and the experts it sends each token to."""
+
+    def __init__(self, config: GptOssConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router = Linear(config.hidden_size, config.num_experts, dtype, bias=True)
+        self.experts = Experts(config, dtype)
+        self.active = config.active_experts
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        weights_TA, experts_TA = route_topk_softmax(self.router(x_TD), self.active)
+        return self.experts(x_TD, weights_TA, experts_TA)
+
+
+class DecoderLayer(Module):
+    """Attention and experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, layer_index, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = SparseMLP(config, dtype)
+
+    def __call__(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
+        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
+        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The normed hidden state of every token, [T, D]."""
+        angles = self.rotary(batch.positions)
+        x_TD = self.embed_tokens(batch.token_ids)
+        residual_TD = torch.zeros_like(x_TD)
+        for layer in self.layers:
+            x_TD = layer(x_TD, residual_TD, angles, batch)
+        return self.norm.add(x_TD, residual_TD)
+
+
+class GptOssForCausalLM(Module):
+    """The decoder and its output weights, which may be the embedding's."""
+
+    def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = Decoder(config, dtype, device)
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] float32."""
+        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
+        return logits_SV.float()

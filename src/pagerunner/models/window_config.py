@@ -1,0 +1,130 @@
+"""Configurations of families that mix windows with full attention: Gemma-3 (text) and gpt-oss. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagerunner.config import KVDtype
+from pagerunner.memory.specs import FullKV, Spec, WindowKV
+from pagerunner.models.base import RopeConfig
+from pagerunner.models.decoder_config import DecoderConfig, read_decoder, read_rope
+from pagerunner.models.fields import Fields
+from pagerunner.models.moe_config import ignore_router_training, read_expert_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(DecoderConfig):
+    """A decoder in which layer i sees only the last `window` tokens if `windowed[i]`, and everything if not."""
+
+    window: int
+    windowed: tuple[bool, ...]
+
+    def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
+        """A window or full attention in every layer."""
+        full = FullKV(self.num_kv_heads, self.head_dim, kv_dtype)
+        windowed = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
+        return tuple(windowed if short else full for short in self.windowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(WindowConfig):
+    """Gemma-3's decoder. `rope` is that of full layers, `local_rope` that of windowed ones; scores are scaled by
+    `query_scalar ** -0.5`; a soft cap of 0 is none.
+    """
+
+    local_rope: RopeConfig
+    query_scalar: float
+    attention_softcap: float
+    logits_softcap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(WindowConfig):
+    """gpt-oss: every feed-forward is a mixture of `num_experts` experts of `intermediate_size` inner features, of which
+    a token runs `active_experts`; what goes into their activation is clamped to `activation_limit`.
+    """
+
+    num_experts: int
+    active_experts: int
+    activation_limit: float
+
+
+def read_gemma3_text(fields: Fields, common: dict[str, Any]) -> Gemma3Config:
+    """Gemma-3's text model."""
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "is true; only causal attention is supported.")
+    saved = fields.integer("_sliding_window_pattern", 6)
+    pattern = fields.integer("sliding_window_pattern", saved)
+    fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    fields.take("cache_implementation")
+    rope, local_rope = _read_gemma_ropes(fields, common["max_position_embeddings"])
+    bias = fields.flag("attention_bias", False)
+    own = {
+        **_read_windows(fields, common, 4096, [bool((i + 1) % pattern) for i in range(common["num_layers"])]),
+        "local_rope": local_rope,
+        "query_scalar": fields.number("query_pre_attn_scalar", 256, above=0),
+        "attention_softcap": fields.number("attn_logit_softcapping", 0.0, above=0),
+        "logits_softcap": fields.number("final_logit_softcapping", 0.0, above=0),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+    }
+    return read_decoder(fields, common, own, 256, Gemma3Config, rope=rope, tied=True)
+
+
+def read_gpt_oss(fields: Fields, common: dict[str, Any]) -> GptOssConfig:
+    """gpt-oss."""
+    other = fields.take("experts_per_token")
+    experts, active = read_expert_counts(fields, 128)
+    if other not in (None, active):
+        raise fields.error("experts_per_token", f"is {other!r}, beside num_experts_per_tok={active}.")
+    fields.take("initial_context_length")  # what rope's original_max_position_embeddings says
+    bias = fields.flag("attention_bias", True)
+    own = {
+        **_read_windows(fields, common, 128, [i % 2 == 0 for i in range(common["num_layers"])]),
+        "num_experts": experts,
+        "active_experts": active,
+        "activation_limit": fields.number("swiglu_limit", 7.0, above=0),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+    ignore_router_training(fields)
+    return read_decoder(fields, common, own, 64, GptOssConfig)
+
+
+def _read_windows(fields: Fields, common: dict[str, Any], default: int, pattern: list[bool]) -> dict[str, Any]:
+    """`window` and `windowed`: from layer_types where it is there, and as `pattern` says where not."""
+    layers = common["num_layers"]
+    window = fields.integer("sliding_window", default)
+    types = fields.take("layer_types")
+    if types is None:
+        return {"window": window, "windowed": tuple(pattern)}
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
+    for kind in types:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
+    return {"window": window, "windowed": tuple(kind == "sliding_attention" for kind in types)}
+
+
+def _read_gemma_ropes(fields: Fields, length: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of full and of windowed layers: `rope_parameters` by layer type (transformers v5), or the older flat fields."""
+    theta = fields.number("rope_theta", 1_000_000.0, above=0)
+    local_theta = fields.number("rope_local_base_freq", 10_000.0, above=0)
+    by_type = fields.take("rope_parameters")
+    scaling = fields.take("rope_scaling")
+    if by_type is None:
+        by_type = {"full_attention": {"rope_type": "default", **(scaling if isinstance(scaling, dict) else {})}}
+        if not isinstance(scaling, dict | None):
+            raise fields.error("rope_scaling", f"must be an object, got {scaling!r}.")
+    elif scaling is not None:
+        raise fields.error("rope_scaling", f"is {scaling!r}, beside rope_parameters.")
+    if not isinstance(by_type, dict) or set(by_type) - {"full_attention", "sliding_attention"}:
+        raise fields.error("rope_parameters", f"must hold full_attention and sliding_attention, got {by_type!r}.")
+
+    def read(kind: str, base: float) -> RopeConfig:
+        given = {"rope_parameters": by_type.get(kind), "rope_theta": base}
+        return read_rope(Fields(given, f"{fields.where}: {kind}"), length)
+
+    return read("full_attention", theta), read("sliding_attention", local_theta)
