@@ -38,13 +38,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-grouped": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-odd-vocab": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 777}),
     "qwen3-moe": ("qwen3_moe", {}),
+    "gemma-3": ("gemma3_text", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "deepseek-v2-lite-yarn": (
         "deepseek_v2",
         {"rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "deepseek-v3": ("deepseek_v3", {}),
-    "gemma-3": ("gemma3_text", {}),
-    "gpt-oss": ("gpt_oss", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},

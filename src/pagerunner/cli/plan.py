@@ -20,6 +20,7 @@ from pagerunner.cli.options import (
     reported,
 )
 from pagerunner.cli.session import demo_model_path, note, one_model
+from pagerunner.errors import ConfigError
 
 
 def build_parser() -> Parser:
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
         "--memory", type=reported(parse_bytes), metavar="SIZE", help="the device's memory (default: this machine's)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the page memory, filled with requests, into FILE")
     add_engine_options(parser, only=PLAN_FIELDS)
     add_common_options(parser)
     return parser
@@ -45,11 +47,25 @@ def run(namespace: argparse.Namespace) -> int:
     with _directory(model) as directory:
         args = engine_args(namespace, directory)
         from pagerunner.engine.resolve import resolve
+        from pagerunner.memory.drawing import arena_svg, arena_text, packed_state
         from pagerunner.memory.report import plan_json, plan_table
 
         plan = resolve(args, namespace.memory).plan
-    print(json.dumps(plan_json(plan), indent=2) if namespace.json else plan_table(plan))
+    state = packed_state(plan)
+    if namespace.svg is not None:
+        _write(namespace.svg, arena_svg(plan, state))
+    if namespace.json:
+        print(json.dumps(plan_json(plan), indent=2))
+    else:
+        print(f"{plan_table(plan)}\n\n{arena_text(plan, state)}")
     return 0
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {file} can't be written: {error.strerror}.") from None
 
 
 @contextmanager

@@ -146,11 +146,26 @@ def _plan(
 
     if args.num_gpu_blocks_override is not None:
         made = plan(None)
+        _check_override(made, args.num_gpu_blocks_override, weights, memory_bytes)
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
         made = _plan_in(memory_bytes, args.gpu_memory_utilization, other(longest), longest, plan)
     return replace(made, other=other(made.max_model_len))
+
+
+def _check_override(plan: MemoryPlan, pages: int, weights: int, memory_bytes: int | None) -> None:
+    """Refuse more pages than the memory holds beside the weights."""
+    total = available_memory() if memory_bytes is None else memory_bytes
+    room = total - weights
+    if plan.kv_bytes <= room:
+        return
+    most = max(room, 0) * pages // plan.kv_bytes
+    advice = f"lower it to {most}" if most else "take a machine with more memory"
+    raise CapacityError(
+        f"num_gpu_blocks_override={pages} asks for {plan.kv_bytes / 2**30:.2f} GiB of pages, but of the "
+        f"{total / 2**30:.2f} GiB there are, {max(room, 0) / 2**30:.2f} GiB are left beside the weights; {advice}."
+    )
 
 
 def _plan_in(

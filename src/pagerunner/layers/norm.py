@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.module import Module
-from pagerunner.ops.norm import add_rms_norm_, rms_norm, zero_centred_rms_norm
+from pagerunner.ops.norm import add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -25,13 +25,13 @@ class RMSNorm(Module):
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
 
 
-class ZeroCentredRMSNorm(RMSNorm):
-    """Root-mean-square norm whose stored weight is added to one."""
+class OffsetRMSNorm(RMSNorm):
+    """A root-mean-square norm whose weights count from 1."""
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
-        return zero_centred_rms_norm(x_TD, self.weights["weight"], self.eps)
+        return offset_rms_norm(x_TD, self.weights["weight"], self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        return self(residual_TD.add_(x_TD))
+        return offset_rms_norm(residual_TD.add_(x_TD), self.weights["weight"], self.eps)

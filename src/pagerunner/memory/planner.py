@@ -16,9 +16,11 @@ from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.memory.report import human_bytes
 from pagerunner.memory.rules import GroupRule, make_rule
+from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
 from pagerunner.memory.specs import Spec
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
+MAX_ALIGNMENT_WASTE = 0.02  # of a compressed group's page; above it the page takes more slots
 _KNOBS = "raise kv_cache_memory_bytes, gpu_memory_utilization or num_gpu_blocks_override"
 
 
@@ -54,6 +56,10 @@ class GroupPlan:
         """The most pages that a request holds at once on its way to `tokens` tokens."""
         return self.rule.pages_needed(tokens)
 
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes of the most pages that a request holds at once on its way to `tokens` tokens."""
+        return self.pages_needed(tokens) * self.page_bytes
+
     @property
     def useful_page_bytes(self) -> int:
         """Bytes of a page that hold state; the rest is alignment."""
@@ -86,6 +92,16 @@ class MemoryPlan:
         """Pages of one group if every slab were its own; page ids of the group are below this."""
         return self.num_slabs * self.groups[group].pages_per_slab
 
+    @property
+    def largest_group(self) -> int:
+        """The group with the largest pages, the one that num_gpu_blocks_override counts."""
+        return max(range(len(self.groups)), key=lambda group: self.groups[group].page_bytes)
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Pages of the largest group if every slab were its own: what num_gpu_blocks_override would say."""
+        return self.num_pages(self.largest_group)
+
     def page_offset(self, group: int, page: int) -> int:
         """Byte offset of a page in the page memory."""
         plan = self.groups[group]
@@ -104,6 +120,10 @@ class MemoryPlan:
     def slabs_needed(self, tokens: int) -> int:
         """Slabs that one request of `tokens` tokens takes when it is alone."""
         return sum(-(-group.pages_needed(tokens) // group.pages_per_slab) for group in self.groups)
+
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes of the pages that one request of `tokens` tokens must be able to get; its last slabs may hold others'."""
+        return sum(group.request_bytes(tokens) for group in self.groups)
 
     def longest(self, most: int) -> int:
         """The longest length, at most `most`, that one request can have."""
@@ -129,10 +149,15 @@ class MemoryPlan:
         shares = (Fraction(group.pages_needed(length), group.pages_per_slab) for group in self.groups)
         return self.num_slabs / sum(shares, Fraction(0))
 
+    def group_waste(self, group: int) -> float:
+        """Share of a slab of the group that can hold no state: its remainder, and alignment inside pages."""
+        plan = self.groups[group]
+        return 1 - plan.pages_per_slab * plan.useful_page_bytes / self.slab_bytes
+
     @property
     def waste(self) -> float:
-        """Share of the page memory that can hold no state, for the worst group: slab remainders and alignment."""
-        return max(1 - group.pages_per_slab * group.useful_page_bytes / self.slab_bytes for group in self.groups)
+        """The worst group's share of a slab that can hold no state."""
+        return max(self.group_waste(group) for group in range(len(self.groups)))
 
 
 def plan_memory(
@@ -148,32 +173,31 @@ def plan_memory(
     max_in_flight: int = 1,
     other: Sequence[tuple[str, int]] = (),
 ) -> MemoryPlan:
-    """Cut the budget into slabs and pages for the layers `specs` (one per layer, in layer order).
+    """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
 
-    `page_tokens` is one size or one per lifetime. `budget_bytes` is what pages may take; `num_pages_override` (pages of
-    the group whose pages are largest) replaces it. `max_model_len` None takes the model's length, "auto" or -1 the longest
-    that one request can have.
+    `page_tokens` is one size or one per lifetime; one size is rounded up in groups whose slots stand for several tokens.
+    `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
+    pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
         ConfigError: a limit is out of range.
     """
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens)
-    auto = max_model_len in ("auto", -1)
-    wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     _check_positive(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    largest = max(group.page_bytes for group in groups)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens)
+    auto = max_model_len in ("auto", -1)
+    wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
-        budget_bytes = num_pages_override * largest
+        budget_bytes = num_pages_override * max(group.page_bytes for group in groups)
     if budget_bytes is None:
         raise ConfigError("the memory for pages is unknown: give kv_cache_memory_bytes or num_gpu_blocks_override.")
     budget_bytes = max(budget_bytes, 0)
-    plan = _cut(groups, budget_bytes, wanted, max_num_seqs, tuple(other))
+    plan = _cut(groups, budget_bytes, num_pages_override, wanted, max_num_seqs, tuple(other))
     longest = plan.longest(wanted)
     if longest >= wanted:
         return plan
@@ -212,16 +236,15 @@ def _form_groups(specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int
         size = page_tokens if isinstance(page_tokens, int) else page_tokens[lifetime]
         if size not in (1, 2, 4, 8) and (size < UNIT_TOKENS or size % UNIT_TOKENS):
             raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of {UNIT_TOKENS}, got {size}.")
-        slices, end = [], 0
-        for layer, spec in layers:
-            slices.append(LayerSlice(layer, spec, end))
-            end += _align(spec.page_bytes(size))
+        if isinstance(page_tokens, int):
+            size = _page_tokens(size, [spec for _, spec in layers])
+        slices, end = _slices(layers, size)
         first = layers[0][1]
         groups.append(
             GroupPlan(
                 name=_name(lifetime),
                 kind=first.kind,
-                layers=tuple(slices),
+                layers=slices,
                 page_tokens=size,
                 page_bytes=end,
                 pages_per_slab=1,
@@ -234,6 +257,33 @@ def _form_groups(specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int
     return groups
 
 
+def _page_tokens(block_size: int, specs: Sequence[Spec]) -> int:
+    """The group's own page size: the block size, unless slots stand for several tokens.
+
+    Then the least number of whole slots, doubled while rounding layers up to the alignment wastes more than a little.
+    """
+    multiple = lcm(*(spec.token_multiple for spec in specs))
+    if multiple == 1:
+        return block_size
+    size = lcm(block_size, multiple)
+    if size not in (2, 4, 8):
+        size = lcm(size, UNIT_TOKENS)
+    for doubled in (size, 2 * size, 4 * size):
+        useful = sum(spec.page_bytes(doubled) for spec in specs)
+        if useful >= (1 - MAX_ALIGNMENT_WASTE) * sum(_align(spec.page_bytes(doubled)) for spec in specs):
+            return doubled
+    return 8 * size
+
+
+def _slices(layers: Sequence[tuple[int, Spec]], page_tokens: int) -> tuple[tuple[LayerSlice, ...], int]:
+    """The layers' places in a page, and the page's bytes."""
+    slices, end = [], 0
+    for layer, spec in layers:
+        slices.append(LayerSlice(layer, spec, end))
+        end += _align(spec.page_bytes(page_tokens))
+    return tuple(slices), end
+
+
 def _name(lifetime: Hashable) -> str:
     return "-".join(str(part) for part in lifetime) if isinstance(lifetime, tuple) else str(lifetime)
 
@@ -243,61 +293,61 @@ def _align(size: int) -> int:
 
 
 def _cut(
-    groups: Sequence[GroupPlan], budget: int, max_model_len: int, max_num_seqs: int, other: tuple[tuple[str, int], ...]
+    groups: Sequence[GroupPlan],
+    budget: int,
+    exact_pages: int | None,
+    max_model_len: int,
+    max_num_seqs: int,
+    other: tuple[tuple[str, int], ...],
 ) -> MemoryPlan:
-    slab_bytes = _slab_size([group.page_bytes for group in groups], budget)
-    return MemoryPlan(
-        groups=tuple(
-            replace(
-                _with_width(group, max_model_len),
-                pages_per_slab=slab_bytes // group.page_bytes,
-                unit=gcd(slab_bytes, group.page_bytes),
-            )
-            for group in groups
-        ),
-        slab_bytes=slab_bytes,
-        num_slabs=budget // slab_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
+    """The plan with the best slab size; it may hold less than one request of max_model_len."""
+
+    def made(cut: SlabCut) -> MemoryPlan:
+        slab_bytes, num_slabs = cut
+        return MemoryPlan(
+            groups=tuple(
+                replace(
+                    group,
+                    pages_per_slab=slab_bytes // group.page_bytes,
+                    unit=gcd(slab_bytes, group.page_bytes),
+                    table_width=group.rule.table_width(max_model_len),
+                )
+                for group in groups
+            ),
+            slab_bytes=slab_bytes,
+            num_slabs=num_slabs,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            budget_bytes=budget if exact_pages is None else slab_bytes * num_slabs,
+            other=other,
+        )
+
+    if len(groups) == 1:
+        return made(cut_one_group(groups[0].page_bytes, budget // groups[0].page_bytes))
+    needs = [(group.pages_needed(max_model_len), group.page_bytes) for group in groups]
+    cut = cut_groups(
+        [group.page_bytes for group in groups],
         budget_bytes=budget,
-        other=other,
+        exact_pages=exact_pages,
+        slabs_needed=lambda slab: sum(-(-pages // (slab // size)) for pages, size in needs),
+        longest=lambda cut: made(cut).longest(max_model_len),
     )
+    return made(cut)
 
 
 def _with_width(group: GroupPlan, max_model_len: int) -> GroupPlan:
     return replace(group, table_width=group.rule.table_width(max_model_len))
 
 
-def _slab_size(page_sizes: Sequence[int], budget: int) -> int:
-    """The slab size that wastes least of `budget`.
-
-    One group: 8 to 64 pages (long runs of adjacent ones), if such a number divides all that fit, so that not one is lost;
-    else everything is one slab. Several: of all sizes that are a whole number of some group's pages and hold one of each
-    group's, the one with the least sum of the worst group's slab remainder, the half-filled slab that each group keeps on
-    average, and the budget's remainder.
-    """
-    largest = max(page_sizes)
-    if len(page_sizes) == 1:
-        pages = budget // largest
-        return largest * next((count for count in range(64, 7, -1) if pages % count == 0), max(pages, 1))
-    sizes = {size * count for size in page_sizes for count in range(-(-largest // size), 8 * largest // size + 1)}
-
-    def waste(slab: int) -> float:
-        if slab > budget:
-            return 2.0
-        remainder = max(slab % size for size in page_sizes) / slab
-        return remainder + len(page_sizes) * slab / 2 / budget + budget % slab / budget
-
-    return min(sorted(sizes), key=waste)
-
-
 def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
-    need = _budget_for(plan, wanted)
+    enough = smallest_plan(plan, wanted)
+    need = enough.budget_bytes
     pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
+    override = f"num_gpu_blocks_override={enough.num_gpu_blocks} would do"
     fits = (
-        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS}.'
+        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS} ({override}).'
         if longest > 1
-        else f"No length fits: {_KNOBS} until there are {need} bytes."
+        else f"No length fits: {_KNOBS} ({override}) until there are {need} bytes."
     )
     return CapacityError(
         f"A request of {wanted:,} tokens needs {human_bytes(need)} ({need:,} bytes: {pages}), but there are "
@@ -305,11 +355,14 @@ def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
     )
 
 
-def _budget_for(plan: MemoryPlan, tokens: int) -> int:
-    """A budget with which one request of `tokens` tokens fits: the choice of slabs depends on the budget itself."""
-    budget = sum(group.pages_needed(tokens) * group.page_bytes for group in plan.groups)
+def smallest_plan(plan: MemoryPlan, tokens: int) -> MemoryPlan:
+    """The same groups in about as little memory as one request of `tokens` tokens can have.
+
+    The choice of slabs depends on the budget, so budgets are tried upwards from the bytes of the request's pages.
+    """
+    budget = plan.request_bytes(tokens)
     while True:
-        attempt = _cut(plan.groups, budget, tokens, plan.max_num_seqs, ())
+        attempt = _cut(plan.groups, budget, None, tokens, plan.max_num_seqs, ())
         if attempt.slabs_needed(tokens) <= attempt.num_slabs:
-            return budget
-        budget = max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + budget // 64 + 1)
+            return attempt
+        budget = min(max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + 1), budget + budget // 256 + 1)

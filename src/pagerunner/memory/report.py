@@ -33,14 +33,15 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def plan_table(plan: MemoryPlan) -> str:
     """The plan as text: one line per group, then the totals, then what is allocated outside the pages."""
-    header = ("group", "layers", "page tokens", "page bytes", "pages/slab", "pages", "per request")
+    header = ("group", "layers", "page tokens", "page bytes", "pages/slab", "waste", "pages", "per request")
     groups = [
         (
             group.name,
             str(len(group.layers)),
-            str(group.page_tokens),
+            "state" if group.kind == "recurrent" else str(group.page_tokens),
             f"{group.page_bytes:,}",
             f"{group.pages_per_slab:,}",
+            f"{plan.group_waste(number):.2%}",
             f"{plan.num_pages(number):,}",
             f"{group.pages_needed(plan.max_model_len):,}",
         )
@@ -50,6 +51,7 @@ def plan_table(plan: MemoryPlan) -> str:
         ("max_model_len", f"{plan.max_model_len:,} tokens"),
         ("slabs", f"{plan.num_slabs:,} x {human_bytes(plan.slab_bytes)}"),
         ("capacity", f"{plan.tokens:,} tokens"),
+        ("one request", f"{human_bytes(plan.request_bytes(plan.max_model_len))} at max_model_len"),
         ("concurrency", f"{plan.max_concurrency:,.2f} requests of max_model_len (at most {plan.max_num_seqs:,} run)"),
         ("waste", f"{plan.waste:.2%}"),
         ("pages", f"{human_bytes(plan.kv_bytes)} of {human_bytes(plan.budget_bytes)}"),
@@ -69,6 +71,9 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "kv_bytes": plan.kv_bytes,
         "slab_bytes": plan.slab_bytes,
         "num_slabs": plan.num_slabs,
+        "num_gpu_blocks": plan.num_gpu_blocks,
+        "request_bytes": plan.request_bytes(plan.max_model_len),
+        "request_slabs": plan.slabs_needed(plan.max_model_len),
         "tokens": plan.tokens,
         "max_concurrency": plan.max_concurrency,
         "waste": plan.waste,
@@ -86,6 +91,7 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
                 "table_width": group.table_width,
                 "num_pages": plan.num_pages(number),
                 "pages_per_request": group.pages_needed(plan.max_model_len),
+                "waste": plan.group_waste(number),
                 "zero_fresh": group.zero_fresh,
             }
             for number, group in enumerate(plan.groups)

@@ -230,8 +230,8 @@ class LatentKV:
 
     @property
     def zero_fresh(self) -> bool:
-        """Whether the page has scales (read before the first write) or slots that several tokens build up."""
-        return self.has_page_scales or self.compression > 1
+        """Whether the page has scales: they are read before the first write, to see whether they must grow."""
+        return self.has_page_scales
 
     @property
     def token_multiple(self) -> int:

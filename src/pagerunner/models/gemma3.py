@@ -15,7 +15,7 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.norm import ZeroCentredRMSNorm
+from pagerunner.layers.norm import OffsetRMSNorm
 from pagerunner.models.rotary import Rotary
 from pagerunner.models.window_config import Gemma3Config
 from pagerunner.ops.activation import gelu_tanh_and_mul, softcap_
@@ -32,8 +32,8 @@ class Attention(Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.o_bias)
-        self.q_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
-        self.k_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, config.query_scalar**-0.5, config.attention_softcap)
 
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
@@ -52,12 +52,12 @@ class DecoderLayer(Module):
 
     def __init__(self, config: Gemma3Config, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = Attention(config, layer_index, dtype)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.pre_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.pre_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, activation=gelu_tanh_and_mul)
-        self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def __call__(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
@@ -75,7 +75,7 @@ class Decoder(Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
         self.local_rotary = Rotary(config.local_rope, config.head_dim, dtype, device)
         self.windowed = config.windowed

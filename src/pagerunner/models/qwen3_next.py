@@ -17,7 +17,7 @@ from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import SparseMLP
-from pagerunner.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
 from pagerunner.models.hybrid_config import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.rotary import Rotary
@@ -36,8 +36,8 @@ class Attention(Module):
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.attention_bias)
-        self.q_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
-        self.k_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
+        self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
@@ -151,13 +151,13 @@ class DecoderLayer(Module):
         self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype, recurrent: type[GatedDeltaNet]
     ) -> None:
         super().__init__()
-        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attends = config.layer_kinds[layer_index] == "full_attention"
         if self.attends:
             self.self_attn = Attention(config, layer_index, dtype)
         else:
             self.linear_attn = recurrent(config, layer_index, dtype)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp: SharedSparseMLP | GatedMLP
         if config.experts is not None and config.expert_layers[layer_index]:
             self.mlp = SharedSparseMLP(config.hidden_size, config.experts, dtype)
@@ -182,7 +182,7 @@ class Decoder(Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = tuple(DecoderLayer(config, i, dtype, recurrent) for i in range(config.num_layers))
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:

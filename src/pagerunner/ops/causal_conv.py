@@ -16,7 +16,7 @@ def causal_conv(
     """`silu(bias + sum over w of weight[:, w] * input[t - (W - 1) + w])` and the state after the last token.
 
     `state` is [B, W - 1, C]. Sums are float32 and each token's is taken in the same order however its sequence is
-    divided, so the result does not depend on that. Returns [B, L, C] in x's dtype, and a new state in the state's.
+    divided. Returns [B, L, C] in x's dtype, and a new state in the state's.
     """
     length, taps = x_BLC.shape[1], weight_CW.shape[1]
     seen = torch.cat((state_BWC.to(x_BLC.dtype), x_BLC), 1)

@@ -9,8 +9,8 @@ Within a chunk of C tokens, with G the running sum of log a, the corrections d s
 
     (I + A) D = b (V - e^G K S0),    A[t, i] = b_t e^(G_t - G_i) k_t.k_i  for i < t
 
-so that a chunk is a few matrix products. All of it is float32, whatever the inputs. Shape letters: B rows, L tokens, H
-value heads, K key size, V value size; key heads are given once per value head.
+so that a chunk is a few matrix products. All of it but G is float32, whatever the inputs. Shape letters: B rows, L
+tokens, H value heads, K key size, V value size; key heads are given once per value head.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)
 
 
+def running_sum(log_decay_HC: torch.Tensor) -> torch.Tensor:
+    """Running sums over a chunk, float64: a strong decay makes them large, and what is used are small differences."""
+    return log_decay_HC.cumsum(-1, dtype=torch.float64)
+
+
 def within_chunk_decay(total_HC: torch.Tensor) -> torch.Tensor:
-    """`exp(total[t] - total[i])` for i <= t and 0 above the diagonal, [H, C, C]; `total` is a falling running sum."""
+    """`exp(total[t] - total[i])` for i <= t and 0 above the diagonal, [H, C, C] float32; `total` is from `running_sum`."""
     size = total_HC.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=total_HC.device).triu(1)
-    return (total_HC.unsqueeze(-1) - total_HC.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
+    return (total_HC.unsqueeze(-1) - total_HC.unsqueeze(-2)).float().masked_fill_(later, float("-inf")).exp_()
 
 
 def gated_delta_step(
@@ -69,13 +74,13 @@ def gated_delta_chunks(
     for first in range(0, q_LHK.shape[0], CHUNK):
         part = slice(first, first + CHUNK)
         q, k, rate = q_HLK[:, part], k_HLK[:, part], rate_HL1[:, part]
-        total_HC = log_decay_HL[:, part].cumsum(-1)
-        fade, decay = total_HC.exp().unsqueeze(-1), within_chunk_decay(total_HC)
+        total_HC = running_sum(log_decay_HL[:, part])
+        fade, decay = total_HC.float().exp().unsqueeze(-1), within_chunk_decay(total_HC)
         system = torch.matmul(k, k.transpose(-1, -2)).mul_(decay).mul_(rate)  # its diagonal is not read
         wanted = (v_HLV[:, part] - torch.matmul(k, state_HKV).mul_(fade)).mul_(rate)
         change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         attended = torch.matmul(torch.matmul(q, k.transpose(-1, -2)).mul_(decay), change)
         outputs.append(torch.matmul(q, state_HKV).mul_(fade).add_(attended))
-        kept = k * (total_HC[:, -1:] - total_HC).exp().unsqueeze(-1)
+        kept = k * (total_HC[:, -1:] - total_HC).float().exp().unsqueeze(-1)
         state_HKV = torch.matmul(kept.transpose(-1, -2), change).addcmul_(state_HKV, fade[:, -1:])
     return torch.cat(outputs, 1).transpose(0, 1), state_HKV

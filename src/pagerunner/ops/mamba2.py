@@ -6,14 +6,15 @@ G the running sum of log a, the same is a masked product of the chunk's own toke
 
     Y = (C B^T * e^(G_t - G_i), i <= t) (dt X) + e^G C S0^T + D X
 
-All of it is float32, whatever the inputs. Shape letters: B rows, L tokens, H heads, P head size, G groups, N state size.
+All of it but the sum is float32, whatever the inputs. Shape letters: B rows, L tokens, H heads, P head size, G groups, N
+state size.
 """
 
 from __future__ import annotations
 
 import torch
 
-from pagerunner.ops.gdn import within_chunk_decay
+from pagerunner.ops.gdn import running_sum, within_chunk_decay
 
 CHUNK = 64
 
@@ -62,10 +63,10 @@ def mamba2_chunks(
     for first in range(0, x_LHP.shape[0], CHUNK):
         part = slice(first, first + CHUNK)
         x, b, c = scaled_HLP[:, part], b_HLN[:, part], c_HLN[:, part]
-        total_HC = log_decay_HL[:, part].cumsum(-1)
-        fade = total_HC.exp().unsqueeze(-1)
+        total_HC = running_sum(log_decay_HL[:, part])
+        fade = total_HC.float().exp().unsqueeze(-1)
         own = torch.matmul(torch.matmul(c, b.transpose(-1, -2)).mul_(within_chunk_decay(total_HC)), x)
         outputs.append(torch.matmul(c, state_HPN.transpose(-1, -2)).mul_(fade).add_(own))
-        kept = x * (total_HC[:, -1:] - total_HC).exp().unsqueeze(-1)
+        kept = x * (total_HC[:, -1:] - total_HC).float().exp().unsqueeze(-1)
         state_HPN = torch.matmul(kept.transpose(-1, -2), b).addcmul_(state_HPN, fade[:, -1:])
     return torch.cat(outputs, 1).transpose(0, 1).addcmul_(x_LHP, d_H.float().unsqueeze(-1)), state_HPN

@@ -36,6 +36,12 @@ def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch
     return rms_norm(residual_TD.add_(x_TD), weight_D, eps)
 
 
+def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
+    scaled = x_TD * _inverse_rms(x_TD, eps)
+    return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
+
+
 def qk_norm_(
     qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
 ) -> None:
@@ -46,12 +52,6 @@ def qk_norm_(
         qk_TND.copy_(qk_TND * _inverse_rms(qk_TND, eps))
     qk_TND[:, :num_q_heads].mul_(q_weight_D)
     qk_TND[:, num_q_heads:].mul_(k_weight_D)
-
-
-def zero_centred_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (1 + weight)` over the last dimension: float32 until the end, then x's dtype."""
-    scaled = x_TD.float() * _inverse_rms(x_TD, eps)
-    return scaled.mul_(1.0 + weight_D.float()).to(x_TD.dtype)
 
 
 def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

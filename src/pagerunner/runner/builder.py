@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from pagerunner.attention.base import AttentionBackend, Reach
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.attention.recurrent import RecurrentBackend
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.runner.tables import LastTokens, PageTables
-from pagerunner.types import StepRow
+from pagerunner.types import StateSave, StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class BatchBuilder:
         plan: MemoryPlan,
         tables: PageTables,
         last_tokens: LastTokens,
-        layers: tuple[LayerKV, ...],
-        backends: Sequence[AttentionBackend],
+        layers: tuple[LayerMemory, ...],
+        backends: Sequence[AttentionBackend | RecurrentBackend],
     ) -> None:
         self._groups = plan.groups
         self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
@@ -61,7 +62,9 @@ class BatchBuilder:
         self._layers = layers
         self._backends = backends
 
-    def build(self, rows: Sequence[StepRow], logits_index: np.ndarray) -> ForwardBatch:
+    def build(
+        self, rows: Sequence[StepRow], logits_index: np.ndarray, state_saves: Sequence[StateSave] = ()
+    ) -> ForwardBatch:
         """The batch of `rows`; logits are wanted at the token indices `logits_index`."""
         arrays = _arrays(rows)
         return ForwardBatch(
@@ -71,8 +74,12 @@ class BatchBuilder:
             logits_index=torch.from_numpy(logits_index),
             query_lens=arrays.query_lens,
             seq_lens=arrays.seq_lens,
-            groups=tuple(self._group(index, arrays) for index in range(len(self._groups))),
+            groups=tuple(
+                self._recurrent_group(index, arrays) if group.kind == "recurrent" else self._group(index, arrays)
+                for index, group in enumerate(self._groups)
+            ),
             kv=self._layers,
+            state_saves=tuple(state_saves),
         )
 
     def _token_ids(self, rows: Sequence[StepRow], arrays: _Rows) -> torch.Tensor:
@@ -152,6 +159,26 @@ class BatchBuilder:
             first_page=torch.from_numpy(first),
             write_entry=torch.from_numpy(entries),
             write_offset=torch.from_numpy(arrays.positions % page_tokens),
+            page_tokens=page_tokens,
+            backend=backend,
+            metadata=metadata,
+        )
+
+    def _recurrent_group(self, index: int, arrays: _Rows) -> GroupBatch:
+        """One page per row, which its tokens go through rather than to: there is nothing to write token by token."""
+        page_tokens = self._groups[index].page_tokens
+        backend = self._backends[index]
+        page_table = torch.from_numpy(self._tables.gather(index, arrays.slots, 1))
+        none_R = torch.zeros(len(arrays.slots), dtype=torch.int64)
+        none_T = torch.zeros(len(arrays.positions), dtype=torch.int64)
+        metadata = backend.plan(
+            arrays.query_lens, arrays.seq_lens, page_table, page_tokens, torch.from_numpy(arrays.query_start)
+        )
+        return GroupBatch(
+            page_table=page_table,
+            first_page=none_R,
+            write_entry=none_T,
+            write_offset=none_T,
             page_tokens=page_tokens,
             backend=backend,
             metadata=metadata,

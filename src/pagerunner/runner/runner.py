@@ -100,7 +100,7 @@ class ModelRunner:
         rows = plan.rows
         sampled_rows = [index for index, row in enumerate(rows) if row.samples]
         ends = np.cumsum([row.num_tokens for row in rows])
-        batch = self._builder.build(rows, ends[sampled_rows] - 1)
+        batch = self._builder.build(rows, ends[sampled_rows] - 1, plan.state_saves)
         hidden_TD = self._model(batch)
         sampled = self._sample(hidden_TD, batch, rows, sampled_rows) if sampled_rows else None
         prompt_logprobs = self._prompt_logprobs(hidden_TD, rows, ends)

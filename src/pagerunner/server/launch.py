@@ -158,7 +158,7 @@ def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> N
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_gpu_blocks_override=args.num_gpu_blocks_override,
-        num_gpu_blocks=max(group["num_pages"] for group in plan["groups"]),
+        num_gpu_blocks=plan["num_gpu_blocks"],
         max_model_len=engine.max_model_len,
     )
 

@@ -1,0 +1,117 @@
+"""Readers of the families with recurrent layers: what they declare, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagerunner.errors import ConfigError
+from pagerunner.memory.specs import FullKV, RecurrentState
+from pagerunner.models.config import read_model_config
+
+GATED_DELTA: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
+BAMBA: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "attn_layer_indices": [1],
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
+
+
+def read(directory: Path, family: str, base: dict[str, Any], **overrides: Any) -> Any:
+    file = directory / "config.json"
+    file.write_text(json.dumps({"model_type": family} | base | overrides), encoding="utf-8")
+    return read_model_config(file)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_every_fourth_layer_is_attention_and_the_others_hold_one_state(tmp_path: Path, family: str) -> None:
+    config = read(tmp_path, family, GATED_DELTA)
+    state = RecurrentState(((3, 2 * 2 * 8 + 4 * 16), (4, 8, 16)), ("bfloat16", "bfloat16"))
+    assert config.layer_specs("bfloat16") == (state, state, state, FullKV(2, 32, "bfloat16"))
+    assert config.rotary_dim == 8
+
+
+def test_the_state_is_kept_in_the_dtype_that_the_config_names(tmp_path: Path) -> None:
+    config = read(tmp_path, "qwen3_5_text", GATED_DELTA, mamba_ssm_dtype="float32")
+    assert config.layer_specs("bfloat16")[0].dtypes == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_quantised_keys_and_values_leave_the_states_alone(tmp_path: Path, kv_dtype: Any) -> None:
+    specs = read(tmp_path, "qwen3_5_text", GATED_DELTA).layer_specs(kv_dtype)
+    assert specs[0].dtypes == ("bfloat16", "bfloat16")
+    assert specs[3].dtype == kv_dtype
+
+
+def test_bamba_names_its_attention_layers(tmp_path: Path) -> None:
+    config = read(tmp_path, "bamba", BAMBA, time_step_limit=[0.0, math.inf], partial_rotary_factor=0.5)
+    state = RecurrentState(((3, 128 + 2 * 16), (8, 16, 16)), ("bfloat16", "bfloat16"))
+    assert config.layer_specs("bfloat16") == (state, FullKV(2, 16, "bfloat16"), state)
+    assert config.rotary_dim == 8
+
+
+def test_the_layers_with_experts(tmp_path: Path) -> None:
+    assert read(tmp_path, "qwen3_next", GATED_DELTA, mlp_only_layers=[2]).expert_layers == (True, True, False, True)
+    assert read(tmp_path, "qwen3_next", GATED_DELTA, decoder_sparse_step=2).expert_layers == (False, True, False, True)
+    assert not any(read(tmp_path, "qwen3_next", GATED_DELTA, num_experts=0).expert_layers)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3", "linear_num_key_heads=2"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "at least 2"),
+    ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim", "at least 1"),
+    ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5", "num_experts=4"),
+    ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers", "list of layer numbers"),
+    ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types", "list of 4 names"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention", "not supported"),
+    ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5", "at most 1"),
+    ("qwen3_5_text", {"head_dim": 20}, "head_dim is 20", "not even"),
+    ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype", "float32"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate", "gated attention"),
+    ("qwen3_5_text", {"num_key_value_heads": 3}, "num_attention_heads is 4", "num_key_value_heads=3"),
+    ("qwen3_5_text", {"num_experts": 4}, "num_experts", "does not know"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act", "silu"),
+    ("bamba", {"mamba_n_heads": 7}, "mamba_n_heads is 7", "128"),
+    ("bamba", {"mamba_d_head": 8}, "mamba_d_head=8", "128"),
+    ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads is 8", "mamba_n_groups=3"),
+    ("bamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit", "infinity"),
+    ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices", "below 3"),
+    ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25", "0.5"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "what", "why"), REFUSED)
+def test_what_cannot_be_run_is_refused_by_name(
+    tmp_path: Path, family: str, overrides: dict[str, Any], what: str, why: str
+) -> None:
+    base = BAMBA if family == "bamba" else GATED_DELTA
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, family, base, **overrides)
+    assert what in str(error.value)
+    assert why in str(error.value)
