@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagerunner.errors import ConfigError
@@ -33,6 +33,7 @@ def test_a_state_of_38_mb_and_a_page_of_16_tokens_share_the_arena_without_paddin
     assert plan.waste < 0.01 and 1 - plan.kv_bytes / plan.budget_bytes < 0.01
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 3_000), min_size=2, max_size=6, unique=True),
     st.integers(1 << 30, 1 << 36),

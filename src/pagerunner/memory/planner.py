@@ -410,11 +410,11 @@ def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
     enough = smallest_plan(plan, wanted)
     need = enough.budget_bytes
     pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
-    override = f"num_gpu_blocks_override={enough.num_gpu_blocks} would do"
+    knobs = f"{_KNOBS} (to {enough.num_gpu_blocks})"
     fits = (
-        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS} ({override}).'
+        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {knobs}.'
         if longest > 1
-        else f"No length fits: {_KNOBS} ({override}) until there are {need} bytes."
+        else f"No length fits: {knobs} until there are {need} bytes."
     )
     return CapacityError(
         f"A request of {wanted:,} tokens needs {human_bytes(need)} ({need:,} bytes: {pages}), but there are "
@@ -432,4 +432,4 @@ def smallest_plan(plan: MemoryPlan, tokens: int) -> MemoryPlan:
         attempt = _cut(plan.groups, budget, None, tokens, plan.max_num_seqs, ())
         if attempt.slabs_needed(tokens) <= attempt.num_slabs:
             return attempt
-        budget = min(max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + 1), budget + budget // 256 + 1)
+        budget += max(budget // 256, min(group.page_bytes for group in plan.groups))
