@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint figures clean
+.PHONY: demo test lint figures memory-table clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -36,6 +36,9 @@ test: lint
 
 figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py
+
+memory-table: $(VENV)/.dev
+	$(BIN)/python scripts/memory_table.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import HYBRID_FAMILIES, make_hybrid_directory
+from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
 from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
 from pagerunner import LLM, SamplingParams
 
@@ -44,6 +45,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5", {}),
     "qwen3.5-moe": ("qwen3_5_moe", {}),
     "bamba": ("bamba", {"num_key_value_heads": 3, "mamba_d_state": 4}),
+    "deepseek-v2-lite-yarn": (
+        "deepseek_v2",
+        {"rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -92,7 +98,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, overrides = VARIANTS[request.param]
     make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
     make = make_hybrid_directory if family in HYBRID_FAMILIES else make
-    path = make(tmp_path_factory.mktemp("oracle"), family, **overrides)
+    directory = tmp_path_factory.mktemp("oracle")
+    if family in LATENT_FAMILIES:
+        path, _ = make_latent_checkpoint(directory, family, tokenizer=True, **overrides)
+    else:
+        path = make(directory, family, **overrides)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = _prompts(model.config.vocab_size)
     tokens, logprobs = [], []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagerunner.attention.base import Reach
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.models.base import ModelConfig
@@ -27,9 +28,11 @@ class Sequence:
 
 
 class Harness:
-    """Holds a model and a page-major pool: page -> layer -> K/V -> token -> head -> dim, every free slot NaN.
+    """Holds a model and page-major pools, one per memory group: page -> layer -> K/V -> token -> head -> dim. Every free
+    slot is NaN, and so is what a window has passed.
 
-    `gap` elements follow each page, so that the distance between pages need not be a multiple of a token.
+    `gap` elements follow each page, so that the distance between pages need not be a multiple of a token. A page has the
+    same number in every group.
     """
 
     def __init__(
@@ -44,15 +47,24 @@ class Harness:
         seed: int = 0,
     ) -> None:
         self.model, self.backend, self.page_tokens = model, TorchBackend(), page_tokens
-        heads, dim, layers = config.num_kv_heads, config.head_dim, config.num_layers
-        block = page_tokens * heads * dim
-        stride = layers * 2 * block + gap
-        self.pool = torch.full((num_pages * stride,), float("nan"), dtype=dtype)
-        views = [
-            self.pool.as_strided((num_pages, page_tokens, heads, dim), (stride, heads * dim, dim, 1), i * block)
-            for i in range(layers * 2)
-        ]
-        self.kv = tuple(LayerKV(0, views[2 * i], views[2 * i + 1]) for i in range(layers))
+        specs = config.layer_specs(str(dtype).removeprefix("torch."))
+        lifetimes = list(dict.fromkeys(spec.lifetime for spec in specs))
+        self.specs = [next(spec for spec in specs if spec.lifetime == lifetime) for lifetime in lifetimes]
+        self.pools = []
+        layers: dict[int, LayerKV] = {}
+        for group, lifetime in enumerate(lifetimes):
+            members = [i for i, spec in enumerate(specs) if spec.lifetime == lifetime]
+            heads, dim = self.specs[group].num_kv_heads, self.specs[group].head_dim
+            block = page_tokens * heads * dim
+            stride = len(members) * 2 * block + gap
+            pool = torch.full((num_pages * stride,), float("nan"), dtype=dtype)
+            views = [
+                pool.as_strided((num_pages, page_tokens, heads, dim), (stride, heads * dim, dim, 1), i * block)
+                for i in range(len(members) * 2)
+            ]
+            layers |= {layer: LayerKV(group, views[2 * i], views[2 * i + 1]) for i, layer in enumerate(members)}
+            self.pools.append(pool.view(num_pages, stride))
+        self.kv = tuple(layers[i] for i in range(len(specs)))
         self.free = list(range(num_pages))
         random.Random(seed).shuffle(self.free)  # pages of a row are neither adjacent nor in order
 
@@ -66,36 +78,52 @@ class Harness:
         hidden = self.model(batch)
         for sequence, count in work:
             sequence.computed += count
+            for group, spec in enumerate(self.specs):
+                if (reach := Reach.of(spec)) is not None:
+                    passed = max(reach.oldest(sequence.computed), 0) // size
+                    self.pools[group][sequence.pages[:passed]] = float("nan")
         logits = self.model.compute_logits(hidden[batch.logits_index])
         return logits.log_softmax(-1)
 
     def _batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
-        size = self.page_tokens
         query_lens = [count for _, count in work]
         seq_lens = [sequence.computed + count for sequence, count in work]
-        table = torch.zeros(len(work), max(len(s.pages) for s, _ in work), dtype=torch.int64)
-        tokens, positions, entries = [], [], []
-        for row, (sequence, count) in enumerate(work):
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        tokens, positions = [], []
+        for sequence, count in work:
             span = range(sequence.computed, sequence.computed + count)
             tokens += [sequence.tokens[p] for p in span]
             positions += span
-            entries += [sequence.pages[p // size] for p in span]
         position_T = torch.tensor(positions)
         start = torch.tensor([0, *query_lens]).cumsum(0)
-        metadata = self.backend.plan(query_lens, seq_lens, table, size, start)
-        group = GroupBatch(
-            table,
-            torch.zeros(len(table), dtype=torch.int64),
-            torch.tensor(entries),
-            position_T % size,
-            size,
-            self.backend,
-            metadata,
-        )
+        groups = tuple(self._group(spec, work, query_lens, seq_lens, position_T, start) for spec in self.specs)
         return ForwardBatch(
-            torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), self.kv
+            torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, groups, self.kv
         )
+
+    def _group(
+        self,
+        spec: Any,
+        work: list[tuple[Sequence, int]],
+        query_lens: list[int],
+        seq_lens: list[int],
+        position_T: torch.Tensor,
+        start: torch.Tensor,
+    ) -> GroupBatch:
+        size, reach = self.page_tokens, Reach.of(spec)
+        table = torch.zeros(len(work), max(len(s.pages) for s, _ in work), dtype=torch.int64)
+        first_pages, entries = [], []
+        for row, (sequence, count) in enumerate(work):
+            end = sequence.computed + count
+            first = 0 if reach is None else max(reach.oldest(sequence.computed), 0) // size
+            kept = 0 if reach is None else reach.oldest(end)  # no later step reads what is before
+            pages = sequence.pages[first:]
+            table[row, : len(pages)] = torch.tensor(pages)
+            entries += [sequence.pages[p // size] if p >= kept else -1 for p in range(sequence.computed, end)]
+            first_pages.append(first)
+        more = () if reach is None else (reach, first_pages)
+        metadata = self.backend.plan(query_lens, seq_lens, table, size, start, *more)
+        first_page_R = torch.tensor(first_pages)
+        return GroupBatch(table, first_page_R, torch.tensor(entries), position_T % size, size, self.backend, metadata)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9) -> list[Sequence]:
         """Greedy generation of all prompts together; `chunk` bounds the tokens of a step (at least one per row)."""

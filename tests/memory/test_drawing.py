@@ -29,12 +29,20 @@ def test_a_full_arena_holds_what_the_plan_promises() -> None:
 
 
 def test_text_has_a_character_per_slab_and_counts_per_group() -> None:
-    plan = two_groups(20)
-    state = ArenaState((0, 0, 1) + (FREE,) * (plan.num_slabs - 3), ({0: "a"}, {}))
+    plan = two_groups(150, slab_bytes=6160)
+    state = ArenaState((0, 0, 1) + (FREE,) * 147, ({0: "x"}, {}))
     lines = arena_text(plan, state).splitlines()
-    assert lines[1].strip() == "aab" + "." * (plan.num_slabs - 3)
-    assert lines[2].strip() == "a full: 2 slabs, 1 pages held"
-    assert lines[4].strip() == f". free: {plan.num_slabs - 3} slabs"
+    assert "".join(lines[1:4]).replace(" ", "") == "Aab" + "." * 147
+    assert lines[4].strip() == "A full: 2 slabs, 1 pages held"
+    assert lines[6].strip() == ". free: 147 slabs"
+
+
+def test_few_slabs_are_drawn_in_parts() -> None:
+    plan = one_group(997)
+    assert plan.num_slabs == 1
+    text = arena_text(plan, ArenaState((0,), (dict.fromkeys(range(500), "x"),)))
+    assert "each character is 1/120 slab" in text
+    assert text.count("A") == 62 and text.count("a") - text.lower().splitlines()[0].count("a") > 50
 
 
 def test_many_slabs_are_drawn_several_to_a_character() -> None:

@@ -192,3 +192,23 @@ def test_layers_that_guess_more_tokens_are_left_out(tmp_path: Path, caplog: pyte
     save_file(weights | {"mtq.norm.weight": torch.ones(4)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mtq\.norm\.weight"):
         load(path)
+
+
+@torch.inference_mode()
+def test_experts_may_be_stacked_in_the_file(tmp_path: Path) -> None:
+    path, reference = make_hybrid_checkpoint(tmp_path, "qwen3_5_moe")
+    weights = load_file(path / "model.safetensors")
+    state = reference.state_dict()
+    stacked = {name: tensor.clone() for name, tensor in state.items() if ".mlp.experts." in name}
+    assert stacked
+    plain = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
+    save_file(plain | stacked, path / "model.safetensors")
+    model, config = load(path)
+    harness = HybridHarness(model, config)
+    (text,) = prompts([40])
+    row = harness.start(text)
+    harness.generate([row], 4)
+    check(reference, text, row)
+    save_file(weights | stacked, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="experts"):
+        load(path)

@@ -28,6 +28,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 33, "num_experts_per_tok": 1, "norm_topk_prob": False, "attention_bias": True},
     ),
+    "gemma 3": ("gemma3_text", {}),
+    "gemma 3, every rope, soft caps, own output weights": (
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "num_hidden_layers": 2,
+            "sliding_window": 33,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 1.5,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+        },
+    ),
+    "gemma 3, one window, smaller than a page": (
+        "gemma3_text",
+        {"sliding_window": 3, "layer_types": ["sliding_attention"] * 3, "attention_bias": True},
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss, full attention first, other rope, tied": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -49,9 +81,12 @@ EAGER = {"attn_implementation": "eager"}
 
 
 @torch.inference_mode()
-def check(reference: Any, prompt: list[int], sequence: Sequence, **options: Any) -> None:
+def check(reference: Any, prompt: list[int], sequence: Sequence) -> None:
     """The generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
     assert sequence.tokens[: len(prompt)] == prompt
+    # transformers keeps Gemma-3's cap of attention scores in the config, but hands it to no attention function
+    cap = getattr(reference.config, "attn_logit_softcapping", None)
+    options = {} if cap is None else {"softcap": cap}
     logits = reference(torch.tensor([sequence.tokens[:-1]]), **options).logits[0, len(prompt) - 1 :]
     want = logits.float().log_softmax(-1)
     assert want.argmax(-1).tolist() == sequence.tokens[len(prompt) :]
@@ -76,7 +111,7 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 48])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10**9])
-@pytest.mark.parametrize("name", ["qwen3 moe"])
+@pytest.mark.parametrize("name", ["qwen3 moe", "gemma 3", "gpt-oss"])
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:
     path, reference = checkpoints(name)
@@ -86,3 +121,30 @@ def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, c
     harness = Harness(model, config, dtype=torch.float32, page_tokens=page_tokens, num_pages=pages, gap=page_tokens % 3)
     for prompt, sequence in zip(texts, harness.generate(texts, 8, chunk=chunk), strict=True):
         check(reference, prompt, sequence)
+
+
+@pytest.mark.parametrize("name", ["gemma 3", "gpt-oss"])
+@torch.inference_mode()
+def test_a_row_longer_than_a_band(checkpoints: Any, name: str) -> None:
+    path, reference = checkpoints(name)
+    model, config = load(path)
+    texts = prompts([600, 40])
+    harness = Harness(model, config, dtype=torch.float32, page_tokens=16, num_pages=50)
+    for prompt, sequence in zip(texts, harness.generate(texts, 3, chunk=400), strict=True):
+        check(reference, prompt, sequence)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3_text", "gpt_oss"])
+@torch.inference_mode()
+def test_bfloat16_is_as_close_to_float32_as_the_reference_is(tmp_path: Path, name: str) -> None:
+    path = make_window_checkpoint(tmp_path, name, tokenizer=False, dtype="bfloat16")
+    exact = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **EAGER)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **EAGER)
+    model, config = load(path, "bfloat16")
+    (text,) = prompts([90])
+    harness = Harness(model, config, dtype=torch.bfloat16, page_tokens=16, num_pages=10)
+    sequence = Sequence(text)
+    rows = torch.cat([harness.step([(sequence, count)]) for count in (50, *[1] * 40)])
+    want, theirs = (m(torch.tensor([text])).logits[0, 49:].float().log_softmax(-1) for m in (exact, rounded))
+    error, reference_error = ((x - want).abs().mean() for x in (rows, theirs))
+    assert error < 1.5 * reference_error + 1e-3

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
+KindBackend = RecurrentBackend | LatentBackend
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_ref": TorchBackend}
-# Groups of these kinds have no attention to choose a backend for; theirs does not depend on what the user asks for.
-KIND_BACKENDS: dict[str, Callable[[], RecurrentBackend]] = {"recurrent": RecurrentBackend}
+# Groups of these kinds have a backend of their own, which does not depend on what the user asks for.
+KIND_BACKENDS: dict[str, Callable[[], KindBackend]] = {"recurrent": RecurrentBackend, "latent": LatentBackend}
 
 
 def select_backends(
     groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
-) -> list[AttentionBackend | RecurrentBackend]:
+) -> list[AttentionBackend | KindBackend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
-    Recurrent groups have a backend of their own, whatever is wanted.
+    Recurrent and latent groups have a backend of their own, whatever is wanted.
 
     Raises:
         ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
@@ -34,15 +36,19 @@ def select_backends(
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
     names = list(BACKENDS) if wanted == "auto" else [wanted]
     made = {name: BACKENDS[name]() for name in names}
-    return [
-        KIND_BACKENDS[group.kind]() if group.kind in KIND_BACKENDS else _first_that_serves(group, made, device, dtype)
-        for group in groups
-    ]
+    return [_first_that_serves(group, _candidates(group.kind, made), device, dtype) for group in groups]
+
+
+def _candidates(kind: str, made: dict[str, AttentionBackend]) -> Mapping[str, AttentionBackend | KindBackend]:
+    if kind in KIND_BACKENDS:
+        own = KIND_BACKENDS[kind]()
+        return {own.name: own}
+    return made
 
 
 def _first_that_serves(
-    group: GroupPlan, made: dict[str, AttentionBackend], device: torch.device, dtype: torch.dtype
-) -> AttentionBackend:
+    group: GroupPlan, made: Mapping[str, AttentionBackend | KindBackend], device: torch.device, dtype: torch.dtype
+) -> AttentionBackend | KindBackend:
     reasons = []
     for name, backend in made.items():
         reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)

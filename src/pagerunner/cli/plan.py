@@ -33,9 +33,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="also draw the page memory, filled with requests, into FILE")
-    parser.add_argument(
-        "--table", action="store_true", help="print what published models need here and in vLLM; takes no model"
-    )
     add_engine_options(parser, only=PLAN_FIELDS)
     add_common_options(parser)
     return parser
@@ -43,8 +40,6 @@ def build_parser() -> Parser:
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the plan."""
-    if namespace.table:
-        return _print_table(namespace)
     model = one_model(namespace)
     if model is None:
         note(namespace, "No model named: planning for the demo model inside the package.")
@@ -63,15 +58,6 @@ def run(namespace: argparse.Namespace) -> int:
         print(json.dumps(plan_json(plan), indent=2))
     else:
         print(f"{plan_table(plan)}\n\n{arena_text(plan, state)}")
-    return 0
-
-
-def _print_table(namespace: argparse.Namespace) -> int:
-    if namespace.model_tag or namespace.model or namespace.svg or namespace.json:
-        raise ConfigError("--table prints fixed models and takes no model, --svg or --json; give it alone.")
-    from pagerunner.bench.memory_table import memory_table
-
-    print(memory_table())
     return 0
 
 

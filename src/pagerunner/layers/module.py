@@ -15,14 +15,13 @@ class Module:
     """Base of everything that holds weights.
 
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
+    `unused_prefixes` begin the names of checkpoint tensors that a model knows and does not use.
     Attributes that are modules, or tuples of modules, are children; their names are those in the checkpoint.
-    `unused_tensors` are beginnings of names of tensors that a checkpoint may hold and the whole model has no use for.
     """
-
-    unused_tensors: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
+        self.unused_prefixes: tuple[str, ...] = ()
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Named children; a tuple's members are named `name.index`."""
@@ -50,3 +49,8 @@ class Module:
             yield f"{prefix}{name}", tensor
         for name, child in self.children():
             yield from child.checkpoint(f"{prefix}{name}.")
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Tensors that a checkpoint may hold in place of several of `checkpoint`'s: name, view, and the names of those."""
+        for name, child in self.children():
+            yield from child.stacked(f"{prefix}{name}.")

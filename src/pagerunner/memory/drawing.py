@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FREE = -1
 CACHED = "cached"
 _TEXT_CELLS = 480  # at most; beyond, one character stands for several slabs
+_FEW_CELLS = 120  # with fewer slabs, each is several characters
 _LINE = 60
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SVG_CELLS = 1_024
@@ -79,21 +80,40 @@ def _slabs(plan: MemoryPlan, requests: int) -> int:
 
 
 def arena_text(plan: MemoryPlan, state: ArenaState) -> str:
-    """One character per slab (per several, if there are many: what most of them are), with a legend line per group."""
+    """The arena in a few lines of characters, with a legend line per group.
+
+    One character is a slab; several, if there are many (then: what most of them are); a part of one, if there are few.
+    A letter in capitals stands for pages that are held, a small one for pages of the group that are not.
+    """
     per_cell = max(-(-plan.num_slabs // _TEXT_CELLS), 1)
+    parts = max(_FEW_CELLS // plan.num_slabs, 1)
     cells = [
-        _letter(Counter(state.slab_group[at : at + per_cell]).most_common(1)[0][0])
+        _cell(plan, state, at, per_cell, part, parts)
         for at in range(0, plan.num_slabs, per_cell)
+        for part in range(parts)
     ]
-    share = "a slab" if per_cell == 1 else f"{per_cell} slabs"
-    lines = [f"arena: each character is {share} of {human_bytes(plan.slab_bytes)}"]
+    share = f"1/{parts} slab" if parts > 1 else "a slab" if per_cell == 1 else f"{per_cell} slabs"
+    lines = [f"arena: each character is {share} ({human_bytes(plan.slab_bytes * per_cell // parts)})"]
     lines += ["  " + "".join(cells[at : at + _LINE]) for at in range(0, len(cells), _LINE)]
     counts = Counter(state.slab_group)
     for number, group in enumerate(plan.groups):
         held = len(state.page_owner[number])
-        lines.append(f"  {_letter(number)} {group.name}: {counts[number]:,} slabs, {held:,} pages held")
+        lines.append(f"  {_letter(number).upper()} {group.name}: {counts[number]:,} slabs, {held:,} pages held")
     lines.append(f"  {_letter(FREE)} free: {counts[FREE]:,} slabs")
     return "\n".join(lines)
+
+
+def _cell(plan: MemoryPlan, state: ArenaState, slab: int, slabs: int, part: int, parts: int) -> str:
+    """One character: the slabs [slab, slab + slabs), or one of the parts of a single one."""
+    number = Counter(state.slab_group[slab : slab + slabs]).most_common(1)[0][0]
+    if number == FREE:
+        return _letter(FREE)
+    per_slab = plan.groups[number].pages_per_slab
+    first = slab * per_slab + per_slab * part // parts
+    stop = max((slab + slabs - 1) * per_slab + per_slab * (part + 1) // parts, first + 1)
+    held = state.page_owner[number]
+    letter = _letter(number)
+    return letter.upper() if any(page in held for page in range(first, stop)) else letter
 
 
 def _letter(group: int) -> str:

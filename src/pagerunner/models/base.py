@@ -41,8 +41,10 @@ class ModelConfig(ABC):
 class RopeConfig:
     """Rotary position embedding: the base, and how its frequencies are stretched beyond the trained length.
 
-    `partial` is the share of each head, from its start, that is rotated. `scale` multiplies cosines and sines. `original_length`, `low_freq_factor` and `high_freq_factor` belong to llama3
-    (Llama 3.1's rule); `original_length`, `beta_fast`, `beta_slow` and `truncate` to yarn (arXiv 2309.00071).
+    `partial` is the share of each head, from its start, that is rotated. `scale` multiplies cosines and sines.
+    `original_length`, `low_freq_factor` and `high_freq_factor` belong to llama3 (Llama 3.1's rule); `original_length`,
+    `beta_fast`, `beta_slow` and `truncate` to yarn (arXiv 2309.00071). `softmax_scale` multiplies the scores of the
+    families that take yarn's magnitude there as well (DeepSeek).
     """
 
     kind: RopeKind = "default"
@@ -56,3 +58,4 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    softmax_scale: float = 1.0

@@ -205,4 +205,11 @@ def _read_yarn(rope: Fields, implied_factor: float) -> dict[str, Any]:
     beta_fast = rope.number("beta_fast", 32.0, above=0)
     beta_slow = rope.number("beta_slow", 1.0, above=0)
     truncate = rope.flag("truncate", True)
-    return {"factor": factor, "scale": scale, "beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": truncate}
+    return {
+        "factor": factor,
+        "scale": scale,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+        "softmax_scale": magnitude(mscale_all) ** 2 if mscale_all else 1.0,
+    }

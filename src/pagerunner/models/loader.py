@@ -34,7 +34,7 @@ class Model(Protocol):
     """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
 
     weights: dict[str, torch.Tensor]
-    unused_tensors: tuple[str, ...]
+    unused_prefixes: tuple[str, ...]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""
@@ -50,6 +50,10 @@ class Model(Protocol):
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Names in the checkpoint and the tensors that they fill."""
+        ...
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Tensors that a checkpoint may hold in place of several others: name, what it fills, names of the others."""
         ...
 
 
@@ -105,6 +109,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     """
     directory = Path(path)
     targets = dict(model.checkpoint())
+    stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
     files = _files(directory)
     total = sum(file.stat().st_size for file in files)
     done, pending, extra = 0, dict(targets), []
@@ -116,9 +121,11 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
             filled[name] = file.name
             target = pending.pop(name, None)
+            if target is None and name in stacked:
+                target = _take_stacked(pending, *stacked[name])
             if target is not None:
                 _copy(file, name, tensor, target)
-            elif name.startswith(model.unused_tensors):
+            elif name.startswith(model.unused_prefixes):
                 unused.setdefault(name.partition(".")[0], []).append(name)
             elif not _is_derived(name):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))
@@ -137,6 +144,17 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(names), names[0])
     if progress is not None:
         progress(total, total)
+
+
+def _take_stacked(
+    pending: dict[str, torch.Tensor], tensor: torch.Tensor, covered: tuple[str, ...]
+) -> torch.Tensor | None:
+    """What a stacked tensor fills, if all that it stands for is still to be filled."""
+    if not all(name in pending for name in covered):
+        return None
+    for name in covered:
+        del pending[name]
+    return tensor
 
 
 def _copy(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:

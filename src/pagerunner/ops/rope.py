@@ -37,3 +37,13 @@ def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """Rotate every head of `x` in place by its token's angles."""
     swapped = x_TND.roll(x_TND.shape[-1] // 2, -1)
     x_TND.mul_(angles.cos_T1D).addcmul_(swapped, angles.sin_T1D)
+
+
+def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    """Rotate every head of `x` in place where its pairs are adjacent elements instead of halves (DeepSeek, GPT-J)."""
+    half = x_TND.shape[-1] // 2
+    cos, sin = angles.cos_T1D[..., :half], angles.sin_T1D[..., half:]
+    even, odd = x_TND[..., 0::2], x_TND[..., 1::2]
+    turned = even * cos - odd * sin
+    odd.mul_(cos).addcmul_(even, sin)
+    even.copy_(turned)

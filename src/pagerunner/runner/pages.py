@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pagerunner.batch import LayerKV, LayerMemory, RecurrentKV
+from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
+from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import RecurrentState
 from pagerunner.types import PageCopy
 
@@ -52,6 +53,28 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
     return RecurrentKV(index, tuple(states))
 
 
+def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
+    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
+    spec = piece.spec
+    if (
+        not isinstance(spec, LatentSpec)
+        or spec.quantised
+        or spec.indexer_dim
+        or spec.rope_dtype not in (None, spec.dtype)
+    ):
+        raise TypeError(f"{spec} is not one vector of one dtype per slot")
+    dtype = TORCH_DTYPES[spec.dtype]
+    vector = spec.latent_dim + spec.rope_dim
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    size = (num_entries, spec.slots(group.page_tokens), vector)
+    strides = (group.unit // dtype.itemsize, vector, 1)
+    return LatentKV(index, kv_bytes.view(dtype).as_strided(size, strides, piece.offset // dtype.itemsize))
+
+
+# by the kind of the layer's spec; the others are keys and values
+_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+
+
 class Pages:
     """Owns the views of the KV region, and zeroes, poisons and copies whole pages in it."""
 
@@ -62,8 +85,7 @@ class Pages:
         layers: dict[int, LayerMemory] = {}
         for index, group in enumerate(plan.groups):
             for piece in group.layers:
-                view = recurrent_view if piece.spec.kind == "recurrent" else layer_view
-                layers[piece.layer] = view(kv_bytes, group, index, piece)
+                layers[piece.layer] = _VIEWS.get(piece.spec.kind, layer_view)(kv_bytes, group, index, piece)
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
     def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:

@@ -2,6 +2,8 @@
 
 vLLM's figures come from running its own planning code on the same configurations. Ours are computed by the planner, and
 where a request has to move by the real manager and scheduler; no model runs.
+
+    python scripts/memory_table.py
 """
 
 from __future__ import annotations
@@ -292,3 +294,7 @@ def _markdown(title: str, rows: Sequence[Row]) -> list[str]:
         "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells
     ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+if __name__ == "__main__":
+    print(memory_table())

@@ -1,0 +1,218 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in plain torch, over pages that hold one vector per token.
+
+A token's vector is its compressed latent followed by the rotary part of the key, which all heads share. Each head's key
+is `up_key @ latent` with the rotary part behind it, its value `up_value @ latent`. There are two exact ways to attend:
+
+* absorbed: queries are carried into the latent space (`q @ up_key`), where the vectors in the pages are the keys and
+  values of one shared head, and the result is carried back (`up_value @ out`). No key is ever expanded.
+* plain: the keys and values of every head are expanded from the latents. Expanding a slot costs as much as carrying a
+  query there and back, and a (query, slot) pair then costs fewer multiplications.
+
+Short rows take the first, a row's own tokens of a long chunk the second, and long chunks over their past whichever
+multiplies less. `torch_plan` says how a step is divided; its parts are merged by their log-sum-exps, in value space.
+Only slots that were written are read.
+
+Shape letters: T tokens of the step, B rows of one call, Q queries of a row, S key slots, H heads, D query head size
+(N without rotary positions, then R rotary ones), C latent size, L vector size (C + R), V value head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
+from pagerunner.attention.torch_ref import Result, Scratch, TorchMetadata, attend
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
+from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.pages import gather_slots, slot_layout, write_slots
+
+MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory that keys and values are expanded into
+
+
+@dataclass(frozen=True, slots=True)
+class UpProjection:
+    """A layer's weights from latents to keys and values, one head after another: [H * (N + V), C]."""
+
+    weight: torch.Tensor
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def latent_dim(self) -> int:
+        """C."""
+        return self.weight.shape[1]
+
+    @property
+    def _weight_HUC(self) -> torch.Tensor:
+        return self.weight.view(self.num_heads, self.key_dim + self.value_dim, self.latent_dim)
+
+    def absorb(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Queries against vectors, [T, H, L]."""
+        latent_HTC = torch.bmm(q_THD[..., : self.key_dim].transpose(0, 1), self._weight_HUC[:, : self.key_dim])
+        return torch.cat((latent_HTC.transpose(0, 1), q_THD[..., self.key_dim :]), -1)
+
+    def values(self, latent_THC: torch.Tensor) -> torch.Tensor:
+        """Weighted latents as values, [T, H, V]."""
+        up_HCV = self._weight_HUC[:, self.key_dim :].transpose(1, 2)
+        return torch.bmm(latent_THC.transpose(0, 1), up_HCV).transpose(0, 1)
+
+    def expand(self, vectors_SL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every head's keys [S, H, D] and values [S, H, V]."""
+        both_SHU = F.linear(vectors_SL[:, : self.latent_dim], self.weight).unflatten(-1, (self.num_heads, -1))
+        rope_SHR = vectors_SL[:, None, self.latent_dim :].expand(-1, self.num_heads, -1)
+        return torch.cat((both_SHU[..., : self.key_dim], rope_SHR), -1), both_SHU[..., self.key_dim :]
+
+    def absorbs(self, queries: int) -> bool:
+        """Whether `queries` over the same slots multiply less in the latent space than over expanded slots."""
+        expansion = (self.key_dim + self.value_dim) * self.latent_dim
+        return queries * (2 * self.latent_dim - self.key_dim - self.value_dim) <= expansion
+
+
+class LatentBackend:
+    """See the module. One instance serves one engine: its calls must not overlap."""
+
+    name = "torch_mla"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves uncompressed latents of one floating dtype, all of them kept, on any device."""
+        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
+            return f"it serves latent attention only, not {spec.kind}"
+        if spec.compression != 1 or spec.indexer_dim:
+            return f"it serves one slot per token without an indexer, not compression={spec.compression}"
+        if spec.quantised or spec.rope_dtype not in (None, spec.dtype):
+            return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
+        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+
+    def plan(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        page_table_RP: torch.Tensor,
+        page_tokens: int,
+        query_start: torch.Tensor,
+    ) -> TorchMetadata:
+        """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
+        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens))
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        vectors_TL: torch.Tensor,
+        up: UpProjection,
+        layer: LatentKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write every token's vector (latent, then rotary part), then attend causally; [T, H, V].
+
+        A query's last R elements are its rotary ones. Vectors take part as the pages hold them, also those of this step,
+        so that a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
+        """
+        metadata: TorchMetadata = group.metadata
+        pages = layer.latent.unsqueeze(2)
+        layout = slot_layout(pages)
+        write_slots(pages, metadata.write_rows(group, layout), vectors_TL, layout)
+        if pages.dtype != q_THD.dtype:
+            vectors_TL = vectors_TL.to(pages.dtype).to(q_THD.dtype)
+        call = _Call(q_THD, vectors_TL, up, pages, scale, self._scratch)
+        if len(metadata.parts) == 1:
+            return call.run(metadata.parts[0])[0]
+        out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for part in metadata.parts:
+            out, lse = call.run(part)
+            targets = part.targets if isinstance(part, PaddedPart) else part.tokens
+            if isinstance(part, SharedPart):
+                out, lse = merge((_take(out_THV, targets), _take(lse_TH, targets)), (out, lse))
+            out_THV[targets] = out
+            lse_TH[targets] = lse
+        return out_THV
+
+
+def merge(first: Result, second: Result) -> Result:
+    """Attention over two sets of slots as if they were one; results [T, H, V] with log-sum-exps [T, H]."""
+    weight = torch.sigmoid(second[1] - first[1]).unsqueeze(-1).to(first[0].dtype)
+    return torch.lerp(first[0], second[0], weight), torch.logaddexp(first[1], second[1])
+
+
+def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's inputs. Every method returns the part's own results [tokens, H, V] and log-sum-exps [tokens, H]."""
+
+    q_THD: torch.Tensor
+    vectors_TL: torch.Tensor
+    up: UpProjection
+    pages: torch.Tensor
+    scale: float
+    scratch: Scratch
+
+    def run(self, part: Part) -> Result:
+        if isinstance(part, PaddedPart):
+            return self._padded(part)
+        if isinstance(part, SharedPart):
+            return self._shared(part)
+        return self._new(part)
+
+    def _padded(self, part: PaddedPart) -> Result:
+        heads = self.up.num_heads
+        k_B1SL = self._gather(part.slots, 0, None).view(part.rows, 1, -1, self.vectors_TL.shape[-1])
+        q_THL = self.up.absorb(_take(self.q_THD, part.tokens))
+        q_BHQL = q_THL.view(part.rows, part.queries, heads, -1).transpose(1, 2)
+        q_B1qL = q_BHQL.reshape(part.rows, 1, heads * part.queries, -1)
+        out, lse = attend(q_B1qL, k_B1SL, k_B1SL, self.scale, mask=part.mask(heads, q_THL.dtype))
+        out = out.view(part.rows, heads, part.queries, -1).transpose(1, 2).flatten(0, 1)
+        lse = lse.view(part.rows, heads, part.queries).transpose(1, 2).flatten(0, 1)
+        if part.kept is not None:
+            out, lse = out.index_select(0, part.kept), lse.index_select(0, part.kept)
+        return self.up.values(out[..., : self.up.latent_dim]), lse
+
+    def _shared(self, part: SharedPart) -> Result:
+        q_THD = _take(self.q_THD, part.tokens)
+        if self.up.absorbs(q_THD.shape[0]):
+            k_11SL = self._gather(part.slots, 0, None)[None, None]
+            q_11qL = self.up.absorb(q_THD).flatten(0, 1)[None, None]
+            out, lse = attend(q_11qL, k_11SL, k_11SL, self.scale)
+            out = out.view(*q_THD.shape[:2], -1)
+            return self.up.values(out[..., : self.up.latent_dim]), lse.view(q_THD.shape[:2])
+        slots = part.slots.entries_N.numel()
+        step = max(1, MAX_EXPANDED_ELEMENTS // (self.up.num_heads * (q_THD.shape[-1] + self.up.value_dim)))
+        result: Result | None = None
+        for first in range(0, slots, step):
+            found = self._plain(q_THD.unsqueeze(0), self._gather(part.slots, first, first + step).unsqueeze(0), False)
+            result = found if result is None else merge(result, found)
+        assert result is not None, "a shared part has slots"
+        return result
+
+    def _new(self, part: NewPart) -> Result:
+        shape = (part.rows, part.queries)
+        q_BQHD, vectors_BQL = self.q_THD[part.tokens].unflatten(0, shape), self.vectors_TL[part.tokens]
+        return self._plain(q_BQHD, vectors_BQL.unflatten(0, shape), True)
+
+    def _plain(self, q_BQHD: torch.Tensor, vectors_BSL: torch.Tensor, causal: bool) -> Result:
+        k_SHD, v_SHV = self.up.expand(vectors_BSL.flatten(0, 1))
+        size = max(k_SHD.shape[-1], v_SHV.shape[-1])  # the kernel wants one size for all
+        shape = vectors_BSL.shape[:2]
+        k_BHSd, v_BHSd = (F.pad(x, (0, size - x.shape[-1])).unflatten(0, shape).transpose(1, 2) for x in (k_SHD, v_SHV))
+        q_BHQd = F.pad(q_BQHD, (0, size - q_BQHD.shape[-1])).transpose(1, 2)
+        out, lse = attend(q_BHQd, k_BHSd, v_BHSd, self.scale, causal=causal)
+        return out[..., : self.up.value_dim].transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+    def _gather(self, slots: Slots, first: int, end: int | None) -> torch.Tensor:
+        """The vectors of `slots[first:end]`, [S, L]."""
+        layout = slot_layout(self.pages)
+        rows = slots.rows(layout).view(-1, layout.rows_per_token)[first:end].flatten()
+        out = self.scratch.take(0, rows.numel(), layout.unit, self.pages)
+        return gather_slots(self.pages, rows, layout, self.q_THD.dtype, out).squeeze(1)

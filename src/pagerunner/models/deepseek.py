@@ -1,0 +1,170 @@
+"""DeepSeek-V2, V2-Lite and V3: latent attention, and feed-forwards of routed and shared experts.
+
+Shape letters: T tokens of the step, S sampled tokens, D hidden features, H heads, d query head size, L latent and rotary
+elements of a token, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.attention.mla import UpProjection
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.latent import PagedLatentAttention
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.module import Module
+from pagerunner.layers.moe import GatedExperts
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.deepseek_config import DeepseekConfig, RoutingConfig
+from pagerunner.models.rotary import Rotary
+from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
+from pagerunner.ops.routing import sigmoid_top_k, softmax_top_k
+
+RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
+
+
+class Attention(Module):
+    """Latent attention: queries directly or through a compressed form, keys and values from a shared latent."""
+
+    def __init__(self, config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
+        self.num_heads, self.key_dim, self.value_dim = heads, config.key_dim, config.value_dim
+        self.latent_dim, self.query_rank = config.latent_dim, config.query_rank
+        self.rotate = rope_pairs_ if config.rope_pairs else rope_
+        head_dim = config.key_dim + config.rope_dim
+        vector = config.latent_dim + config.rope_dim
+        if config.query_rank is None:
+            self.q_proj = Linear(hidden, heads * head_dim, dtype)
+            self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
+        else:
+            parts = {"q_a_proj": config.query_rank, "kv_a_proj_with_mqa": vector}
+            self.a_proj = FusedLinear(hidden, parts, dtype, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
+            self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype)
+        self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
+        self.kv_b_proj = Linear(config.latent_dim, heads * (config.key_dim + config.value_dim), dtype)
+        self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias)
+        self.attend = PagedLatentAttention(layer_index, head_dim**-0.5 * config.rope.softmax_scale)
+
+    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the normed hidden states."""
+        if self.query_rank is None:
+            q, vectors_TL = self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
+        else:
+            both = self.a_proj(x_TD)
+            q = self.q_b_proj(self.q_a_layernorm(both[:, : self.query_rank]))
+            vectors_TL = both[:, self.query_rank :]
+        q_THd = q.view(q.shape[0], self.num_heads, -1)
+        vectors_TL[:, : self.latent_dim] = self.kv_a_layernorm(vectors_TL[:, : self.latent_dim])
+        self.rotate(q_THd[..., self.key_dim :], angles)
+        self.rotate(vectors_TL[:, None, self.latent_dim :], angles)
+        up = UpProjection(self.kv_b_proj.weights["weight"], self.num_heads, self.key_dim, self.value_dim)
+        return self.o_proj(self.attend(q_THd, vectors_TL, up, batch).reshape(q.shape[0], -1))
+
+
+class Router(Module):
+    """Scores every expert for every token and picks."""
+
+    def __init__(self, config: RoutingConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = {"weight": torch.empty(config.experts, hidden_size, dtype=dtype, device="meta")}
+        if config.scores == "sigmoid":
+            bias = torch.empty(config.experts, dtype=torch.float32, device="meta")
+            self.weights["e_score_correction_bias"] = bias
+
+    def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 weights [T, top_k] and experts [T, top_k]."""
+        config = self.config
+        logits_TE = F.linear(x_TD.float(), self.weights["weight"].float())
+        limits = {"groups": config.groups, "kept_groups": config.kept_groups}
+        if config.scores == "softmax":
+            return softmax_top_k(logits_TE, config.top_k, factor=config.factor, **limits)
+        bias_E = self.weights["e_score_correction_bias"]
+        return sigmoid_top_k(
+            logits_TE, bias_E, config.top_k, normalise=config.normalise, factor=config.factor, **limits
+        )
+
+
+class ExpertMLP(Module):
+    """Each token's routed experts, weighted, plus the shared ones that every token passes."""
+
+    def __init__(self, config: DeepseekConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Router(config.routing, config.hidden_size, dtype)
+        self.experts = GatedExperts(config.routing.experts, config.hidden_size, config.expert_size, dtype)
+        shared = config.expert_size * config.shared_experts
+        self.shared_experts = GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        weights_TK, experts_TK = self.gate(x_TD)
+        return self.experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK).add_(self.shared_experts(x_TD))
+
+
+class DecoderLayer(Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, layer_index, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp: GatedMLP | ExpertMLP
+        if layer_index < config.dense_layers:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
+        else:
+            self.mlp = ExpertMLP(config, dtype)
+
+    def __call__(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
+        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
+        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary = Rotary(config.rope, config.rope_dim, dtype, device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The normed hidden state of every token, [T, D]."""
+        angles = self.rotary(batch.positions)
+        x_TD = self.embed_tokens(batch.token_ids)
+        residual_TD = torch.zeros_like(x_TD)
+        for layer in self.layers:
+            x_TD = layer(x_TD, residual_TD, angles, batch)
+        return self.norm.add(x_TD, residual_TD)
+
+
+class DeepseekForCausalLM(Module):
+    """The decoder and its output weights, which may be the embedding's."""
+
+    def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = Decoder(config, dtype, device)
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        last = config.num_layers
+        self.unused_prefixes = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] float32."""
+        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
+        return logits_SV.float()

@@ -1,0 +1,87 @@
+"""The memory table: what published models need stays below what was promised."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from pagerunner.bench import memory_models
+from pagerunner.bench.memory_models import ModelMemory
+from project import checks
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("memory_table", checks.ROOT / "scripts" / "memory_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "most"),
+    [
+        (memory_models.gemma3_27b(), 131_072, 10.6 * GIB),
+        (memory_models.gpt_oss_20b(), 131_072, 3.05 * GIB),
+        (memory_models.deepseek_v4_flash(), 65_536, 0.6 * GIB),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_one_request_fits_into_so_much(table: ModuleType, model: ModelMemory, tokens: int, most: float) -> None:
+    assert table.least_bytes(model, tokens) <= most
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [(memory_models.qwen3_next_80b(), 41 * MIB), (memory_models.qwen35_27b(), 156 * MIB)]
+)
+def test_a_short_request_holds_its_state_and_a_few_pages(table: ModuleType, model: ModelMemory, most: int) -> None:
+    assert table.model_plan(model, 40 * GIB).request_bytes(100) <= most
+
+
+def test_the_longest_automatic_length_of_gemma3_in_10_gib(table: ModuleType) -> None:
+    assert table.model_plan(memory_models.gemma3_27b(), 10 * GIB, "auto").max_model_len >= 120_000
+
+
+@pytest.mark.parametrize("model", memory_models.all_models(), ids=lambda model: model.name)
+def test_no_model_wastes_more_than_4_percent_of_a_slab(table: ModuleType, model: ModelMemory) -> None:
+    plan = table.model_plan(model, 40 * GIB)
+    assert plan.waste <= 0.04
+    assert 1 - plan.kv_bytes / plan.budget_bytes <= 0.01
+
+
+def test_published_sizes_are_reproduced() -> None:
+    """Bytes per token and per state as the models' own tables give them."""
+    by_name = {model.name: model.specs for model in memory_models.all_models()}
+    assert sum(spec.page_bytes(1) for spec in by_name["DeepSeek-V3"]) == 70_272
+    assert sum(spec.page_bytes(64) for spec in by_name["DeepSeek-V3.2 (fp8)"]) == 61 * (41_984 + 8_448)
+    assert by_name["Qwen3-Next-80B"][0].page_bytes(1) == 1_097_728
+    assert len(by_name["Qwen3.5-27B"]) == 64 and len(by_name["Gemma-3-27B"]) == 62
+    flash = by_name["DeepSeek-V4-Flash (fp8)"]
+    sizes = {spec.lifetime: spec.page_bytes(256) for spec in flash if spec.kind != "recurrent"}
+    assert sizes == {("window", 128): 4 * 37_376, ("latent", 4): 37_376 + 8_448, ("latent", 128): 1_168}
+    states = sorted({spec.page_bytes(1) for spec in flash if spec.kind == "recurrent"})
+    assert states == [8 * (8_192 + 2_048), 64 * 8_192]
+
+
+def test_moving_requests_reach_the_promised_figures(table: ModuleType) -> None:
+    flash = table.Engine(table.model_plan(memory_models.deepseek_v4_flash(), 40 * GIB)).run(table.prompt_of(65_536))
+    assert flash.peak_bytes <= 0.6 * GIB
+    assert 0 < flash.cached_bytes <= 0.35 * GIB
+    hybrid = table.Engine(table.model_plan(memory_models.qwen3_next_80b(), 40 * GIB))
+    prompt = table.prompt_of(10_000)
+    assert hybrid.run(prompt).prefill_steps == 2, "no forward is added for the snapshot"
+    assert hybrid.reachable_hit(prompt) == 9_984
+
+
+def test_the_table_names_every_row_and_both_engines(table: ModuleType) -> None:
+    rows = [*table.planned_rows(), *table.needs_rows()]
+    assert len(rows) == 7 + 12 and all(row.what and row.ours for row in rows)
+    lines = table._markdown("title", rows)
+    assert len({len(line) for line in lines}) == 1 and lines[0].split("|")[2].strip() == "vLLM 0.26"
