@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -142,6 +143,23 @@ def test_a_row_resumes_from_any_snapshot_that_a_step_saved(checkpoints: Any, nam
     check(reference, prefix + first, row)
     check(reference, prefix + first, resumed)
     check(reference, other, neighbour)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@torch.inference_mode()
+def test_half_precision_is_as_close_to_float32_as_the_reference_is(tmp_path: Path, family: str, dtype: Any) -> None:
+    path, exact = make_hybrid_checkpoint(tmp_path, family)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model, config = load(path, dtype)
+    harness = HybridHarness(model, config, dtype=dtype)
+    (text,) = prompts([90])
+    row = harness.start(text)
+    found = [harness.step([(row, count)])[0] for count in (50, 39, 1)]
+    want, theirs = (m(torch.tensor([text])).logits[0].float().log_softmax(-1) for m in (exact, rounded))
+    for logprobs, position in zip(found, (49, 88, 89), strict=True):
+        error, reference_error = ((x - want[position]).abs().mean() for x in (logprobs, theirs[position]))
+        assert error < 2 * reference_error + 1e-3
 
 
 @torch.inference_mode()
