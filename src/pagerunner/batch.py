@@ -19,12 +19,13 @@ class LayerKV:
 
     `k` and `v` have shape [num_entries, page_tokens, num_kv_heads, head_dim]; index 0 is a page table entry. Views of
     different entries may overlap when the table's unit is smaller than a page: only entries found in a page table are
-    pages.
+    pages. `scales` are those of fp8 pages, [num_entries, 2] float32: the keys' and the values'.
     """
 
     group: int
     k: torch.Tensor
     v: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class LatentHarness(Harness):
     ) -> None:
         self.model, self.page_tokens = model, page_tokens
         self.backend: Any = LatentBackend()
+        self.specs = list(config.layer_specs("float32")[:1])
         vector = config.latent_dim + config.rope_dim
         stride = config.num_layers * page_tokens * vector + gap
         self.pool = torch.full((num_pages * stride,), float("nan"), dtype=dtype)

@@ -28,7 +28,7 @@ from pagerunner.attention.torch_ref import Result, Scratch, TorchMetadata, atten
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.pages import gather_slots, slot_layout, write_slots
+from pagerunner.ops.pages import gather_slots, slot_layout
 
 MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory that keys and values are expanded into
 
@@ -100,7 +100,7 @@ class LatentBackend:
         query_start: torch.Tensor,
     ) -> TorchMetadata:
         """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
-        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens))
+        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens), forgets=False)
 
     def forward(
         self,
@@ -119,8 +119,7 @@ class LatentBackend:
         """
         metadata: TorchMetadata = group.metadata
         pages = layer.latent.unsqueeze(2)
-        layout = slot_layout(pages)
-        write_slots(pages, metadata.write_rows(group, layout), vectors_TL, layout)
+        metadata.write(group, pages, vectors_TL.unsqueeze(1))
         if pages.dtype != q_THD.dtype:
             vectors_TL = vectors_TL.to(pages.dtype).to(q_THD.dtype)
         call = _Call(q_THD, vectors_TL, up, pages, scale, self._scratch)

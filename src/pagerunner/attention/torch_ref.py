@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.attention.base import Reach
+from pagerunner.attention.held import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.specs import Spec
+from pagerunner.ops.fp8 import from_fp8
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
 
 Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
@@ -83,8 +85,8 @@ class TorchBackend:
         """Serves full, windowed and chunked attention on any device and in any floating dtype."""
         if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
             return f"it serves keys and values by head, not {type(spec).__name__}"
-        if (kept := getattr(spec, "dtype", None)) != (own := str(dtype).removeprefix("torch.")):
-            return f"it needs kv_cache_dtype to equal the model's dtype: {kept} is not {own}"
+        if getattr(spec, "static_scales", False):
+            return "it needs fp8 pages to have scales of their own"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
 
     def plan(
@@ -115,8 +117,8 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, size of a value head]."""
         metadata: TorchMetadata = group.metadata
-        metadata.write(group, layer.k, k_TKD)
-        metadata.write(group, layer.v, v_TKD)
+        k_TKD = store(layer, 0, k_TKD, group, metadata)
+        v_TKD = store(layer, 1, v_TKD, group, metadata)
         call = _Call(q_THD, k_TKD, v_TKD, layer, scale, softcap, self._scratch)
         parts = metadata.parts
         if len(parts) == 1:
@@ -184,8 +186,14 @@ class _Call:
     def _gather(self, slots: Slots, pages: torch.Tensor, which: int) -> torch.Tensor:
         layout = slot_layout(pages)
         rows = slots.rows(layout)
-        scratch = self.scratch.take(which, rows.numel(), layout.unit, pages)
-        return gather_slots(pages, rows, layout, self.q_THD.dtype, scratch)
+        if self.layer.scales is None:
+            scratch = self.scratch.take(which, rows.numel(), layout.unit, pages)
+            return gather_slots(pages, rows, layout, self.q_THD.dtype, scratch)
+        raw = pages.view(torch.uint8)
+        scratch = self.scratch.take(which, rows.numel(), layout.unit, raw)
+        held_NKD = gather_slots(raw, rows, layout, torch.uint8, scratch).view(pages.dtype)
+        scale_N = self.layer.scales[slots.entries_N, which]
+        return from_fp8(held_NKD, scale_N[:, None, None], self.q_THD.dtype)
 
     def _keys(self, slots: Slots) -> torch.Tensor:
         return self._gather(slots, self.layer.k, 0)

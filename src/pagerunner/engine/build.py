@@ -72,6 +72,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
 def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExecutor:
     config, plan = resolved.config, resolved.plan
     device = torch.device(config.device)
+    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
     arena = CpuArena()
     model = build_model(resolved.model, config.dtype, config.device)
     materialize(model, arena.reserve("weights", weights_bytes(model)))
@@ -86,7 +87,6 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
     pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
     tables = PageTables(plan)
     last_tokens = LastTokens(config.max_num_seqs, device)
-    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
     runner = ModelRunner(
         model=model,
         pages=pages,

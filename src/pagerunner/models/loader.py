@@ -34,7 +34,7 @@ class Model(Protocol):
     """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
 
     weights: dict[str, torch.Tensor]
-    unused_prefixes: tuple[str, ...]
+    unused_tensors: tuple[str, ...]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""
@@ -125,7 +125,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 target = _take_stacked(pending, *stacked[name])
             if target is not None:
                 _copy(file, name, tensor, target)
-            elif name.startswith(model.unused_prefixes):
+            elif name.startswith(model.unused_tensors):
                 unused.setdefault(name.partition(".")[0], []).append(name)
             elif not _is_derived(name):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))

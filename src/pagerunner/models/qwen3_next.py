@@ -201,10 +201,10 @@ class Qwen3NextForCausalLM(Module):
     """The decoder and its output weights, which may be the embedding's."""
 
     recurrent: type[GatedDeltaNet] = GroupedGatedDeltaNet
+    unused_tensors: tuple[str, ...] = ("mtp.",)  # layers that guess more than one token
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.unused_prefixes = ("mtp.",)  # layers that guess more than one token
         self.model = Decoder(config, dtype, device, self.recurrent)
         self.tied = config.tie_word_embeddings
         if not self.tied:
@@ -227,10 +227,10 @@ class Qwen35ForCausalLM(Qwen3NextForCausalLM):
     """
 
     recurrent = PlainGatedDeltaNet
+    unused_tensors = ("mtp.", "model.visual.")
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, dtype, device)
-        self.unused_prefixes = ("mtp.", "model.visual.")
         self.inner_name = "model.language_model." if config.family in ("qwen3_5", "qwen3_5_moe") else "model."
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

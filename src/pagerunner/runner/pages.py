@@ -8,11 +8,17 @@ import torch
 
 from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
+from pagerunner.memory.specs import SCALE_BYTES, RecurrentState
 from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import RecurrentState
 from pagerunner.types import PageCopy
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 POISON_BYTE = 0xFF  # every float format reads NaN from bytes of all ones
 
 
@@ -31,10 +37,12 @@ def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Laye
         size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
-    k_bytes = group.page_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return LayerKV(
-        index, view(piece.offset, spec.head_dim), view(piece.offset + k_bytes, spec.head_dim_v or spec.head_dim)
-    )
+    scales = None
+    if spec.has_page_scales:
+        first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
+        scales = kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
+    values = piece.offset + spec.value_offset(group.page_tokens)
+    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales)
 
 
 def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:

@@ -1,0 +1,29 @@
+"""fp8 numbers with a scale: what they stand for is number * scale.
+
+Scales are powers of two, so a scale moves exponents and nothing else: an element is rounded to fp8's few mantissa bits
+whatever its scale, growing a scale rounds nothing again but what falls below fp8's smallest normal number, and a scale
+need not be the same for two elements to be rounded alike. Converting to fp8 saturates. Elements are handled as bytes,
+because torch indexes fp8 tensors on few devices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def fitting_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest power of two that brings magnitudes of up to `largest` into fp8 `dtype`; 0 for 0. Float32."""
+    mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two already
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(min=-126)), 0.0)
+
+
+def to_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x / scale` in fp8, saturated; a scale of 0 stands for zeros only."""
+    most = torch.finfo(dtype).max
+    return (x.float() / torch.where(scale > 0, scale, 1.0)).clamp_(-most, most).to(dtype)
+
+
+def from_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x * scale` in `dtype`."""
+    return (x.float() * scale).to(dtype)
