@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": YARN_ROPE}),
     "llama-linear-odd-sizes": ("llama", {"rope_parameters": LINEAR_ROPE, "vocab_size": 1013, "head_dim": 20}),
     "mistral-one-kv-head": ("mistral", {"num_key_value_heads": 1, "head_dim": 24}),
+    "mistral-window": ("mistral", {"sliding_window": 20}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-full-heads": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3-grouped": ("qwen3", {"head_dim": 32}),
@@ -158,3 +159,16 @@ def test_tokens_for_every_batch_size(oracle: Oracle, count: int) -> None:
     _, outputs = _generate(oracle, count)
 
     assert [output.token_ids for output in outputs] == oracle.tokens[:count]
+
+
+def test_a_second_run_continues_from_the_first_ones_pages(oracle: Oracle) -> None:
+    llm, first = _generate(oracle, 33)
+    before = llm.stats().prefix_hits
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in oracle.prompts]
+    second = llm.generate(prompts, params, use_tqdm=False)
+
+    assert [output.outputs[0].token_ids for output in second] == [output.token_ids for output in first]
+    assert first[0].token_ids == oracle.tokens[0]
+    cells = [(len(prompt) - 1) // 16 * 16 for prompt in oracle.prompts]
+    assert llm.stats().prefix_hits - before == sum(cells)
