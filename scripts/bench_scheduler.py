@@ -11,7 +11,7 @@ from functools import partial
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.prefix import PrefixChain, chain_seed
-from pagerunner.memory.specs import FullKV
+from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState, Spec, WindowKV
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepResult
 
@@ -28,6 +28,33 @@ def make_plan(num_pages: int, max_model_len: int, max_num_seqs: int, batched: in
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
     )
+
+
+def make_mixed_plan(name: str) -> MemoryPlan:
+    """A plan of several groups with room for four requests of 64K tokens, in 8,192-token steps."""
+    full, window = FullKV(8, 64, "bfloat16"), WindowKV(8, 64, "bfloat16", window=128)
+    state = RecurrentState(((32, 128, 128), (8192, 3)), ("float32", "bfloat16"))
+    specs: list[Spec] = {
+        "full + window": [full] * 12 + [window] * 12,
+        "full + recurrent": [full] * 12 + [state] * 36,
+        "2 latents + window + recurrent": [LatentKV(512, 64, "bfloat16", compression=4)] * 21
+        + [LatentKV(512, 64, "bfloat16", compression=128)] * 20
+        + [LatentKV(512, 64, "bfloat16", window=128)] * 43
+        + [state] * 2,
+    }[name]
+    sizes = {spec.lifetime: 128 if "latent" in name else 16 for spec in specs}
+    return plan_memory(
+        specs,
+        page_tokens=sizes,
+        budget_bytes=16 << 30,
+        max_model_len=65_536,
+        model_max_len=1 << 20,
+        max_num_seqs=4,
+        max_num_batched_tokens=8192,
+    )
+
+
+MIXES = ("full + window", "full + recurrent", "2 latents + window + recurrent")
 
 
 def best(measure: Callable[[], float], repeats: int = 7) -> float:
@@ -69,18 +96,22 @@ def decode(num_seqs: int, depth: int, steps: int = 400) -> float:
     return spent / steps * 1e6
 
 
-def grow_one() -> float:
-    """Microseconds that the manager spends on one request's decode step: grow and publish, averaged over pages."""
-    manager = KVManager(make_plan(8192, 65536, 1, 8192))
+def grow_one(plan: MemoryPlan) -> float:
+    """Microseconds that the manager spends on one request's decode step: grow, publish, end of plan, over many pages."""
+    manager = KVManager(plan)
     tokens = list(range(40_000))
     grant = manager.admit(0, manager.chain(), tokens[:32], 0)
     assert grant is not None and manager.grow(grant, 0, 32)
     start = time.perf_counter()
     for end in range(33, 30_033):
-        manager.grow(grant, end - 1, end)
-        manager.publish(grant, tokens, end)
-        if end % 16 == 1:
-            manager.take_table_writes()
+        if end > grant.capacity:
+            manager.grow(grant, end - 1, end)
+        if end >= grant.next_publish:
+            manager.publish(grant, tokens, end)
+        manager.take_table_writes()
+        manager.end_plan([(grant, end - 1, end)])
+        manager.take_fresh()
+        manager.take_copies()
     return (time.perf_counter() - start) / 30_000 * 1e6
 
 
@@ -94,10 +125,10 @@ def hashing() -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def prefill(full_pool: bool, hashed: bool = True) -> float:
-    """Milliseconds to allocate and publish 64K tokens in 8K steps; with `full_pool` every page must first be evicted."""
-    manager = KVManager(make_plan(4231, 65_536, 1, 8192))
-    passes = (1 << 20, 0) if full_pool else (0,)
+def prefill(full_pool: bool, hashed: bool = True, plan: MemoryPlan | None = None) -> float:
+    """Milliseconds to allocate and publish 64K tokens in 8K steps; with `full_pool` pages must first be evicted."""
+    manager = KVManager(plan or make_plan(4231, 65_536, 1, 8192))
+    passes = [part << 20 for part in range(16 if plan else 2)][::-1] if full_pool else [0]
     spent = 0.0
     for first in passes:
         tokens = list(range(first, first + 65_536))
@@ -108,9 +139,12 @@ def prefill(full_pool: bool, hashed: bool = True) -> float:
         grant = manager.admit(0, chain, tokens, len(tokens) - 1)
         assert grant is not None
         for at in range(0, 65_536, 8192):
-            assert manager.grow(grant, at, at + 8192)
+            assert manager.grow(grant, at, at + 8192) == at + 8192
             manager.publish(grant, tokens, at + 8192)
             manager.take_table_writes()
+            manager.end_plan([(grant, at, at + 8192)])
+            manager.take_fresh()
+            manager.take_copies()
         spent = (time.perf_counter() - start) * 1e3
         manager.release(grant)
     return spent
@@ -138,7 +172,14 @@ def main() -> None:
         for depth in (1, 2):
             spent = best(partial(decode, num_seqs, depth))
             print(f"schedule + commit, {num_seqs:3} decoding, depth {depth}: {spent:8.1f} us")
-    print(f"manager, one decode step of one request:  {best(grow_one):8.2f} us")
+    one_group = make_plan(8192, 65536, 1, 8192)
+    print(f"manager, one decode step of one request:  {best(lambda: grow_one(one_group)):8.2f} us")
+    for name in MIXES:
+        plan = make_mixed_plan(name)
+        step = best(partial(grow_one, plan), 3)
+        empty = best(partial(prefill, False, True, plan), 3)
+        full = best(partial(prefill, True, True, plan), 3)
+        print(f"{name}: decode step {step:.2f} us, 64K prefill {empty:.2f} ms, evicting {full:.2f} ms")
     print(f"hash a 131,072-token prompt:              {best(hashing):8.2f} ms")
     print(f"64K prefill in 8K steps, empty pool:      {best(lambda: prefill(False)):8.2f} ms")
     print(f"64K prefill in 8K steps, evicting:        {best(lambda: prefill(True)):8.2f} ms")

@@ -277,7 +277,7 @@ class StepRow(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """`tables[group][slot, first : first + len(entries)] = entries`."""
+    """Pages `first` .. of a slot are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
 
     group: int
     slot: int

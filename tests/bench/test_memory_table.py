@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
 
 from pagerunner.bench import memory_models
 from pagerunner.bench.memory_models import ModelMemory
-from project import checks
 
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("memory_table", checks.ROOT / "scripts" / "memory_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(

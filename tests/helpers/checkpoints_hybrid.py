@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from helpers.checkpoints import write_tokenizer
+
 _GATED_DELTA: dict[str, Any] = {
     "hidden_size": 48,
     "num_hidden_layers": 4,
@@ -60,6 +62,10 @@ def make_hybrid_model(family: str, *, seed: int = 0, vocab_size: int = 512, **ov
     fields = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None} | fields
     torch.manual_seed(seed)
     model = getattr(transformers, model_name)(getattr(transformers, config_name)(**(fields | overrides)))
+    return _lively(model, seed)
+
+
+def _lively(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     rand = functools.partial(torch.randn, generator=generator)
     with torch.no_grad():
@@ -84,6 +90,30 @@ def make_hybrid_checkpoint(directory: Path, family: str, **options: Any) -> tupl
     """Write the model of `make_hybrid_model` under `directory`; its path and the model."""
     model = make_hybrid_model(family, **options)
     path = directory / f"{family}-{len(list(directory.iterdir()))}"
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    return path, model
+
+
+def make_hybrid_directory(directory: Path, family: str, **options: Any) -> Path:
+    """Write the model of `make_hybrid_model` and a tokenizer under `directory`; its path."""
+    path, model = make_hybrid_checkpoint(directory, family, **options)
+    write_tokenizer(path, model.config.vocab_size, add_bos=False)
+    return path
+
+
+def make_vision_checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
+    """Write a model of text and images whose text part is of `family`, qwen3_5 or qwen3_5_moe; its path and the model."""
+    import transformers
+
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    text = _GATED_DELTA | (_DENSE if family == "qwen3_5" else _EXPERTS) | {"vocab_size": 512, "eos_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text | {"model_type": f"{family}_text"}, vision_config=vision | {"num_position_embeddings": 16}
+    )
+    model = _lively(getattr(transformers, f"{name}ForConditionalGeneration")(config), 0)
+    path = directory / f"{family}-vision"
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     return path, model

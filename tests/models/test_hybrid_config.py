@@ -115,3 +115,22 @@ def test_what_cannot_be_run_is_refused_by_name(
         read(tmp_path, family, base, **overrides)
     assert what in str(error.value)
     assert why in str(error.value)
+
+
+def test_the_text_part_of_a_model_with_vision(tmp_path: Path) -> None:
+    text = GATED_DELTA | {"model_type": "qwen3_5_text", "tie_word_embeddings": False}
+    outer = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 7}
+    outer |= {"eos_token_id": 3, "tie_word_embeddings": True}
+    config = read(tmp_path, "qwen3_5", outer)
+    assert (config.family, config.eos_token_ids, config.tie_word_embeddings) == ("qwen3_5", (3,), True)
+    assert config.layer_specs("bfloat16")[3] == FullKV(2, 32, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [({"text_config": None}, "text_config"), ({"text_config": GATED_DELTA}, "qwen3_5_text"), ({"twist": 1}, "twist")],
+)
+def test_a_model_with_vision_whose_text_part_is_unclear(tmp_path: Path, overrides: dict[str, Any], what: str) -> None:
+    outer = {"text_config": GATED_DELTA | {"model_type": "qwen3_5_text"}} | overrides
+    with pytest.raises(ConfigError, match=what):
+        read(tmp_path, "qwen3_5", outer)

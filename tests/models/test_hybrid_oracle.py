@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
 from helpers.forward import load
 from helpers.hybrid import HybridHarness, Row
+from pagerunner.errors import CheckpointError
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,3 +164,31 @@ def test_a_state_page_that_is_not_zeroed_is_noticed(checkpoints: Any) -> None:
     row = harness.start(prompts([20])[0])
     harness.state_bytes(row.state).fill_(0xFF)
     assert harness.step([(row, 20)]).isnan().all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@torch.inference_mode()
+def test_the_text_part_of_a_checkpoint_with_vision(tmp_path: Path, family: str) -> None:
+    path, reference = make_vision_checkpoint(tmp_path, family)
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert any(name.startswith("model.visual.") for name in file.keys())
+    model, config = load(path)
+    harness = HybridHarness(model, config)
+    texts = prompts([3, 70])
+    rows = [harness.start(text) for text in texts]
+    harness.generate(rows, 5, chunk=32)
+    for text, row in zip(texts, rows, strict=True):
+        check(reference, text, row)
+
+
+@torch.inference_mode()
+def test_layers_that_guess_more_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, _ = make_hybrid_checkpoint(tmp_path, "qwen3_next_dense")
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"mtp.norm.weight": torch.ones(4)}, path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        load(path)
+    assert "mtp.norm.weight" in caplog.text
+    save_file(weights | {"mtq.norm.weight": torch.ones(4)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mtq\.norm\.weight"):
+        load(path)

@@ -15,13 +15,14 @@ class Module:
     """Base of everything that holds weights.
 
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
-    `unused_prefixes` begin the names of checkpoint tensors that a model knows and does not use.
     Attributes that are modules, or tuples of modules, are children; their names are those in the checkpoint.
+    `unused_tensors` are beginnings of names of tensors that a checkpoint may hold and the whole model has no use for.
     """
+
+    unused_tensors: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self.unused_prefixes: tuple[str, ...] = ()
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Named children; a tuple's members are named `name.index`."""

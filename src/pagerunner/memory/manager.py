@@ -19,6 +19,7 @@ from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
+UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
 TURN_TOKENS = 64  # while text is generated, its latest snapshot is at most that many tokens old
 
 
@@ -46,6 +47,9 @@ class KVManager:
         )
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
+        self._lookup_order = sorted(
+            range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
+        )
         states = [number for number, rule in enumerate(self._rules) if rule.snapshots]
         assert len(states) <= 1, "all recurrent layers share one group"
         self._state = states[0] if states else -1
@@ -124,15 +128,13 @@ class KVManager:
         return grant
 
     def _find_hit(self, grant: Grant, limit: int) -> int:
-        """The longest prefix that all groups have; notes what each has by itself."""
-        chain, indexes = grant.chain, self.index.pages
-        if len(self._rules) == 1:
-            grant.group_hits[0] = self._rules[0].longest_hit(indexes[0], chain, limit)
-            return grant.group_hits[0]
-        grant.group_hits = [
-            rule.longest_hit(found, chain, limit) for rule, found in zip(self._rules, indexes, strict=True)
-        ]
-        return joint_hit(self._rules, indexes, chain, min(grant.group_hits))
+        """The longest prefix that all groups have; notes what each has, as far as those that keep everything reach."""
+        chain, indexes, rules = grant.chain, self.index.pages, self._rules
+        for group in self._lookup_order:
+            hit = grant.group_hits[group] = rules[group].longest_hit(indexes[group], chain, limit)
+            if not rules[group].forgets and not rules[group].snapshots:
+                limit = hit
+        return joint_hit(rules, indexes, chain, min(grant.group_hits)) if len(rules) > 1 else grant.group_hits[0]
 
     def _take_hit(self, grant: Grant, hit: int) -> list[int]:
         """Put the pages of a hit into the grant; how many per group."""
@@ -498,8 +500,18 @@ class KVManager:
         packed = (-(-(used + need) // count) for used, need, count in zip(pool.used, needs, pool.per_slab, strict=True))
         if len(needs) == 1 or sum(packed) > pool.num_slabs:
             return False
-        moved: list[dict[int, int]] = [{} for _ in needs]
-        for group, source, target in pool.compact():
+        self._apply_moves(pool.compact())
+        return True
+
+    def tidy(self) -> None:
+        """Keep fragmentation low: once it is above `UNTIDY`, pages are moved together until half of that is left."""
+        if self.pool.fragmentation > UNTIDY:
+            self._apply_moves(self.pool.tidy(UNTIDY / 2))
+            self.version += 1
+
+    def _apply_moves(self, moves: list[tuple[int, int, int]]) -> None:
+        moved: list[dict[int, int]] = [{} for _ in self._rules]
+        for group, source, target in moves:
             moved[group][source] = target
             fresh = self._fresh[group]
             fresh.pop(target, None)
@@ -520,7 +532,6 @@ class KVManager:
                 grant.saves = [(position, targets.get(page, page)) for position, page in grant.saves]
                 grant.turn = (grant.turn[0], targets.get(grant.turn[1], grant.turn[1]))
             self._dirty[grant] = None
-        return True
 
     # -- numbers
 

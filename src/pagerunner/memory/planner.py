@@ -17,7 +17,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.memory.report import human_bytes
 from pagerunner.memory.rules import GroupRule, make_rule
 from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
-from pagerunner.memory.specs import Spec
+from pagerunner.memory.specs import FullKV, Spec
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
 MAX_ALIGNMENT_WASTE = 0.02  # of a compressed group's page; above it the page takes more slots
@@ -59,6 +59,28 @@ class GroupPlan:
     def request_bytes(self, tokens: int) -> int:
         """Bytes of the most pages that a request holds at once on its way to `tokens` tokens."""
         return self.pages_needed(tokens) * self.page_bytes
+
+    def kernel_step(self, kernel_tokens: int) -> int:
+        """Table units from one kernel page of `kernel_tokens` tokens to the next inside a page, the same for every layer.
+
+        Raises:
+            ConfigError: kernel pages don't fill a page, their size differs between layers, or the unit doesn't divide it.
+        """
+        if kernel_tokens < 1 or self.page_tokens % kernel_tokens:
+            raise ConfigError(
+                f"A backend that takes pages of {kernel_tokens} tokens can't read {self.name} pages of {self.page_tokens}; "
+                f"take a block_size of {lcm(self.page_tokens, max(kernel_tokens, 1))}."
+            )
+        if kernel_tokens == self.page_tokens:
+            return self.page_bytes // self.unit
+        steps = {_kernel_bytes(part.spec, kernel_tokens) for part in self.layers}
+        step = steps.pop()
+        if steps or step is None or step % self.unit:
+            raise ConfigError(
+                f"Pages of {self.name} can't be read as smaller ones of {kernel_tokens} tokens, because its layers differ "
+                f"in size or hold more than tokens; take a block_size of {kernel_tokens}."
+            )
+        return step // self.unit
 
     @property
     def useful_page_bytes(self) -> int:
@@ -107,6 +129,16 @@ class MemoryPlan:
         plan = self.groups[group]
         slab, place = divmod(page, plan.pages_per_slab)
         return slab * self.slab_bytes + place * plan.page_bytes
+
+    def kernel_entries(self, group: int, entries: Sequence[int], kernel_tokens: int) -> list[int]:
+        """Table entries of the kernel pages inside the pages that `entries` name: page_tokens // kernel_tokens for each.
+
+        Raises:
+            ConfigError: see `GroupPlan.kernel_step`.
+        """
+        plan = self.groups[group]
+        step = plan.kernel_step(kernel_tokens)
+        return [entry + part * step for entry in entries for part in range(plan.page_tokens // kernel_tokens)]
 
     def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
         """What a page table holds for these pages: byte offset // unit."""
@@ -171,6 +203,7 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_in_flight: int = 1,
+    kernel_tokens: int | None = None,
     other: Sequence[tuple[str, int]] = (),
 ) -> MemoryPlan:
     """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
@@ -178,6 +211,8 @@ def plan_memory(
     `page_tokens` is one size or one per lifetime; one size is rounded up in groups whose slots stand for several tokens.
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
+    With `kernel_tokens`, table units let a backend read pages as smaller ones of that many tokens, in groups that are
+    larger and whose layers are alike (`MemoryPlan.kernel_entries`).
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
@@ -189,7 +224,7 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -224,7 +259,9 @@ def _check_positive(**limits: int) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
-def _form_groups(specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], step_tokens: int) -> list[GroupPlan]:
+def _form_groups(
+    specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], step_tokens: int, kernel_tokens: int | None
+) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
         raise ConfigError("the model has no layer that keeps state.")
@@ -248,7 +285,7 @@ def _form_groups(specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int
                 page_tokens=size,
                 page_bytes=end,
                 pages_per_slab=1,
-                unit=end,
+                unit=gcd(end, *_kernel_units(layers, size, kernel_tokens)),
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
                 rule=make_rule(first, size, step_tokens),
@@ -273,6 +310,21 @@ def _page_tokens(block_size: int, specs: Sequence[Spec]) -> int:
         if useful >= (1 - MAX_ALIGNMENT_WASTE) * sum(_align(spec.page_bytes(doubled)) for spec in specs):
             return doubled
     return 8 * size
+
+
+def _kernel_units(layers: Sequence[tuple[int, Spec]], page_tokens: int, kernel_tokens: int | None) -> list[int]:
+    """What the unit must divide, beside the page, so that kernel pages have table entries."""
+    if kernel_tokens is None or page_tokens % kernel_tokens or page_tokens == kernel_tokens:
+        return []
+    steps = {_kernel_bytes(spec, kernel_tokens) for _, spec in layers}
+    return [step for step in steps if step is not None] if len(steps) == 1 else []
+
+
+def _kernel_bytes(spec: Spec, kernel_tokens: int) -> int | None:
+    """Bytes of `kernel_tokens` tokens of the layer's keys and also of its values; None if they aren't runs of one size."""
+    if isinstance(spec, FullKV) and not spec.has_page_scales and spec.head_dim == spec.value_dim:
+        return spec.value_offset(kernel_tokens)
+    return None
 
 
 def _slices(layers: Sequence[tuple[int, Spec]], page_tokens: int) -> tuple[tuple[LayerSlice, ...], int]:
@@ -309,7 +361,7 @@ def _cut(
                 replace(
                     group,
                     pages_per_slab=slab_bytes // group.page_bytes,
-                    unit=gcd(slab_bytes, group.page_bytes),
+                    unit=gcd(slab_bytes, group.unit),
                     table_width=group.rule.table_width(max_model_len),
                 )
                 for group in groups

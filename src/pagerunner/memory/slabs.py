@@ -41,6 +41,7 @@ class SlabPool:
         self._open: list[dict[int, None]] = [{} for _ in groups]  # slabs with free pages
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in groups]  # slab with cached pages only -> when
         self._busy = [0 for _ in groups]  # slabs with a page in use
+        self._owned = [0 for _ in groups]  # slabs
         self._clock = 0
 
     # -- capacity
@@ -60,12 +61,23 @@ class SlabPool:
 
     def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
         """`needs[group]` fresh pages for every group at once, each with one reference; None (and no change) if too few."""
-        slack = self.slack(needs)
-        if slack < 0:
+        if self.slack(needs) < 0:
             return None
-        # With little slack an eviction must not touch a slab that another group's share depends on.
-        thrifty = len(needs) > 1 and slack < sum(needs)
-        return [self._take(group, need, thrifty) if need else [] for group, need in enumerate(needs)]
+        left = list(needs)
+        taken: list[list[int]] = [[] for _ in needs]
+        for group, pages in enumerate(taken):
+            while left[group]:
+                count = left[group]
+                # A page taken from anywhere costs at most one slab of slack. Without slack, only certain pages will do.
+                spare = self.slack(left) if len(left) > 1 else count
+                if spare:
+                    count = min(count, spare)
+                    pages += self._take(group, count)
+                else:
+                    pages += self._take_thriftily(group, count)
+                left[group] -= count
+            pages.sort()
+        return taken
 
     def share(self, group: int, page: int) -> None:
         """One more reference to a page that is in use or cached."""
@@ -86,39 +98,66 @@ class SlabPool:
                 self._idle[group][slab] = self._clock
                 self._idle[group].move_to_end(slab)
 
-    def _take(self, group: int, need: int, thrifty: bool) -> list[int]:
+    def _take(self, group: int, need: int) -> list[int]:
         taken: list[int] = []
-        refs, per_slab, alone = self.refs[group], self.per_slab[group], len(self.per_slab) == 1
-        while need:
-            slab = self._pick(group, alone and need >= per_slab, thrifty)
-            if slab < 0 and alone:
-                taken += self._recycle(group, need)
-                break
-            if slab < 0:
-                self._make_room(group, thrifty)
-                continue
-            free = self._slab_free[slab]
-            part = free[-need:]
-            del free[-need:]
-            if not free:
-                del self._open[group][slab]
-            self._mark_used(group, slab, len(part))
-            need -= len(part)
-            for page in part:
-                refs[page] = 1
-            taken += part
-        taken.sort()
+        per_slab, alone = self.per_slab[group], len(self.per_slab) == 1
+        while need > len(taken):
+            missing = need - len(taken)
+            slab = self._pick(group, alone and missing >= per_slab)
+            if slab >= 0:
+                taken += self._take_free(group, slab, missing)
+            elif alone:
+                taken += self._reuse(group, list(islice(self.cached[group], missing)))
+            else:
+                self._make_room(group)
         return taken
+
+    def _take_thriftily(self, group: int, need: int) -> list[int]:
+        """Pages of slabs that the group occupies anyway, free ones first, then whole slabs."""
+        taken: list[int] = []
+        for slab in [slab for slab in self._open[group] if self._slab_used[slab]]:
+            taken += self._take_free(group, slab, need - len(taken))
+        per_slab, cached = self.per_slab[group], self.cached[group]
+        if self._busy[group]:
+            partial = (page for page in cached if self._slab_used[page // per_slab])
+            taken += self._reuse(group, list(islice(partial, need - len(taken))))
+        while need > len(taken):
+            if not self.free_slabs:
+                slab = self._oldest_idle()
+                if self.owner[slab] == group:
+                    taken += self._take_free(group, slab, need - len(taken))
+                    kept = (page for page in range(slab * per_slab, (slab + 1) * per_slab) if page in cached)
+                    taken += self._reuse(group, list(islice(kept, need - len(taken))))
+                    continue
+                self._evict_slab(slab)
+            taken += self._take_free(group, self._open_slab(group), need - len(taken))
+        return taken
+
+    def _take_free(self, group: int, slab: int, most: int) -> list[int]:
+        """Up to `most` free pages of a slab of the group, into use."""
+        free = self._slab_free[slab]
+        part = free[-most:] if most else []
+        if not part:
+            return part
+        del free[-len(part) :]
+        if not free:
+            del self._open[group][slab]
+        self._mark_used(group, slab, len(part))
+        refs = self.refs[group]
+        for page in part:
+            refs[page] = 1
+        return part
 
     def free_in_slabs(self, group: int) -> int:
         """Free pages in slabs that the group occupies: other groups can't have them."""
-        return sum(len(self._slab_free[slab]) for slab in self._open[group])
+        return self._owned[group] * self.per_slab[group] - self.used[group] - len(self.cached[group])
 
     @property
     def fragmentation(self) -> float:
         """Share of the slabs that packing every group's pages together would give back, 0 to 1."""
-        whole = sum(self.free_in_slabs(group) // count for group, count in enumerate(self.per_slab))
-        return whole / self.num_slabs if self.num_slabs else 0.0
+        if not self.num_slabs or len(self.per_slab) == 1:
+            return 0.0
+        return sum(self.free_in_slabs(group) // count for group, count in enumerate(self.per_slab)) / self.num_slabs
 
     def _mark_used(self, group: int, slab: int, pages: int) -> None:
         if self._slab_used[slab] == 0:
@@ -127,24 +166,17 @@ class SlabPool:
         self._slab_used[slab] += pages
         self.used[group] += pages
 
-    def _pick(self, group: int, whole: bool, thrifty: bool) -> int:
+    def _pick(self, group: int, whole: bool) -> int:
         """A slab of the group with a free page, or -1. Opens a free slab if `whole`, or if there is no other."""
         if self._open[group] and not (whole and self.free_slabs):
-            if not thrifty:
-                return next(reversed(self._open[group]))
-            for slab in self._open[group]:
-                if self._slab_used[slab]:
-                    return slab
-            if self._oldest_partial(group) >= 0:
-                return -1
-            return next(iter(self._open[group]))
-        if thrifty and self._oldest_partial(group) >= 0:
-            return -1
-        if not self.free_slabs:
-            return -1
+            return next(reversed(self._open[group]))
+        return self._open_slab(group) if self.free_slabs else -1
+
+    def _open_slab(self, group: int) -> int:
         slab = self.free_slabs.pop()
         per_slab = self.per_slab[group]
         self.owner[slab] = group
+        self._owned[group] += 1
         self._slab_free[slab] = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
         self._open[group][slab] = None
         return slab
@@ -179,6 +211,7 @@ class SlabPool:
         """A slab of which every page is free belongs to nobody."""
         if len(self._slab_free[slab]) == self.per_slab[group]:
             self.owner[slab] = -1
+            self._owned[group] -= 1
             self._slab_free[slab] = []
             del self._open[group][slab]
             self._idle[group].pop(slab, None)
@@ -186,41 +219,35 @@ class SlabPool:
 
     # -- eviction
 
-    def _recycle(self, group: int, need: int) -> list[int]:
-        """The least recently used cached pages, straight into use: what a full pool of one group does all the time."""
+    def _reuse(self, group: int, pages: list[int]) -> list[int]:
+        """Cached pages straight into use: what a full pool of one group does all the time."""
         cached, refs, per_slab = self.cached[group], self.refs[group], self.per_slab[group]
-        pages = [cached.popitem(last=False)[0] for _ in range(need)]
         for page in pages:
+            del cached[page]
             self.index.forget(group, page)
             self._mark_used(group, page // per_slab, 1)
             refs[page] = 1
-        self.evictions[group] += need
+        self.evictions[group] += len(pages)
         return pages
 
-    def _make_room(self, group: int, thrifty: bool) -> None:
-        """Evict: afterwards the group has a free page or there is a free slab.
-
-        Normally what has been unused longest, a page of the group or a slab of another. Thriftily, first pages of slabs
-        that the group occupies anyway, then a whole slab.
-        """
-        page = self._oldest_partial(group) if thrifty else next(iter(self.cached[group]), -1)
-        candidates = [
-            (when, slab)
-            for number, idle in enumerate(self._idle)
-            if thrifty or number != group
-            for slab, when in islice(idle.items(), 1)
-        ]
-        if page >= 0 and not (candidates and not thrifty and min(candidates)[0] < self.cached[group][page]):
+    def _make_room(self, group: int) -> None:
+        """Evict what has been unused longest, a page of the group or a slab of another: the group gets a free page or slab."""
+        page = next(iter(self.cached[group]), -1)
+        slab = self._oldest_idle(other_than=group)
+        if page >= 0 and not (slab >= 0 and self._idle[self.owner[slab]][slab] < self.cached[group][page]):
             self.evict(group, page)
         else:
-            self._evict_slab(min(candidates)[1])
+            self._evict_slab(slab)
 
-    def _oldest_partial(self, group: int) -> int:
-        """The least recently used cached page in a slab with pages in use, or -1."""
-        per_slab = self.per_slab[group]
-        if not self._busy[group]:
-            return -1
-        return next((page for page in self.cached[group] if self._slab_used[page // per_slab]), -1)
+    def _oldest_idle(self, other_than: int = -1) -> int:
+        """The slab that has been without a page in use for longest, or -1."""
+        candidates = [
+            (when, slab)
+            for group, idle in enumerate(self._idle)
+            if group != other_than
+            for slab, when in islice(idle.items(), 1)
+        ]
+        return min(candidates)[1] if candidates else -1
 
     def evict(self, group: int, page: int) -> bool:
         """Free a page if it is cached; whether it was."""
@@ -278,6 +305,27 @@ class SlabPool:
                 moves.append((group, source, target))
         return moves
 
+    def tidy(self, most: float) -> list[tuple[int, int, int]]:
+        """Empty the slabs that are used least until fragmentation is at most `most`; moves as those of `compact`.
+
+        Only free pages are targets; cached pages of an emptied slab are evicted.
+        """
+        moves: list[tuple[int, int, int]] = []
+        while self.fragmentation > most:
+            group = max(range(len(self.per_slab)), key=lambda group: self.free_in_slabs(group) // self.per_slab[group])
+            per_slab, used = self.per_slab[group], self._slab_used
+            ranked = sorted(self._open[group], key=lambda slab: used[slab])
+            pages = range(ranked[0] * per_slab, (ranked[0] + 1) * per_slab)
+            sources = [page for page in pages if self.refs[group][page]]
+            free = (page for slab in ranked[:0:-1] for page in sorted(self._slab_free[slab]))
+            moved = list(zip(sources, islice(free, len(sources)), strict=True))
+            for page in pages:
+                self.evict(group, page)
+            for source, target in moved:
+                self._move(group, source, target)
+                moves.append((group, source, target))
+        return moves
+
     def _move(self, group: int, source: int, target: int) -> None:
         self.evict(group, target)
         slab = target // self.per_slab[group]
@@ -305,6 +353,10 @@ class SlabPool:
                 assert self.index.keys[group][page] == key, "index sides differ"
                 assert refs[page] or page in cached, f"page {page} is findable but free"
             busy = 0
+            assert self._owned[group] == self.owner.count(group), "owned slabs"
+            assert self.free_in_slabs(group) == sum(map(len, map(self._slab_free.__getitem__, self._open[group]))), (
+                "free"
+            )
             for slab in range(self.num_slabs):
                 pages = range(slab * per_slab, (slab + 1) * per_slab)
                 used = sum(refs[page] > 0 for page in pages)

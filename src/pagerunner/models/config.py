@@ -23,6 +23,15 @@ _SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+# What only images and videos need.
+_IMAGE_FIELDS = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "language_model_only",
+)
 
 
 def read_model_config(path: str | Path, max_model_len: int | None = None) -> ModelConfig:
@@ -42,6 +51,8 @@ def read_model_config(path: str | Path, max_model_len: int | None = None) -> Mod
         raise ConfigError(
             f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
+    if FAMILIES[family].nested:
+        values = _text_values(Fields(values, str(file)), family)
     fields = Fields(values, str(file))
     for name in ("quantization_config", "compression_config"):
         if values.get(name) is not None:
@@ -53,6 +64,18 @@ def read_model_config(path: str | Path, max_model_len: int | None = None) -> Mod
     config = FAMILIES[family].read(fields, common)
     fields.finish()
     return config
+
+
+def _text_values(outer: Fields, family: str) -> dict[str, Any]:
+    """The text model's fields of a config.json that also describes how images become tokens."""
+    text = outer.take("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != f"{family}_text":
+        raise outer.error("text_config", f"must be an object of model_type {family}_text, got {text!r:.80}.")
+    shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
+    found = {name: value for name in shared if (value := outer.take(name)) is not None}
+    tied = outer.take("tie_word_embeddings")
+    outer.finish(_IMAGE_FIELDS)
+    return found | text | ({} if tied is None else {"tie_word_embeddings": tied})
 
 
 def read_json(file: Path) -> dict[str, Any]:

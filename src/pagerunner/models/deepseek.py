@@ -158,7 +158,7 @@ class DeepseekForCausalLM(Module):
         if not self.tied:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         last = config.num_layers
-        self.unused_prefixes = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))
+        self.unused_tensors = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""

@@ -7,6 +7,7 @@ The order is: `build_model` (no memory), `weights_bytes`, `materialize` into a r
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_json
 from pagerunner.models.registry import FAMILIES
 
+logger = logging.getLogger(__name__)
 ALIGNMENT = 64
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
@@ -32,7 +34,7 @@ class Model(Protocol):
     """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
 
     weights: dict[str, torch.Tensor]
-    unused_prefixes: tuple[str, ...]
+    unused_tensors: tuple[str, ...]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""
@@ -107,6 +109,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     total = sum(file.stat().st_size for file in files)
     done, pending, extra = 0, dict(targets), []
     filled: dict[str, str] = {}
+    unused: dict[str, list[str]] = {}
     for file in files:
         for name, tensor in _tensors(file, files[file]):
             if name in filled:
@@ -115,7 +118,9 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
             target = pending.pop(name, None)
             if target is not None:
                 _copy(file, name, tensor, target)
-            elif not _is_derived(name) and not name.startswith(model.unused_prefixes):
+            elif name.startswith(model.unused_tensors):
+                unused.setdefault(name.partition(".")[0], []).append(name)
+            elif not _is_derived(name):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))
             done += tensor.nbytes
             if progress is not None:
@@ -128,6 +133,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         raise CheckpointError(
             f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that its config asks for."
         )
+    for names in unused.values():
+        logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(names), names[0])
     if progress is not None:
         progress(total, total)
 
@@ -149,7 +156,7 @@ def _is_derived(name: str) -> bool:
 
 def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict[str, torch.Tensor]) -> None:
     """A tied model's file may repeat the embedding as its output weights; nothing else may be left over."""
-    embedding = targets.get("model.embed_tokens.weight")
+    embedding = next((tensor for known, tensor in targets.items() if known.endswith("embed_tokens.weight")), None)
     if tied is None or embedding is None:
         raise CheckpointError(f"{file}: the tensor {name} is not part of the model that config.json describes.")
     if tied.shape != embedding.shape or not torch.equal(tied.to(embedding.dtype).to(embedding.device), embedding):

@@ -19,12 +19,14 @@ from pagerunner.models.window_config import read_gemma3_text, read_gpt_oss
 class Family:
     """One model_type: how its config.json is read, and the module and class of its model.
 
-    `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares.
+    `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. The config.json
+    of a `nested` family describes a model of text and images, of which the text part, in text_config, is run.
     """
 
     read: Callable[[Fields, dict[str, Any]], ModelConfig]
     module: str
     model: str
+    nested: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -35,6 +37,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(read_qwen3_next, "pagerunner.models.qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5_text": Family(read_qwen3_5, "pagerunner.models.qwen3_next", "Qwen35ForCausalLM"),
     "qwen3_5_moe_text": Family(read_qwen3_5_moe, "pagerunner.models.qwen3_next", "Qwen35ForCausalLM"),
+    "qwen3_5": Family(read_qwen3_5, "pagerunner.models.qwen3_next", "Qwen35ForCausalLM", nested=True),
+    "qwen3_5_moe": Family(read_qwen3_5_moe, "pagerunner.models.qwen3_next", "Qwen35ForCausalLM", nested=True),
     "bamba": Family(read_bamba, "pagerunner.models.bamba", "BambaForCausalLM"),
     "deepseek_v2": Family(read_deepseek_v2, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v3": Family(read_deepseek_v3, "pagerunner.models.deepseek", "DeepseekForCausalLM"),

@@ -123,7 +123,7 @@ class BatchBuilder:
         )
 
     def _forgetting_group(self, index: int, arrays: _Rows, reach: Reach) -> GroupBatch:
-        """Tables from the first page that a row reads; a token that no later step reads may have no page (entry -1)."""
+        """Tables from the first page that a row reads on. A page that no later step reads may be missing (entry -1)."""
         page_tokens, rule = self._groups[index].page_tokens, self._groups[index].rule
         backend = self._backends[index]
         ends = arrays.seq_lens
@@ -137,14 +137,6 @@ class BatchBuilder:
         )
         pages = arrays.positions // page_tokens
         entries = self._tables.lookup(index, arrays.token_slots, pages)
-        # What a row has written of a page before this step, it holds: that page is completed.
-        held = [rule.tail(end) for end in ends]
-        if any(page * page_tokens > start for page, start in zip(held, starts, strict=True)):
-            tails = np.repeat(held, arrays.query_lens)
-            begun = np.repeat(
-                [start // page_tokens if start % page_tokens else -1 for start in starts], arrays.query_lens
-            )
-            entries = np.where((pages >= tails) | (pages == begun), entries, -1)
         metadata = backend.plan(
             arrays.query_lens,
             ends,

@@ -163,6 +163,7 @@ class Scheduler:
         """The next step, or None if there is nothing to run or `max_in_flight` plans are under way."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
+        self.manager.tidy()
         rows: list[StepRow] = []
         sequences: list[Sequence] = []
         admitted: list[SlotInit] = []

@@ -1,0 +1,277 @@
+"""Windows, chunks and recurrent state through manager and scheduler: what is held, what hits, what is left."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from helpers.page_checker import PageChecker
+from helpers.plans import mixed
+from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.manager import KVManager
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.transfer import complete_pages
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.types import EngineRequest, SamplingParams, StepPlan
+
+HYBRID = {"full": (16, 1), "recurrent": (16, 2)}
+WINDOWED = {"full": (16, 1), "window-100": (16, 1)}
+
+
+class Bench:
+    """A scheduler over a mix of groups, with a page-checking runner behind it."""
+
+    def __init__(self, kinds: dict[str, tuple[int, int]], megabytes: float = 8, batched: int = 8192, **options: Any):
+        self.plan: MemoryPlan = mixed(kinds, int(megabytes * (1 << 20)), batched=batched, model_max_len=20_000)
+        self.manager = KVManager(self.plan, **options)
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=8, max_num_batched_tokens=batched, max_model_len=self.plan.max_model_len
+        )
+        self.checker = PageChecker(self.plan, prefix_caching=options.get("enable_prefix_caching", True))
+        self.cached: dict[str, int] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1, family: str = "") -> None:
+        self.scheduler.add(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=prompt,
+                params=SamplingParams(max_tokens=None),
+                seed=0,
+                max_tokens=max_tokens,
+                family=family,
+            )
+        )
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        for update in self.scheduler.commit(plan, self.checker.run(plan)):
+            self.cached.setdefault(update.request_id, update.num_cached_tokens)
+        self.plans.append(plan)
+        return plan
+
+    def drain(self) -> list[StepPlan]:
+        before = len(self.plans)
+        while self.scheduler.has_work:
+            self.step()
+        self.manager.check_integrity()
+        assert not any(self.manager.pool.used)
+        return self.plans[before:]
+
+    def run(self, name: str, prompt: list[int], max_tokens: int = 1) -> int:
+        """Run one request alone; how many tokens it found in the cache."""
+        self.add(name, prompt, max_tokens)
+        self.drain()
+        return self.cached[name]
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+# -- recurrent state
+
+
+def test_the_last_unit_of_a_10000_token_prompt_can_be_hit_and_costs_no_extra_step() -> None:
+    bench = Bench(HYBRID)
+    bench.add("a", tokens(10_000))
+    steps = bench.drain()
+    assert [row.num_tokens for plan in steps for row in plan.rows] == [8192, 1808]
+    assert [(save.row, save.position) for plan in steps for save in plan.state_saves] == [(0, 9984)]
+    assert bench.run("b", tokens(10_000)) == 9984
+    assert bench.run("c", tokens(10_000) + [7, 8, 9]) == 9984
+
+
+def test_a_hit_copies_the_snapshot_into_a_page_that_is_not_zeroed() -> None:
+    bench = Bench(HYBRID)
+    bench.run("a", tokens(100))
+    bench.add("b", tokens(100))
+    plan = bench.step()
+    (copy,) = plan.copies
+    assert copy.group == 1 and plan.zero == [] and plan.rows[0].start == 96
+    assert copy.source != copy.target
+    bench.drain()
+    assert bench.run("c", tokens(100)) == 96, "the snapshot itself is still there"
+
+
+def test_a_branch_point_is_remembered_after_it_was_missed_once() -> None:
+    for other, at_first in (("recurrent", 0), ("window-20", 0), ("chunked-64", 960)):  # a chunk's begin needs no page
+        bench = Bench({"full": (16, 1), other: (16, 1)})
+        shared = tokens(1000)
+        bench.run("a", shared + tokens(500, 2000))
+        assert bench.run("b", shared + tokens(500, 3000)) == at_first, "nobody knew that they would branch here"
+        assert bench.run("c", shared + tokens(500, 4000)) == 992
+
+
+def test_the_next_turn_continues_near_the_end_of_the_generated_text() -> None:
+    bench = Bench(HYBRID)
+    bench.add("a", tokens(50), 150)
+    generated: list[int] = []
+    while bench.scheduler.has_work:
+        plan = bench.scheduler.schedule()
+        assert plan is not None
+        result = bench.checker.run(plan)
+        generated += result.token_ids[0]
+        bench.scheduler.commit(plan, result)
+    assert bench.run("b", tokens(50) + generated + tokens(30, 9000)) == 192
+    # One snapshot of the prompt and one of the turn; those on the way made room for each other.
+    positions = [bench.manager.index.keys[1][page] for page in bench.manager.pool.cached[1]]
+    assert len(positions) <= 4
+
+
+def test_requests_with_a_prompt_that_is_being_computed_wait_for_its_snapshot() -> None:
+    bench = Bench(HYBRID)
+    for number in range(3):
+        bench.add(str(number), tokens(1000), 5, family="f")
+    first = bench.step()
+    assert len(first.rows) == 1
+    second = bench.step()
+    assert [row.start for row in second.rows] == [1000, 992, 992]
+    bench.drain()
+    assert bench.cached == {"0": 0, "1": 992, "2": 992}
+
+
+def test_a_family_shares_state_without_prefix_caching_while_one_of_it_runs() -> None:
+    bench = Bench(HYBRID, enable_prefix_caching=False)
+    for number in range(3):
+        bench.add(str(number), tokens(1000), 5, family="f")
+    bench.drain()
+    assert bench.cached == {"0": 0, "1": 992, "2": 992}
+    assert len(bench.manager.pool.free_slabs) == bench.plan.num_slabs, "nothing outlives the family"
+    bench.add("late", tokens(1000), 5, family="f")
+    bench.drain()
+    assert bench.cached["late"] == 0
+
+
+def test_who_waits_for_a_snapshot_goes_on_when_its_maker_is_aborted() -> None:
+    bench = Bench(HYBRID, batched=64)
+    bench.add("a", tokens(1000))
+    bench.add("b", tokens(1000))
+    assert len(bench.step().rows) == 1
+    bench.scheduler.abort(["a"])
+    bench.drain()
+    assert bench.cached["b"] in (0, 48, 64)
+
+
+def test_snapshots_never_keep_a_request_waiting() -> None:
+    plan = mixed({"full": (16, 1), "recurrent": (16, 30)}, 1 << 20)
+    alone = plan.slab_bytes * plan.slabs_needed(150)
+    bench = Bench({"full": (16, 1), "recurrent": (16, 30)}, alone * 1.3 / (1 << 20), 64)
+    for number in range(6):
+        bench.add(str(number), tokens(bench.plan.max_model_len - 20, 1000 * number), 20)
+    bench.drain()
+    assert bench.scheduler.stats().preemptions_total == 0
+
+
+def test_a_broken_row_takes_its_snapshots_with_it() -> None:
+    bench = Bench(HYBRID)
+    bench.add("a", tokens(100))
+    plan = bench.scheduler.schedule()
+    assert plan is not None and plan.state_saves
+    bench.scheduler.commit(plan, bench.checker.run(plan, {0: "broken"}))
+    assert not bench.manager.index.pages[1]
+    assert bench.run("b", tokens(100)) == 0
+
+
+# -- windows
+
+
+def held(grant: Grant, group: int) -> list[int]:
+    return [number for number, page in enumerate(grant.pages[group]) if page != HOLE]
+
+
+def test_a_long_chunk_holds_the_window_before_it_and_its_tail() -> None:
+    manager = KVManager(mixed(WINDOWED, 4 << 20, batched=2000, model_max_len=10_000))
+    prompt = tokens(4000)
+    grant = manager.admit(0, manager.chain(), prompt, 0)
+    assert grant is not None and manager.grow(grant, 0, 2000) == 2000
+    assert held(grant, 1) == list(range((2000 - 99) // 16, 125))
+    writes = {write.group: write for write in manager.take_table_writes()}
+    assert writes[1].first == 0 and writes[1].entries[:118] == [-1] * 118 and -1 not in writes[1].entries[118:]
+    assert -1 not in writes[0].entries
+    manager.publish(grant, prompt, 2000)
+    manager.end_plan([(grant, 0, 2000)])
+    assert manager.grow(grant, 2000, 4000) == 4000
+    assert held(grant, 1) == [*range(118, 125), *range((3984 - 99) // 16, 250)]
+    manager.publish(grant, prompt, 4000)
+    manager.end_plan([(grant, 2000, 4000)])
+    assert len(held(grant, 1)) <= 8
+    manager.check_integrity()
+
+
+def test_a_window_hits_where_its_last_pages_are() -> None:
+    bench = Bench(WINDOWED, batched=2000)
+    assert bench.run("a", tokens(5000)) == 0
+    assert bench.run("same", tokens(5000)) == 4992
+    assert bench.run("longer", tokens(6000)) == 4992
+    assert bench.run("to a chunk's end", tokens(4500) + tokens(99, 9000)) == 4000
+    used = bench.scheduler.stats()
+    assert used.groups[0].hits_total == 4992 + 4992 + 4496
+    assert used.groups[1].hits_total == used.prefix_hits_total == 4992 + 4992 + 4000
+    assert used.groups[1].pages_cached < 50 < used.groups[0].pages_cached
+
+
+def test_chunks_get_shorter_before_pages_run_out() -> None:
+    plan = mixed({"full": (16, 1), "window-400": (16, 4)}, 16 << 20, batched=2000, model_max_len=4000)
+    needed = plan.slab_bytes * plan.slabs_needed(4000)
+    bench = Bench({"full": (16, 1), "window-400": (16, 4)}, needed * 1.02 / (1 << 20), 2000)
+    assert bench.plan.max_model_len >= 3500
+    bench.add("a", tokens(bench.plan.max_model_len - 10), 10)
+    lengths = [plan.rows[0].num_tokens for plan in bench.drain()]
+    assert lengths[0] == 2000 and 256 <= min(lengths[:-10]) < 2000
+    assert bench.scheduler.stats().preemptions_total == 0
+
+
+def test_connectors_see_no_holes() -> None:
+    manager = KVManager(mixed(WINDOWED, 4 << 20, batched=2000, model_max_len=10_000))
+    grant = manager.admit(0, manager.chain(), tokens(2000), 0)
+    assert grant is not None and manager.grow(grant, 0, 2000)
+    manager.publish(grant, tokens(2000), 2000)
+    assert len([page for page in complete_pages(manager, grant) if page.group == 1]) == 8
+
+
+# -- soak
+
+
+def test_fragmentation_stays_low_over_100000_random_operations() -> None:
+    generator = random.Random(0)
+    kinds = {"full": (16, 1), "window-40": (16, 3), "chunked-64": (16, 2), "recurrent": (16, 5), "latent-4": (16, 1)}
+    manager = KVManager(mixed(kinds, 1 << 20, batched=256, model_max_len=400))
+    live: deque[tuple[Grant, list[int], int]] = deque()
+    slot, worst, untidy = 0, 0.0, 0.0
+    for operation in range(100_000):
+        untidy = max(untidy, manager.pool.fragmentation)
+        manager.tidy()
+        worst = max(worst, manager.pool.fragmentation)
+        if generator.random() < 0.4 or not live:
+            prompt = tokens(generator.randrange(1, 400), generator.randrange(6) * 1000)
+            grant = manager.admit(slot, manager.chain(), prompt, len(prompt) - 1)
+            if grant is not None:
+                live.append((grant, prompt, grant.cached_tokens))
+                slot += 1
+            elif live:
+                manager.release(live.popleft()[0])
+        else:
+            live.rotate(generator.randrange(len(live)))
+            grant, prompt, start = live.popleft()
+            end = min(start + generator.choice([1, 16, 100, 256]), len(prompt))
+            end = manager.grow(grant, start, end) if end > start and generator.random() > 0.03 else 0
+            if not end:
+                manager.release(grant)
+            else:
+                manager.publish(grant, prompt, end)
+                manager.take_table_writes()
+                manager.end_plan([(grant, start, end)])
+                live.append((grant, prompt, end))
+        manager.take_copies()
+        manager.take_fresh()
+        if operation % 500 == 0:
+            manager.check_integrity()
+    assert worst < 0.05 < untidy
+    while live:
+        manager.release(live.pop()[0])
+    manager.check_integrity()
+    assert not any(manager.pool.used) and manager.reset_prefix_cache()
+    assert len(manager.pool.free_slabs) == manager.plan.num_slabs
