@@ -20,7 +20,16 @@ from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TableWrite
+from pagerunner.types import (
+    EngineRequest,
+    PageCopy,
+    RequestUpdate,
+    SamplingParams,
+    StateSave,
+    StepPlan,
+    StepResult,
+    TableWrite,
+)
 
 # Few distinct texts, so that prefixes are often shared and often differ late.
 TEXTS = [[1] * 200, [1] * 40 + [2] * 160, [3, 4] * 100, [1] * 17 + [5] * 183]
@@ -45,9 +54,9 @@ def plans() -> st.SearchStrategy[MemoryPlan]:
 
 
 @st.composite
-def mixes(draw: st.DrawFn) -> MemoryPlan:
-    """Any set of kinds with any page sizes, in a pool that may just hold one request of 150 tokens."""
-    names = draw(
+def mixes(draw: st.DrawFn, names: tuple[str, ...] = ()) -> MemoryPlan:
+    """Any set of kinds (or these) with any page sizes, in a pool that may just hold one request of 150 tokens."""
+    names = names or draw(
         st.lists(
             st.sampled_from(
                 [
@@ -79,11 +88,12 @@ class Traffic(RuleBasedStateMachine):
     """Requests come, run, are aborted; whatever happens, each gets exactly its own tokens and no page is lost."""
 
     manager_class: type[KVManager] = KVManager
+    pools: st.SearchStrategy[MemoryPlan] = plans()
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         try:
-            self.plan = data.draw(plans())
+            self.plan = data.draw(self.pools)
         except CapacityError:
             self.plan = one_group(20, model_max_len=160)
         self.caching = data.draw(st.booleans())
@@ -336,13 +346,70 @@ class _ConfusesPrefixes(KVManager):
     ],
 )
 def test_a_planted_bug_is_caught(broken: type[KVManager]) -> None:
-    class Broken(Traffic):
-        manager_class = broken
+    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken}))
 
+
+def _expect_failure(machine: type[Traffic]) -> None:
     with pytest.raises(AssertionError):  # PageFault is one
         run_state_machine_as_test(
-            Broken,
+            machine,
             settings=settings(
                 QUICK, max_examples=80, stateful_step_count=30, derandomize=True, phases=[Phase.generate]
             ),
         )
+
+
+class _TrimsTooMuch(KVManager):
+    def _trim(self, grant: Grant, group: int, first: int) -> int:
+        return super()._trim(grant, group, min(first + 1, len(grant.pages[group])))
+
+
+class _WritesIntoHoles(KVManager):
+    def take_table_writes(self) -> list[TableWrite]:
+        return [
+            write._replace(entries=[max(entry, 0) for entry in write.entries]) for write in super().take_table_writes()
+        ]
+
+
+class _TrimsBeforeSnapshots(KVManager):
+    """Snapshots may overwrite what the same step still reads."""
+
+    def end_plan(self, rows: Any) -> list[StateSave]:
+        kept = list(rows)
+        return [*super().end_plan([]), *super().end_plan(kept)]
+
+
+class _SavesAnotherPosition(KVManager):
+    def end_plan(self, rows: Any) -> list[StateSave]:
+        kept = list(rows)
+        saves = super().end_plan(kept)
+        return [save._replace(position=max(save.position - 16, kept[save.row][1] + 1)) for save in saves]
+
+
+class _ZeroesTheCopy(KVManager):
+    def _continue_from_snapshot(self, grant: Grant, hit: int) -> None:
+        super()._continue_from_snapshot(grant, hit)
+        self._fresh[self._state][grant.pages[self._state][0]] = None
+
+
+class _SharesTheSnapshot(KVManager):
+    """Continues in the snapshot's own page: whoever hits next finds a later state."""
+
+    def take_copies(self) -> list[PageCopy]:
+        return [copy for copy in super().take_copies() if copy.group != self._state]
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds"),
+    [
+        (_TrimsTooMuch, ("full", "window-40")),
+        (_TrimsTooMuch, ("chunked-50",)),
+        (_WritesIntoHoles, ("full", "window-5")),
+        (_TrimsBeforeSnapshots, ("window-40", "recurrent")),
+        (_SavesAnotherPosition, ("full", "recurrent")),
+        (_ZeroesTheCopy, ("full", "recurrent")),
+        (_SharesTheSnapshot, ("latent-4", "recurrent")),
+    ],
+)
+def test_a_bug_planted_in_windows_or_snapshots_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
+    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}))

@@ -25,20 +25,19 @@ FOREVER = 1 << 62
 
 
 class GroupRule(Protocol):
-    """What the planner and the manager ask of a group. Pages are counted from 0 at a request's first token.
-
-    `forgets`: pages are given back while the request runs. `snapshots`: pages hold the state at one position instead of
-    tokens. `cell`: prefix hits are at multiples of this many tokens.
-    """
+    """What the planner and the manager ask of a group. Pages are counted from 0 at a request's first token."""
 
     @property
-    def forgets(self) -> bool: ...
+    def forgets(self) -> bool:
+        """Whether pages are given back while the request runs."""
 
     @property
-    def snapshots(self) -> bool: ...
+    def snapshots(self) -> bool:
+        """Whether a page holds the state at one position, instead of tokens."""
 
     @property
-    def cell(self) -> int: ...
+    def cell(self) -> int:
+        """Prefix hits are at multiples of this many tokens."""
 
     def pages_needed(self, tokens: int) -> int:
         """The most pages that one request must hold at once on its way to `tokens` tokens."""
