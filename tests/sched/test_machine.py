@@ -354,7 +354,7 @@ def _expect_failure(machine: type[Traffic]) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                QUICK, max_examples=80, stateful_step_count=30, derandomize=True, phases=[Phase.generate]
+                QUICK, max_examples=250, stateful_step_count=30, derandomize=True, phases=[Phase.generate]
             ),
         )
 

@@ -1,4 +1,8 @@
-"""What published models keep in memory, as spec lists: the numbers of their config.json files, written out.
+"""What published models keep in memory, as spec lists.
+
+The sizes were not read from the models' files: they are the ones that reproduce the page and state sizes that vLLM 0.26
+computes for these models. Qwen3.5-397B, Nemotron-3-Nano and DeepSeek-V4-Flash are such models' likenesses: parts of their
+configurations were only known from mirrors and notes.
 
 Only memory is described; most of these models need more than their specs to run. bfloat16 unless said otherwise.
 """

@@ -217,7 +217,8 @@ def plan_memory(
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
     With `kernel_tokens`, table units let a backend read pages as smaller ones of that many tokens, in groups that are
-    larger and whose layers are alike (`MemoryPlan.kernel_entries`).
+    larger and whose layers are alike (`MemoryPlan.kernel_entries`). `max_in_flight` costs no pages: steps run in order, so
+    what one gives back the next may take.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
