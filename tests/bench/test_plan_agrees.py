@@ -61,7 +61,7 @@ def test_the_bytes_and_the_override_that_a_refusal_names_would_do(model: ModelMe
     with pytest.raises(CapacityError) as caught:
         plan_of(model, budget_bytes=tight_budget(model), max_model_len=model.length)
     need = re.search(r"\(([\d,]+) bytes:", str(caught.value))
-    override = re.search(r"num_gpu_blocks_override=(\d+) would do", str(caught.value))
+    override = re.search(r"num_gpu_blocks_override \(to (\d+)\)", str(caught.value))
     assert need is not None and override is not None
     assert plan_of(model, budget_bytes=int(need[1].replace(",", "")), max_model_len=model.length).num_slabs
     plan = plan_of(model, num_pages_override=int(override[1]), max_model_len=model.length)

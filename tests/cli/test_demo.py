@@ -201,3 +201,15 @@ def test_ctrl_c_ends_a_loaded_engine_with_130():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in err and "Traceback" not in err
+
+
+def test_plan_draws_the_arena_as_text_and_into_a_file(tmp_path, capsys):
+    file = tmp_path / "arena.svg"
+    assert main(["plan", "--memory", "1GiB", "--svg", str(file), "--quiet"]) == 0
+    assert "arena: each character is" in capsys.readouterr().out
+    assert file.read_text().startswith("<svg") and "request 1" in file.read_text()
+    assert main(["plan", "--memory", "1GiB", "--svg", str(tmp_path / "nowhere" / "x.svg")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+    assert main(["plan", "--json", "--memory", "1GiB", "--quiet", "--kv-cache-dtype", "fp8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["groups"][0]["zero_fresh"] and plan["groups"][0]["page_bytes"] == 81_920 // 4 + 5 * 16

@@ -158,3 +158,16 @@ def test_tokens_for_every_batch_size(oracle: Oracle, count: int) -> None:
     _, outputs = _generate(oracle, count)
 
     assert [output.token_ids for output in outputs] == oracle.tokens[:count]
+
+
+def test_a_second_run_continues_from_the_first_ones_pages(oracle: Oracle) -> None:
+    llm, first = _generate(oracle, 33)
+    before = llm.stats().prefix_hits_total
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in oracle.prompts]
+    second = llm.generate(prompts, params, use_tqdm=False)
+
+    assert [output.outputs[0].token_ids for output in second] == [output.token_ids for output in first]
+    assert first[0].token_ids == oracle.tokens[0]
+    cells = [(len(prompt) - 1) // 16 * 16 for prompt in oracle.prompts]
+    assert llm.stats().prefix_hits_total - before == sum(cells)

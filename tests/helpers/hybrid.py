@@ -12,6 +12,7 @@ import torch
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch
+from pagerunner.config import Dtype
 from pagerunner.memory.planner import LayerSlice
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.loader import Model
@@ -37,10 +38,17 @@ class HybridHarness:
     """
 
     def __init__(
-        self, model: Model, config: ModelConfig, *, page_tokens: int = 16, num_pages: int = 64, num_states: int = 40
+        self,
+        model: Model,
+        config: ModelConfig,
+        *,
+        dtype: Dtype = "float32",
+        page_tokens: int = 16,
+        num_pages: int = 64,
+        num_states: int = 40,
     ) -> None:
         self.model, self.page_tokens = model, page_tokens
-        specs = config.layer_specs("float32")
+        specs = config.layer_specs(dtype)
         layers: dict[int, Any] = {}
         self.memory: list[torch.Tensor] = []
         self.unit: list[int] = []

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.plans import OtherFull, one_group, two_groups
@@ -68,6 +68,7 @@ def test_a_single_group_loses_no_page_of_the_budget(budget: int) -> None:
     assert plan.waste == 0
 
 
+@settings(deadline=None)
 @given(st.integers(2, 4096), st.integers(1, 7))
 def test_the_bytes_that_a_refusal_names_are_enough(tokens: int, heads: int) -> None:
     specs = [FullKV(1, 4, "float32"), OtherFull(heads, 4, "float32")]

@@ -70,6 +70,10 @@ def test_old_and_new_rope_fields_mean_the_same(tmp_path: Path) -> None:
     assert (new.theta, new.factor, new.original_length) == (5e5, 8.0, 64)
 
 
+def kinds(config: Any) -> list[str]:
+    return [spec.kind for spec in config.layer_specs("float32")]
+
+
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -86,10 +90,9 @@ def test_fields_without_effect_are_accepted(tmp_path: Path, family: str, overrid
     read(tmp_path, family, **overrides)
 
 
-def test_a_window_that_the_length_never_reaches_is_accepted(tmp_path: Path) -> None:
-    assert read(tmp_path, "mistral", max_model_len=128, sliding_window=128).num_layers == 2
-    with pytest.raises(ConfigError, match=r"sliding_window is 128.*max_model_len=128"):
-        read(tmp_path, "mistral", max_model_len=129, sliding_window=128)
+def test_a_window_that_the_length_never_reaches_is_none(tmp_path: Path) -> None:
+    assert kinds(read(tmp_path, "mistral", max_model_len=128, sliding_window=128)) == ["full", "full"]
+    assert kinds(read(tmp_path, "mistral", max_model_len=129, sliding_window=128)) == ["window", "window"]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,9 @@ def test_a_window_that_the_length_never_reaches_is_accepted(tmp_path: Path) -> N
         ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, ["mrope_section"]),
         ("llama", {"rope_parameters": [1]}, ["rope_parameters", "[1]"]),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling", "rope_parameters"]),
-        ("mistral", {"sliding_window": 64}, ["sliding_window is 64", "2048"]),
         ("mistral", {"sliding_window": 0}, ["sliding_window", "0"]),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, ["sliding_window is 64"]),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, ["window is 9"]),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, ["sliding_window", "0"]),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "use_sliding_window"]),
         ("qwen3", {"layer_types": ["full_attention"]}, ["layer_types", "2"]),
         ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, ["layer_types", "linear_attention"]),
     ],
@@ -141,8 +143,8 @@ def test_refusals_name_field_and_value(
 def test_mistral_without_the_field_has_the_window_that_the_reference_gives_it(tmp_path: Path) -> None:
     config = make_config("mistral", max_position_embeddings=32768)
     del config["sliding_window"]
-    with pytest.raises(ConfigError, match="sliding_window is 4096"):
-        read_model_config(write(tmp_path, config))
+    specs = read_model_config(write(tmp_path, config)).layer_specs("float32")
+    assert [spec.window for spec in specs] == [4096, 4096]
 
 
 @pytest.mark.parametrize(

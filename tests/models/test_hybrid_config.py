@@ -82,6 +82,44 @@ def test_the_layers_with_experts(tmp_path: Path) -> None:
     assert not any(read(tmp_path, "qwen3_next", GATED_DELTA, num_experts=0).expert_layers)
 
 
+def request_bytes(config: Any, tokens: int) -> int:
+    """What a request of `tokens` tokens holds in pages of 16."""
+    specs = config.layer_specs("bfloat16")
+    return sum(spec.page_bytes(16) * (1 if spec.kind == "recurrent" else -(-tokens // 16)) for spec in specs)
+
+
+PUBLISHED: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "dtype": "bfloat16",
+}
+
+
+def test_qwen3_next_80b_holds_40_mib_for_100_tokens(tmp_path: Path) -> None:
+    own = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2}
+    own |= {"linear_num_value_heads": 32, "vocab_size": 151936, "partial_rotary_factor": 0.25, "rope_theta": 1e7}
+    config = read(tmp_path, "qwen3_next", PUBLISHED, **own, rope_scaling=None, num_experts=512, mlp_only_layers=[])
+    assert 40.0 < request_bytes(config, 100) / 2**20 < 41.0
+
+
+def test_qwen3_5_27b_holds_153_mib_for_100_tokens(tmp_path: Path) -> None:
+    text = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
+    text |= {"linear_num_value_heads": 48, "vocab_size": 248320, "intermediate_size": 17408, "mlp_only_layers": []}
+    text |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000}
+    text |= {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "model_type": "qwen3_5_text"}
+    config = read(tmp_path, "qwen3_5", {"text_config": PUBLISHED | text, "vision_config": {}, "video_token_id": 1})
+    assert 150 < request_bytes(config, 100) / 2**20 < 156
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3", "linear_num_key_heads=2"),
     ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "at least 2"),
@@ -94,6 +132,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("qwen3_5_text", {"head_dim": 20}, "head_dim is 20", "not even"),
     ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype", "float32"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate", "gated attention"),
+    ("qwen3_5_text", {"output_gate_type": "relu"}, "output_gate_type", "swish"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers", "must be empty"),
     ("qwen3_5_text", {"num_key_value_heads": 3}, "num_attention_heads is 4", "num_key_value_heads=3"),
     ("qwen3_5_text", {"num_experts": 4}, "num_experts", "does not know"),
     ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act", "silu"),

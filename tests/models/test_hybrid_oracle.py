@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -144,6 +145,23 @@ def test_a_row_resumes_from_any_snapshot_that_a_step_saved(checkpoints: Any, nam
     check(reference, other, neighbour)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@torch.inference_mode()
+def test_half_precision_is_as_close_to_float32_as_the_reference_is(tmp_path: Path, family: str, dtype: Any) -> None:
+    path, exact = make_hybrid_checkpoint(tmp_path, family)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model, config = load(path, dtype)
+    harness = HybridHarness(model, config, dtype=dtype)
+    (text,) = prompts([90])
+    row = harness.start(text)
+    found = [harness.step([(row, count)])[0] for count in (50, 39, 1)]
+    want, theirs = (m(torch.tensor([text])).logits[0].float().log_softmax(-1) for m in (exact, rounded))
+    for logprobs, position in zip(found, (49, 88, 89), strict=True):
+        error, reference_error = ((x - want[position]).abs().mean() for x in (logprobs, theirs[position]))
+        assert error < 2 * reference_error + 1e-3
+
+
 @torch.inference_mode()
 def test_a_decoding_row_saves_its_state(checkpoints: Any) -> None:
     model, config, reference = checkpoints("qwen3_5")
@@ -191,4 +209,24 @@ def test_layers_that_guess_more_tokens_are_left_out(tmp_path: Path, caplog: pyte
     assert "mtp.norm.weight" in caplog.text
     save_file(weights | {"mtq.norm.weight": torch.ones(4)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mtq\.norm\.weight"):
+        load(path)
+
+
+@torch.inference_mode()
+def test_experts_may_be_stacked_in_the_file(tmp_path: Path) -> None:
+    path, reference = make_hybrid_checkpoint(tmp_path, "qwen3_5_moe")
+    weights = load_file(path / "model.safetensors")
+    state = reference.state_dict()
+    stacked = {name: tensor.clone() for name, tensor in state.items() if ".mlp.experts." in name}
+    assert stacked
+    plain = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
+    save_file(plain | stacked, path / "model.safetensors")
+    model, config = load(path)
+    harness = HybridHarness(model, config)
+    (text,) = prompts([40])
+    row = harness.start(text)
+    harness.generate([row], 4)
+    check(reference, text, row)
+    save_file(weights | stacked, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="experts"):
         load(path)

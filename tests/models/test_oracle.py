@@ -62,6 +62,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama old theta": ("llama", {"rope_parameters": None, "rope_theta": 1e6}),
     "mistral": ("mistral", {"head_dim": 24, "sliding_window": 2048}),
+    "mistral window": ("mistral", {"sliding_window": 20}),
+    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
+    "qwen3 window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "max_window_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "sliding_window": 32, "max_window_layers": 2}),
     "qwen2 odd sizes": ("qwen2", {"vocab_size": 1013, "num_attention_heads": 6, "hidden_size": 120}),
     "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}),

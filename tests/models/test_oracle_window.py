@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 33, "num_experts_per_tok": 1, "norm_topk_prob": False, "attention_bias": True},
     ),
+    "qwen3 moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
     "gemma 3": ("gemma3_text", {}),
     "gemma 3, every rope, soft caps, own output weights": (
         "gemma3_text",

@@ -50,3 +50,8 @@ class Module:
             yield f"{prefix}{name}", tensor
         for name, child in self.children():
             yield from child.checkpoint(f"{prefix}{name}.")
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Tensors that a checkpoint may hold in place of several of `checkpoint`'s: name, view, and the names of those."""
+        for name, child in self.children():
+            yield from child.stacked(f"{prefix}{name}.")

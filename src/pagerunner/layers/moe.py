@@ -15,7 +15,7 @@ from pagerunner.ops.moe import moe_experts, route_softmax_topk
 class GatedExperts(Module):
     """Gated SiLU feed-forwards, all experts' matrices in two tensors.
 
-    A checkpoint holds three matrices per expert: `E.gate_proj`, `E.up_proj` and `E.down_proj`.
+    A checkpoint holds three matrices per expert: `E.gate_proj`, `E.up_proj` and `E.down_proj`; or the two tensors.
     """
 
     def __init__(self, experts: int, features: int, inner: int, dtype: torch.dtype) -> None:
@@ -38,6 +38,13 @@ class GatedExperts(Module):
             yield f"{prefix}{expert}.gate_proj.weight", gate_up_E2ID[expert, :inner]
             yield f"{prefix}{expert}.up_proj.weight", gate_up_E2ID[expert, inner:]
             yield f"{prefix}{expert}.down_proj.weight", down_EDI[expert]
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Both tensors as they are here."""
+        names = [name for name, _ in self.checkpoint(prefix)]
+        down = tuple(name for name in names if name.endswith(".down_proj.weight"))
+        yield f"{prefix}gate_up_proj", self.weights["gate_up_proj"], tuple(name for name in names if name not in down)
+        yield f"{prefix}down_proj", self.weights["down_proj"], down
 
 
 class SparseMLP(Module):

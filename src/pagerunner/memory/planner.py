@@ -124,6 +124,11 @@ class MemoryPlan:
         """Pages of the largest group if every slab were its own: what num_gpu_blocks_override would say."""
         return self.num_pages(self.largest_group)
 
+    @property
+    def hit_granularity(self) -> int:
+        """Prefix hits are at multiples of this many tokens."""
+        return lcm(*(group.rule.cell for group in self.groups))
+
     def page_offset(self, group: int, page: int) -> int:
         """Byte offset of a page in the page memory."""
         plan = self.groups[group]
@@ -269,12 +274,13 @@ def _form_groups(
     for layer, spec in enumerate(specs):
         members.setdefault(spec.lifetime, []).append((layer, spec))
     groups: list[GroupPlan] = []
+    cell = _least_page(page_tokens, specs) if isinstance(page_tokens, int) and page_tokens > 0 else 1
     for lifetime, layers in members.items():
         size = page_tokens if isinstance(page_tokens, int) else page_tokens[lifetime]
         if size not in (1, 2, 4, 8) and (size < UNIT_TOKENS or size % UNIT_TOKENS):
             raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of {UNIT_TOKENS}, got {size}.")
         if isinstance(page_tokens, int):
-            size = _page_tokens(size, [spec for _, spec in layers])
+            size = _page_tokens(size, [spec for _, spec in layers], cell)
         slices, end = _slices(layers, size)
         first = layers[0][1]
         groups.append(
@@ -294,22 +300,31 @@ def _form_groups(
     return groups
 
 
-def _page_tokens(block_size: int, specs: Sequence[Spec]) -> int:
+def _page_tokens(block_size: int, specs: Sequence[Spec], cell: int) -> int:
     """The group's own page size: the block size, unless slots stand for several tokens.
 
-    Then the least number of whole slots, doubled while rounding layers up to the alignment wastes more than a little.
+    Then the least number of whole slots, doubled while rounding layers up to the alignment wastes more than a little, or
+    while it has fewer slots than the block size has tokens and prefix hits are no coarser for it: other groups allow them
+    only at multiples of `cell` tokens anyway.
     """
-    multiple = lcm(*(spec.token_multiple for spec in specs))
-    if multiple == 1:
+    if all(spec.token_multiple == 1 for spec in specs):
         return block_size
-    size = lcm(block_size, multiple)
-    if size not in (2, 4, 8):
-        size = lcm(size, UNIT_TOKENS)
-    for doubled in (size, 2 * size, 4 * size):
-        useful = sum(spec.page_bytes(doubled) for spec in specs)
-        if useful >= (1 - MAX_ALIGNMENT_WASTE) * sum(_align(spec.page_bytes(doubled)) for spec in specs):
-            return doubled
-    return 8 * size
+    size = _least_page(block_size, specs)
+    for _ in range(3):
+        useful = sum(spec.page_bytes(size) for spec in specs)
+        if useful >= (1 - MAX_ALIGNMENT_WASTE) * sum(_align(spec.page_bytes(size)) for spec in specs):
+            break
+        size *= 2
+    slot = max(spec.token_multiple for spec in specs)
+    while size // slot < block_size and cell % (2 * size) == 0:
+        size *= 2
+    return size
+
+
+def _least_page(block_size: int, specs: Sequence[Spec]) -> int:
+    """The least page size in tokens, at least the block size, that holds whole slots."""
+    size = lcm(block_size, *(spec.token_multiple for spec in specs))
+    return size if size in (1, 2, 4, 8) else lcm(size, UNIT_TOKENS)
 
 
 def _kernel_units(layers: Sequence[tuple[int, Spec]], page_tokens: int, kernel_tokens: int | None) -> list[int]:
@@ -395,11 +410,11 @@ def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:
     enough = smallest_plan(plan, wanted)
     need = enough.budget_bytes
     pages = ", ".join(f"{group.pages_needed(wanted):,} {group.name} pages" for group in plan.groups)
-    override = f"num_gpu_blocks_override={enough.num_gpu_blocks} would do"
+    knobs = f"{_KNOBS} (to {enough.num_gpu_blocks})"
     fits = (
-        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {_KNOBS} ({override}).'
+        f'The longest length that fits is {longest:,}: lower max_model_len to it (or pass "auto"), or {knobs}.'
         if longest > 1
-        else f"No length fits: {_KNOBS} ({override}) until there are {need} bytes."
+        else f"No length fits: {knobs} until there are {need} bytes."
     )
     return CapacityError(
         f"A request of {wanted:,} tokens needs {human_bytes(need)} ({need:,} bytes: {pages}), but there are "
@@ -417,4 +432,4 @@ def smallest_plan(plan: MemoryPlan, tokens: int) -> MemoryPlan:
         attempt = _cut(plan.groups, budget, None, tokens, plan.max_num_seqs, ())
         if attempt.slabs_needed(tokens) <= attempt.num_slabs:
             return attempt
-        budget = min(max(attempt.slabs_needed(tokens) * attempt.slab_bytes, budget + 1), budget + budget // 256 + 1)
+        budget += max(budget // 256, min(group.page_bytes for group in plan.groups))

@@ -54,6 +54,7 @@ def plan_table(plan: MemoryPlan) -> str:
         ("one request", f"{human_bytes(plan.request_bytes(plan.max_model_len))} at max_model_len"),
         ("concurrency", f"{plan.max_concurrency:,.2f} requests of max_model_len (at most {plan.max_num_seqs:,} run)"),
         ("waste", f"{plan.waste:.2%}"),
+        ("prefix hits", f"at multiples of {plan.hit_granularity:,} tokens"),
         ("pages", f"{human_bytes(plan.kv_bytes)} of {human_bytes(plan.budget_bytes)}"),
         *((name, human_bytes(size)) for name, size in plan.other),
         ("total", human_bytes(plan.kv_bytes + plan.other_bytes)),
@@ -77,6 +78,7 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "max_concurrency": plan.max_concurrency,
         "waste": plan.waste,
+        "hit_granularity": plan.hit_granularity,
         "total_bytes": plan.kv_bytes + plan.other_bytes,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
-from pagerunner.memory.specs import FullKV, Spec
+from pagerunner.memory.specs import FullKV, Spec, WindowKV
 from pagerunner.models.base import ModelConfig, RopeConfig
 from pagerunner.models.fields import Fields
 
@@ -17,6 +17,7 @@ class DecoderConfig(ModelConfig):
     """A decoder of equal layers: grouped-query attention with rotary positions, and a gated SiLU feed-forward.
 
     `qkv_bias`, `o_bias` and `mlp_bias` say which projections have one; `qk_norm` is a norm of every query and key head.
+    Layers whose place in `windowed` is true see only the last `window` tokens; none where it is empty.
     """
 
     hidden_size: int
@@ -31,10 +32,16 @@ class DecoderConfig(ModelConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    window: int = 0
+    windowed: tuple[bool, ...] = ()
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
-        """Full attention in every layer."""
-        return (FullKV(self.num_kv_heads, self.head_dim, kv_dtype),) * self.num_layers
+        """A window or full attention in every layer."""
+        full = FullKV(self.num_kv_heads, self.head_dim, kv_dtype)
+        if not any(self.windowed):
+            return (full,) * self.num_layers
+        windowed = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
+        return tuple(windowed if short else full for short in self.windowed)
 
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
@@ -48,54 +55,56 @@ def read_llama(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
 
 
 def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
-    """Mistral: Llama's computation, with a sliding window that must not be active."""
+    """Mistral: Llama's computation, with a sliding window in every layer or in none."""
     # The reference implementation reads an absent field as a window of 4096.
     window = fields.take("sliding_window", 4096)
-    if window is not None:
-        _refuse_window(fields, window)
-    return read_decoder(fields, common, {})
+    windowed = window is not None
+    return read_decoder(fields, common, read_window(fields, window, (windowed,) * common["num_layers"]))
 
 
 def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
-    read_qwen_window(fields, common)
-    return read_decoder(fields, common, {"qkv_bias": True})
+    return read_decoder(fields, common, {**_read_qwen_window(fields, common), "qkv_bias": True})
 
 
 def read_qwen3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen3, dense: norms of query and key heads, and heads whose size is not hidden_size / heads."""
-    read_qwen_window(fields, common)
     bias = fields.flag("attention_bias", False)
-    return read_decoder(fields, common, {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}, default_head_dim=128)
+    own = {**_read_qwen_window(fields, common), "qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+    return read_decoder(fields, common, own, default_head_dim=128)
 
 
-def _refuse_window(fields: Fields, window: Any) -> None:
+def read_window(fields: Fields, window: Any, windowed: tuple[bool, ...]) -> dict[str, Any]:
+    """`window` and `windowed` of a DecoderConfig. A window that no sequence outgrows is none."""
+    if not any(windowed):
+        return {}
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise fields.error("sliding_window", f"must be null or a whole number of at least 1, got {window!r}.")
-    if window < fields.length:
-        raise fields.error(
-            "sliding_window",
-            f"is {window}, which matters for sequences of up to {fields.length} tokens: sliding-window attention is "
-            f"not supported yet; with max_model_len={window} or less the model runs without it.",
-        )
+    return {"window": window, "windowed": windowed} if window < fields.length else {}
 
 
-def read_qwen_window(fields: Fields, common: dict[str, Any]) -> None:
-    """Take the fields of Qwen's sliding windows, which must not be active."""
-    layers = common["num_layers"]
-    used = fields.flag("use_sliding_window", False)
-    window = fields.take("sliding_window")
-    first = fields.integer("max_window_layers", layers, least=0)
+def read_layer_types(fields: Fields, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which layers have a window, from layer_types; `default` where that is absent."""
     types = fields.take("layer_types")
     if types is None:
-        types = ["sliding_attention" if used and i >= first else "full_attention" for i in range(layers)]
+        return default
     if not isinstance(types, list) or len(types) != layers:
         raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
     for kind in types:
-        if kind == "sliding_attention":
-            _refuse_window(fields, 4096 if window is None else window)
-        elif kind != "full_attention":
+        if kind not in ("sliding_attention", "full_attention"):
             raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    layers = common["num_layers"]
+    used = fields.flag("use_sliding_window", False)
+    window = fields.take("sliding_window", 4096)
+    first = fields.integer("max_window_layers", layers, least=0)
+    windowed = read_layer_types(fields, layers, tuple(used and i >= first for i in range(layers)))
+    if any(windowed) and not used:
+        raise fields.error("layer_types", "holds 'sliding_attention', but use_sliding_window is not true.")
+    return read_window(fields, window, windowed)
 
 
 def read_decoder(

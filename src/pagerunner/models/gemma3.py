@@ -78,7 +78,7 @@ class Decoder(Module):
         self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
         self.local_rotary = Rotary(config.local_rope, config.head_dim, dtype, device)
-        self.windowed = config.windowed
+        self.local_layers = config.local_layers
         self.scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))  # rounded as the reference rounds it
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -86,8 +86,8 @@ class Decoder(Module):
         angles, local_angles = self.rotary(batch.positions), self.local_rotary(batch.positions)
         x_TD = self.embed_tokens(batch.token_ids) * self.scale
         residual_TD = torch.zeros_like(x_TD)
-        for layer, windowed in zip(self.layers, self.windowed, strict=True):
-            x_TD = layer(x_TD, residual_TD, local_angles if windowed else angles, batch)
+        for layer, is_local in zip(self.layers, self.local_layers, strict=True):
+            x_TD = layer(x_TD, residual_TD, local_angles if is_local else angles, batch)
         return self.norm.add(x_TD, residual_TD)
 
 

@@ -190,8 +190,12 @@ def _read_gated_delta(
     dtype = fields.take("mamba_ssm_dtype")
     if dtype is not None and dtype not in DTYPE_BYTES:
         raise fields.error("mamba_ssm_dtype", f"is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}.")
-    gate = fields.flag("attn_output_gate", True)
-    if not gate:
+    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # layers that guess more than one token
+        fields.take(name)
+    if dense := fields.take("mlp_only_layers"):
+        raise fields.error("mlp_only_layers", f"is {dense!r}; in this family it must be empty.")
+    fields.choice("output_gate_type", ("swish", "silu"), "swish")
+    if not fields.flag("attn_output_gate", True):
         raise fields.error("attn_output_gate", "is false; only gated attention is supported in this family.")
     return GatedDeltaConfig(
         **common,

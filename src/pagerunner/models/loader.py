@@ -52,6 +52,10 @@ class Model(Protocol):
         """Names in the checkpoint and the tensors that they fill."""
         ...
 
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Tensors that a checkpoint may hold in place of several others: name, what it fills, names of the others."""
+        ...
+
 
 def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model:
     """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`."""
@@ -105,6 +109,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     """
     directory = Path(path)
     targets = dict(model.checkpoint())
+    stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
     files = _files(directory)
     total = sum(file.stat().st_size for file in files)
     done, pending, extra = 0, dict(targets), []
@@ -116,6 +121,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
             filled[name] = file.name
             target = pending.pop(name, None)
+            if target is None and name in stacked:
+                target = _take_stacked(pending, *stacked[name])
             if target is not None:
                 _copy(file, name, tensor, target)
             elif name.startswith(model.unused_tensors):
@@ -137,6 +144,17 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(names), names[0])
     if progress is not None:
         progress(total, total)
+
+
+def _take_stacked(
+    pending: dict[str, torch.Tensor], tensor: torch.Tensor, covered: tuple[str, ...]
+) -> torch.Tensor | None:
+    """What a stacked tensor fills, if all that it stands for is still to be filled."""
+    if not all(name in pending for name in covered):
+        return None
+    for name in covered:
+        del pending[name]
+    return tensor
 
 
 def _copy(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagerunner.models.decoder_config import DecoderConfig, read_decoder, read_qwen_window
+from pagerunner.models.decoder_config import DecoderConfig, read_decoder, read_window
 from pagerunner.models.fields import Fields
 
 
@@ -27,7 +27,8 @@ class Qwen3MoeConfig(DecoderConfig):
 def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
     """Qwen3-MoE."""
     layers = common["num_layers"]
-    read_qwen_window(fields, common)
+    used, window = fields.flag("use_sliding_window", False), fields.take("sliding_window", 4096)
+    fields.take("max_window_layers")  # the reference reads it in no layer of this family
     bias = fields.flag("attention_bias", False)
     experts, active = read_expert_counts(fields)
     dense = fields.take("mlp_only_layers") or []
@@ -35,6 +36,7 @@ def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
         raise fields.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}.")
     step = fields.integer("decoder_sparse_step", 1)
     own = {
+        **read_window(fields, window, (used,) * layers),
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,

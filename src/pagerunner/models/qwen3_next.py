@@ -201,7 +201,7 @@ class Qwen3NextForCausalLM(Module):
     """The decoder and its output weights, which may be the embedding's."""
 
     recurrent: type[GatedDeltaNet] = GroupedGatedDeltaNet
-    unused_tensors = ("mtp.",)  # layers that guess more than one token
+    unused_tensors: tuple[str, ...] = ("mtp.",)  # layers that guess more than one token
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Qwen3NextForCausalLM(Module):
 class Qwen35ForCausalLM(Qwen3NextForCausalLM):
     """Qwen3.5's text model, from a checkpoint of its own or from one that also has a vision part.
 
-    The latter names the text model `model.language_model` and stacks the matrices of all experts of a layer.
+    The latter names the text model `model.language_model`.
     """
 
     recurrent = PlainGatedDeltaNet
@@ -231,19 +231,14 @@ class Qwen35ForCausalLM(Qwen3NextForCausalLM):
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, dtype, device)
-        self.inner_name = "model.language_model." if config.family in ("qwen3_5", "qwen3_5_moe") else ""
+        self.inner_name = "model.language_model." if config.family in ("qwen3_5", "qwen3_5_moe") else "model."
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """See the class."""
-        if not self.inner_name:
-            yield from super().checkpoint(prefix)
-            return
-        for name, tensor in self.model.checkpoint(f"{prefix}{self.inner_name}"):
-            if ".mlp.experts." not in name:
-                yield name, tensor
-        for index, layer in enumerate(self.model.layers):
-            if isinstance(layer.mlp, SharedSparseMLP):
-                for name, tensor in layer.mlp.experts.weights.items():
-                    yield f"{prefix}{self.inner_name}layers.{index}.mlp.experts.{name}", tensor
+        yield from self.model.checkpoint(f"{prefix}{self.inner_name}")
         if not self.tied:
             yield from self.lm_head.checkpoint(f"{prefix}lm_head.")
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """See the class."""
+        yield from self.model.stacked(f"{prefix}{self.inner_name}")

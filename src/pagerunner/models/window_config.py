@@ -5,42 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagerunner.config import KVDtype
-from pagerunner.memory.specs import FullKV, Spec, WindowKV
 from pagerunner.models.base import RopeConfig
-from pagerunner.models.decoder_config import DecoderConfig, read_decoder, read_rope
+from pagerunner.models.decoder_config import DecoderConfig, read_decoder, read_layer_types, read_rope, read_window
 from pagerunner.models.fields import Fields
 from pagerunner.models.moe_config import ignore_router_training, read_expert_counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowConfig(DecoderConfig):
-    """A decoder in which layer i sees only the last `window` tokens if `windowed[i]`, and everything if not."""
-
-    window: int
-    windowed: tuple[bool, ...]
-
-    def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
-        """A window or full attention in every layer."""
-        full = FullKV(self.num_kv_heads, self.head_dim, kv_dtype)
-        windowed = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
-        return tuple(windowed if short else full for short in self.windowed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gemma3Config(WindowConfig):
-    """Gemma-3's decoder. `rope` is that of full layers, `local_rope` that of windowed ones; scores are scaled by
+class Gemma3Config(DecoderConfig):
+    """Gemma-3's decoder. `local_layers` have `local_rope`, the others `rope`; scores are scaled by
     `query_scalar ** -0.5`; a soft cap of 0 is none.
     """
 
     local_rope: RopeConfig
+    local_layers: tuple[bool, ...]
     query_scalar: float
     attention_softcap: float
     logits_softcap: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig(WindowConfig):
+class GptOssConfig(DecoderConfig):
     """gpt-oss: every feed-forward is a mixture of `num_experts` experts of `intermediate_size` inner features, of which
     a token runs `active_experts`; what goes into their activation is clamped to `activation_limit`.
     """
@@ -60,8 +45,11 @@ def read_gemma3_text(fields: Fields, common: dict[str, Any]) -> Gemma3Config:
     fields.take("cache_implementation")
     rope, local_rope = _read_gemma_ropes(fields, common["max_position_embeddings"])
     bias = fields.flag("attention_bias", False)
+    layers = common["num_layers"]
+    windowed = read_layer_types(fields, layers, tuple(bool((i + 1) % pattern) for i in range(layers)))
     own = {
-        **_read_windows(fields, common, 4096, [bool((i + 1) % pattern) for i in range(common["num_layers"])]),
+        **read_window(fields, fields.take("sliding_window", 4096), windowed),
+        "local_layers": windowed,
         "local_rope": local_rope,
         "query_scalar": fields.number("query_pre_attn_scalar", 256, above=0),
         "attention_softcap": fields.number("attn_logit_softcapping", 0.0, above=0),
@@ -81,8 +69,10 @@ def read_gpt_oss(fields: Fields, common: dict[str, Any]) -> GptOssConfig:
         raise fields.error("experts_per_token", f"is {other!r}, beside num_experts_per_tok={active}.")
     fields.take("initial_context_length")  # what rope's original_max_position_embeddings says
     bias = fields.flag("attention_bias", True)
+    layers = common["num_layers"]
+    windowed = read_layer_types(fields, layers, tuple(i % 2 == 0 for i in range(layers)))
     own = {
-        **_read_windows(fields, common, 128, [i % 2 == 0 for i in range(common["num_layers"])]),
+        **read_window(fields, fields.take("sliding_window", 128), windowed),
         "num_experts": experts,
         "active_experts": active,
         "activation_limit": fields.number("swiglu_limit", 7.0, above=0),
@@ -91,21 +81,6 @@ def read_gpt_oss(fields: Fields, common: dict[str, Any]) -> GptOssConfig:
     }
     ignore_router_training(fields)
     return read_decoder(fields, common, own, 64, GptOssConfig)
-
-
-def _read_windows(fields: Fields, common: dict[str, Any], default: int, pattern: list[bool]) -> dict[str, Any]:
-    """`window` and `windowed`: from layer_types where it is there, and as `pattern` says where not."""
-    layers = common["num_layers"]
-    window = fields.integer("sliding_window", default)
-    types = fields.take("layer_types")
-    if types is None:
-        return {"window": window, "windowed": tuple(pattern)}
-    if not isinstance(types, list) or len(types) != layers:
-        raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
-    for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
-    return {"window": window, "windowed": tuple(kind == "sliding_attention" for kind in types)}
 
 
 def _read_gemma_ropes(fields: Fields, length: int) -> tuple[RopeConfig, RopeConfig]:

@@ -8,8 +8,8 @@ import torch
 
 from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
-from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import SCALE_BYTES, RecurrentState
+from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.types import PageCopy
 
 TORCH_DTYPES = {

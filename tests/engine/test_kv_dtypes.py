@@ -1,0 +1,130 @@
+"""Pages in another dtype than the model's: log-probabilities stay near those of float32 pages, whatever memory does.
+
+The bounds are for tiny random models, whose logits are livelier than a trained model's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from pagerunner import LLM, SamplingParams
+from pagerunner.demo import demo_path
+from pagerunner.errors import ConfigError
+from pagerunner.eval.runner import evaluate
+from pagerunner.memory.specs import FullKV
+
+pytest.importorskip("transformers")
+
+# kv_cache_dtype: bounds of the mean and of the largest difference of a prompt token's log-probability
+BOUNDS = {
+    "bfloat16": (0.01, 0.05),
+    "float16": (0.001, 0.01),
+    "fp8": (0.06, 0.5),
+    "fp8_e4m3": (0.06, 0.5),
+    "fp8_e5m2": (0.12, 1.0),
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "budget-7": {"max_num_batched_tokens": 7},
+    "page-48-poisoned": {"block_size": 48, "poison_fresh_pages": True},
+    "page-1": {"block_size": 1, "num_gpu_blocks_override": 400, "max_model_len": 128},
+    "tight-poisoned": {"num_gpu_blocks_override": 14, "max_model_len": 128, "poison_fresh_pages": True},
+}
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "qwen3": lambda path: make_checkpoint(path, "qwen3"),
+    "gemma-3": lambda path: make_window_checkpoint(path, "gemma3_text"),
+    "gpt-oss": lambda path: make_window_checkpoint(path, "gpt_oss"),
+    "qwen3-next": lambda path: make_hybrid_checkpoint(path, "qwen3_next_dense")[0],
+    # without experts, whose choice jumps where two are about equally good
+    "deepseek-v2-lite": lambda path: make_latent_checkpoint(path, "deepseek_v2", first_k_dense_replace=3)[0],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A function from a family's name to its checkpoint, made once."""
+    made: dict[str, str] = {}
+
+    def get(family: str) -> str:
+        if family not in made:
+            made[family] = str(MAKERS[family](tmp_path_factory.mktemp("checkpoints")))
+        return made[family]
+
+    return get
+
+
+def logprobs(path: str, kv_cache_dtype: str, **conditions: Any) -> list[float]:
+    """Of every prompt token but the first, and of what follows the prompts token by token."""
+    ids = random.Random(3)
+    prompts = [[ids.randrange(4, 500) for _ in range(length)] for length in (5, 40, 100, 17, 64)]
+    llm = LLM(path, kv_cache_dtype=kv_cache_dtype, skip_tokenizer_init=True, **conditions)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [next(iter(entry.values())).logprob for output in outputs for entry in output.prompt_logprobs[1:]]
+
+
+def differences(found: list[float], expected: list[float]) -> tuple[float, float]:
+    errors = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    return sum(errors) / len(errors), max(errors)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma-3", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("kv_cache_dtype", BOUNDS)
+def test_logprobs_stay_near_those_of_float32_pages(
+    checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str
+) -> None:
+    path = checkpoint(family)
+    mean, largest = differences(logprobs(path, kv_cache_dtype), logprobs(path, "auto"))
+    assert 0 < mean < BOUNDS[kv_cache_dtype][0] and largest < BOUNDS[kv_cache_dtype][1]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [("qwen3", "bfloat16"), ("qwen3", "fp8_e4m3"), ("qwen3", "fp8_e5m2"), ("gemma-3", "fp8_e4m3")],
+)
+def test_logprobs_do_not_depend_on_the_memory(
+    checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str, condition: str
+) -> None:
+    path = checkpoint(family)
+    found = logprobs(path, kv_cache_dtype, **CONDITIONS[condition])
+    _, largest = differences(found, logprobs(path, kv_cache_dtype))
+    assert largest < 0.02
+
+
+def test_unzeroed_fp8_pages_are_noticed(checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullKV, "zero_fresh", property(lambda self: False))
+    llm = LLM(checkpoint("qwen3"), kv_cache_dtype="fp8", poison_fresh_pages=True)
+    (output,) = llm.generate([{"prompt_token_ids": list(range(5, 45))}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.error is not None and "NaN" in output.error
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
+def test_latents_may_be_narrower_than_the_model(checkpoint: Callable[[str], str], kv_cache_dtype: str) -> None:
+    path = checkpoint("deepseek-v2-lite")
+    exact = logprobs(path, "auto")
+    for condition in CONDITIONS.values():
+        mean, largest = differences(logprobs(path, kv_cache_dtype, **condition), exact)
+        assert 0 < mean < BOUNDS[kv_cache_dtype][0] and largest < BOUNDS[kv_cache_dtype][1]
+
+
+def test_fp8_latents_are_refused_by_name(checkpoint: Callable[[str], str]) -> None:
+    with pytest.raises(ConfigError, match=r"latent.*fp8_e4m3"):
+        LLM(checkpoint("deepseek-v2-lite"), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_the_demo_model_stays_healthy(kv_cache_dtype: str) -> None:
+    path = str(demo_path())
+    llm = LLM(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=1024, max_num_seqs=32, use_tqdm=False)
+    report = evaluate(llm, count=12)
+    assert all(score.accuracy >= 0.95 for score in report.scores), report.text()
