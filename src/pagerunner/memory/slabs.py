@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from pagerunner.memory.prefix import PrefixIndex
 
@@ -108,8 +108,10 @@ class SlabPool:
                 taken += self._take_free(group, slab, missing)
             elif alone:
                 taken += self._reuse(group, list(islice(self.cached[group], missing)))
+            elif own := self._oldest_own(group, missing):
+                taken += self._reuse(group, own)
             else:
-                self._make_room(group)
+                self._evict_slab(self._oldest_idle(other_than=group))
         return taken
 
     def _take_thriftily(self, group: int, need: int) -> list[int]:
@@ -230,14 +232,12 @@ class SlabPool:
         self.evictions[group] += len(pages)
         return pages
 
-    def _make_room(self, group: int) -> None:
-        """Evict what has been unused longest, a page of the group or a slab of another: the group gets a free page or slab."""
-        page = next(iter(self.cached[group]), -1)
+    def _oldest_own(self, group: int, most: int) -> list[int]:
+        """Up to `most` cached pages of the group that have been unused for longer than any slab of another group."""
         slab = self._oldest_idle(other_than=group)
-        if page >= 0 and not (slab >= 0 and self._idle[self.owner[slab]][slab] < self.cached[group][page]):
-            self.evict(group, page)
-        else:
-            self._evict_slab(slab)
+        limit = self._clock if slab < 0 else self._idle[self.owner[slab]][slab]
+        oldest = islice(self.cached[group].items(), most)
+        return [page for page, _ in takewhile(lambda item: item[1] <= limit, oldest)]
 
     def _oldest_idle(self, other_than: int = -1) -> int:
         """The slab that has been without a page in use for longest, or -1."""
