@@ -45,6 +45,34 @@ class Case:
     softcap: float = 0.0
 
 
+def reference(
+    case: Case,
+    q: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention by its definition in float64, row after row, [T, H, D]."""
+    want, first = [], 0
+    for k, v, row in zip(keys, values, case.rows, strict=True):
+        k_LHD, v_LHD = (x.double().repeat_interleave(case.group, 1) for x in (k, v))
+        scores_HQL = torch.einsum("qhd,lhd->hql", q[first : first + row.queries].double(), k_LHD) * scale
+        first += row.queries
+        if case.softcap:
+            scores_HQL = torch.tanh(scores_HQL / case.softcap) * case.softcap
+        queries_Q1 = row.start + torch.arange(row.queries).unsqueeze(-1)
+        hidden_QL = torch.arange(k.shape[0]) > queries_Q1
+        if case.reach is not None:
+            hidden_QL |= torch.arange(k.shape[0]) < case.reach.oldest(queries_Q1)
+        scores_HQL = scores_HQL.masked_fill(hidden_QL, float("-inf"))
+        if sinks is not None:
+            scores_HQL = torch.cat((scores_HQL, sinks.double().view(-1, 1, 1).expand(-1, row.queries, 1)), -1)
+        weights_HQL = scores_HQL.softmax(-1)[..., : k.shape[0]]
+        want.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
+    return torch.cat(want)
+
+
 def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The backend's output and the reference's, [T, H, D]."""
     torch.manual_seed(0)
@@ -118,22 +146,7 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     scale = 0.7 / math.sqrt(dim)
     for _ in range(2):  # a second layer of the same step reuses the plan
         out = backend.forward(q, qk[:, q_heads:], v_new, layer, group, batch, scale, sinks, case.softcap)
-    want = []
-    for k, v, row, first in zip(keys, values, case.rows, start.tolist(), strict=False):
-        k_LHD, v_LHD = (x.double().repeat_interleave(case.group, 1) for x in (k, v))
-        scores_HQL = torch.einsum("qhd,lhd->hql", q[first : first + row.queries].double(), k_LHD) * scale
-        if case.softcap:
-            scores_HQL = torch.tanh(scores_HQL / case.softcap) * case.softcap
-        queries_Q1 = row.start + torch.arange(row.queries).unsqueeze(-1)
-        hidden_QL = torch.arange(k.shape[0]) > queries_Q1
-        if case.reach is not None:
-            hidden_QL |= torch.arange(k.shape[0]) < case.reach.oldest(queries_Q1)
-        scores_HQL = scores_HQL.masked_fill(hidden_QL, float("-inf"))
-        if sinks is not None:
-            scores_HQL = torch.cat((scores_HQL, sinks.double().view(-1, 1, 1).expand(-1, row.queries, 1)), -1)
-        weights_HQL = scores_HQL.softmax(-1)[..., : k.shape[0]]
-        want.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
-    return out.double(), torch.cat(want)
+    return out.double(), reference(case, q, keys, values, scale, sinks)
 
 
 rows = st.builds(
