@@ -121,11 +121,10 @@ def _plan(
     weights = weights_bytes(build_model(model, dtype))
     specs = model.layer_specs(kv_dtype)
 
-    def other(length: int) -> tuple[tuple[str, int], ...]:
-        tables = len({spec.lifetime for spec in specs}) * 8 * max_num_seqs * -(-length // args.block_size)
+    def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         return (
             ("weights", weights),
-            ("page tables", tables),
+            ("page tables", 8 * max_num_seqs * table_width),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
             ("gathered pages", scratch_bytes(specs, args.block_size, length)),
@@ -150,8 +149,10 @@ def _plan(
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        made = _plan_in(memory_bytes, args.gpu_memory_utilization, other(longest), longest, plan)
-    return replace(made, other=other(made.max_model_len))
+        widest = len({spec.lifetime for spec in specs}) * -(-longest // args.block_size)
+        made = _plan_in(memory_bytes, args.gpu_memory_utilization, other(longest, widest), longest, plan)
+    width = sum(group.table_width for group in made.groups)
+    return replace(made, other=other(made.max_model_len, width))
 
 
 def _check_override(plan: MemoryPlan, pages: int, weights: int, memory_bytes: int | None) -> None:
