@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -350,13 +350,16 @@ def test_a_planted_bug_is_caught(broken: type[KVManager]) -> None:
 
 
 def _expect_failure(machine: type[Traffic]) -> None:
-    with pytest.raises(AssertionError):  # PageFault is one
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                QUICK, max_examples=250, stateful_step_count=30, derandomize=True, phases=[Phase.generate]
-            ),
-        )
+    """Some seed's traffic must meet the planted bug; which one depends on what else hypothesis has seen loaded."""
+    for number in range(20):
+        try:
+            run_state_machine_as_test(
+                seed(number)(machine),
+                settings=settings(QUICK, max_examples=100, stateful_step_count=30, phases=[Phase.generate]),
+            )
+        except AssertionError:  # PageFault is one
+            return
+    pytest.fail("no traffic met the planted bug")
 
 
 class _TrimsTooMuch(KVManager):
