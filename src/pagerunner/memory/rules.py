@@ -11,6 +11,7 @@ costs two windows, not the chunk. The second window is only there for one step, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -166,7 +167,7 @@ class LatentRule(FullRule):
 
 
 @dataclass(frozen=True, slots=True)
-class _ForgettingRule(FullRule):
+class _ForgettingRule(FullRule, ABC):
     """What windows and chunks share: position p is read until `_oldest` has moved past it.
 
     `reach` is the size of window or chunk, `step_tokens` the most tokens of one request in one step.
@@ -180,9 +181,9 @@ class _ForgettingRule(FullRule):
         """Whatever no later position reads."""
         return True
 
+    @abstractmethod
     def _oldest(self, position: int) -> int:
         """The first position that the token at `position` reads."""
-        raise NotImplementedError
 
     def pages_needed(self, tokens: int) -> int:
         """The window before a short chunk, and the chunk, wherever page boundaries fall."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,9 +49,9 @@ class HybridConfig(ModelConfig):
         return int(self.head_dim * self.rope.partial)
 
     @property
+    @abstractmethod
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(taps - 1, channels) of the convolution, then the recurrence's state."""
-        raise NotImplementedError
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """Keys and values of every token for attention layers, one state for recurrent ones.

@@ -7,6 +7,7 @@ heads, K key/value heads, d head size, C convolution channels, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -53,7 +54,7 @@ class Attention(Module):
         return self.o_proj((out_THd * gate_THd.sigmoid()).flatten(1))
 
 
-class GatedDeltaNet(Module):
+class GatedDeltaNet(Module, ABC):
     """Everything of a gated delta rule layer but its input projections, which the two families store differently."""
 
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
@@ -83,9 +84,9 @@ class GatedDeltaNet(Module):
         normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weights["weight"], self.norm.eps)
         return self.out_proj(normed.flatten(1))
 
+    @abstractmethod
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [T, C], output gates [T, H, d], and the logits of rates and decays [T, H]."""
-        raise NotImplementedError
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):
