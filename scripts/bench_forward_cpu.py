@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.models.base import RopeConfig
 from pagerunner.models.decoder_config import DecoderConfig
 from pagerunner.models.loader import Model, build_model, dummy_weights, materialize, weights_bytes
@@ -105,8 +105,11 @@ def make_batch(
 
     def batch() -> ForwardBatch:
         metadata = backend.plan(query_lens, seq_lens, table, PAGE_TOKENS, start)
-        group = GroupBatch(table, torch.tensor(entries), position_T % PAGE_TOKENS, PAGE_TOKENS, backend, metadata)
-        return ForwardBatch(tokens, position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), kv)
+        first_page_R = torch.zeros(len(pages), dtype=torch.int64)
+        offset_T = position_T % PAGE_TOKENS
+        group = GroupBatch(table, first_page_R, torch.tensor(entries), offset_T, PAGE_TOKENS, backend, metadata)
+        rows = StepRows.of(query_lens, seq_lens, range(len(pages)))
+        return ForwardBatch(tokens, position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), kv, rows=rows)
 
     return batch
 

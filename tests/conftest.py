@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 
+if shutil.which("nvidia-smi") is None:  # Triton reads this when it is imported: kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -4,13 +4,14 @@ P pages of a row, L layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
-    from pagerunner.types import StateSave
+from pagerunner.types import StateSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,67 @@ LayerMemory = LayerKV | LatentKV | RecurrentKV
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step as kernels see them, the same for every group. Integers are int32 unless said.
+
+    A step that runs in a graph has the graph's shapes: rows beyond its own have `seq_lens_R` 0 and no tokens, tokens
+    beyond its own have `row_T` -1 (and position 0). `max_query_len` and `max_seq_len` are host bounds; in a graph they hold for every replay.
+    `one_token`: no row has more than one token, and token t belongs to row t.
+    """
+
+    slots_R: torch.Tensor
+    query_start_R1: torch.Tensor  # [R + 1]; rows without tokens repeat the value
+    seq_lens_R: torch.Tensor  # tokens in the sequence, this step's included
+    row_T: torch.Tensor
+    positions_T: torch.Tensor  # int64
+    max_query_len: int
+    max_seq_len: int
+    one_token: bool
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        slots: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> StepRows:
+        """The rows of a step from host lists of the same length."""
+        query_start = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
+        row_T = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
+        first_R = np.array(seq_lens, dtype=np.int64) - query_start[1:]
+        positions_T = np.arange(len(row_T), dtype=np.int64) + np.repeat(first_R, query_lens)
+        return cls(
+            slots_R=torch.from_numpy(np.array(slots, dtype=np.int32)).to(device),
+            query_start_R1=torch.from_numpy(query_start).to(device),
+            seq_lens_R=torch.from_numpy(np.array(seq_lens, dtype=np.int32)).to(device),
+            row_T=torch.from_numpy(row_T).to(device),
+            positions_T=torch.from_numpy(positions_T).to(device),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            one_token=max(query_lens) == 1 and min(query_lens) == 1,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R, padding included."""
+        return self.slots_R.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.row_T.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupBatch:
     """What the rows of one step need of one memory group.
 
-    `page_table`: [R, P] int64 entries, padded with 0 beyond a row's pages (never read). Column 0 is the row's page
-    number `first_page[r]`: 0 in groups that keep everything, the first page still held in window groups.
+    `page_table`: for backends that read whole tables (`reads_tables`), the group's table of all slots, [slots, W] int64:
+    page n of row r is at [rows.slots_R[r], n % W]. For the others it is gathered: [R, P] int64 entries, padded with 0
+    beyond a row's pages (never read), where column 0 is the row's page number `first_page[r]`: 0 in groups that keep
+    everything, the first page still held in window groups.
     `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`. An
     entry of -1 means that no later step reads the token, and it is not stored.
     `metadata`: what the group's attention backend planned for this batch; only that backend reads it.
@@ -72,7 +129,7 @@ class ForwardBatch:
     """One step's inputs. Rows are in plan order; a row's tokens are adjacent.
 
     `query_lens` and `seq_lens` are host copies (ints per row) of what the tensors say: tokens run this step, and tokens
-    in the sequence including them.
+    in the sequence including them. In a graph they are those of the capture; what must hold at replay is in `rows`.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -84,3 +141,4 @@ class ForwardBatch:
     groups: tuple[GroupBatch, ...]
     kv: tuple[LayerMemory, ...]  # by layer index
     state_saves: tuple[StateSave, ...] = ()
+    rows: StepRows = field(kw_only=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagerunner.attention import mla
 from pagerunner.attention.mla import LatentBackend, UpProjection
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
 from pagerunner.memory import specs
 
 
@@ -81,7 +81,8 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     metadata = backend.plan(query_lens, seq_lens, table, size, start)
     group = GroupBatch(table, first_page, torch.tensor(entries), torch.tensor(offsets), size, backend, metadata)
     layer, nothing = LatentKV(0, pages), torch.zeros(tokens, dtype=torch.int64)
-    batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,))
+    rows = StepRows.of(query_lens, seq_lens, range(len(query_lens)))
+    batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)
     new = torch.cat([x[r.start :] for x, r in zip(vectors, case.rows, strict=True)])
     for _ in range(2):  # a second layer of the same step reuses the plan
         out = backend.forward(q, new, up, layer, group, batch, 0.4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagerunner.attention.base import Reach
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, SharedPart, make_plan
 from pagerunner.attention.torch_ref import TorchBackend, attend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, WindowKV
 
 
@@ -114,7 +114,8 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     )
     layer = LayerKV(0, kv[0], kv[1])
     nothing = torch.zeros(tokens, dtype=torch.int64)
-    batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,))
+    rows = StepRows.of(query_lens, seq_lens, range(len(query_lens)))
+    batch = ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)
     scale = 0.7 / math.sqrt(dim)
     for _ in range(2):  # a second layer of the same step reuses the plan
         out = backend.forward(q, qk[:, q_heads:], v_new, layer, group, batch, scale, sinks, case.softcap)

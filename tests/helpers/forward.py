@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.attention.base import Reach
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import Model, build_model, load_weights, materialize, weights_bytes
@@ -97,7 +97,15 @@ class Harness:
         start = torch.tensor([0, *query_lens]).cumsum(0)
         groups = tuple(self._group(spec, work, query_lens, seq_lens, position_T, start) for spec in self.specs)
         return ForwardBatch(
-            torch.tensor(tokens), position_T, start, start[1:] - 1, query_lens, seq_lens, groups, self.kv
+            torch.tensor(tokens),
+            position_T,
+            start,
+            start[1:] - 1,
+            query_lens,
+            seq_lens,
+            groups,
+            self.kv,
+            rows=StepRows.of(query_lens, seq_lens, range(len(work))),
         )
 
     def _group(

@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch
+from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
 from pagerunner.config import Dtype
 from pagerunner.memory.planner import LayerSlice
 from pagerunner.models.base import ModelConfig
@@ -143,7 +143,10 @@ class HybridHarness:
                 recurrent.plan(query_lens, seq_lens, states, size, start),
             ),
         )
-        return ForwardBatch(tokens, positions, start, start[1:] - 1, query_lens, seq_lens, groups, self.layers, saves)
+        rows = StepRows.of(query_lens, seq_lens, range(len(work)))
+        return ForwardBatch(
+            tokens, positions, start, start[1:] - 1, query_lens, seq_lens, groups, self.layers, saves, rows=rows
+        )
 
     def generate(self, rows: list[Row], new_tokens: int, *, chunk: int = 10**9) -> None:
         """Greedy generation of all rows together; `chunk` bounds the tokens of a step (at least one per row)."""

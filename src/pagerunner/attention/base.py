@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import Spec
 
 Positions = TypeVar("Positions", int, torch.Tensor)
@@ -33,8 +33,77 @@ class Reach:
         return position // self.size * self.size if self.chunked else position - self.size + 1
 
 
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What a captured graph is for: at most `rows` rows of `tokens` tokens in all, sequences up to `max_seq_len`."""
+
+    rows: int
+    tokens: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """One step, one group, as `DeviceBackend.plan` sees it. The host lists hold the step's real rows, without padding.
+
+    `page_table` is the group's table of all slots; see GroupBatch.
+    """
+
+    rows: StepRows
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    slots: Sequence[int]
+    page_table: torch.Tensor
+    page_tokens: int
+    reach: Reach | None
+
+
+class DeviceBackend(Protocol):
+    """An attention backend whose kernels read the page tables of all slots on the device, and may be captured in graphs.
+
+    `plan` runs before every step, outside graphs. All state that kernels read through pointers (workspaces, counters,
+    plans made on the host) belongs to an object made by `new_state`: every captured graph has its own, made afresh for
+    the capture, so that nothing which a warm-up initialised is missing from the graph; eager steps share one. Before a
+    graph is replayed, `plan` is called with the graph's state and must leave in it whatever this step's host lists
+    change; a backend whose plan depends on device tensors and bounds alone says `plans_on_host = False` and isn't called.
+    State never lives in the arena, so sleep can't take it away.
+    """
+
+    name: str
+    plans_on_host: bool
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Why this backend can't serve layers of `spec` with queries of `dtype` on `device`; None if it can."""
+        ...
+
+    def new_state(self, shape: GraphShape | None) -> Any:
+        """State for one graph of this shape, or for eager steps (None)."""
+        ...
+
+    def plan(self, inputs: PlanInputs, state: Any) -> Any:
+        """What the step's layers share; becomes `GroupBatch.metadata`."""
+        ...
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: LayerKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """See AttentionBackend.forward. Tokens whose `rows.row_T` is -1 are padding: written nowhere, their output is
+        undefined but finite.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
-    """Attention over paged keys and values. Shape letters: T tokens of the step, R rows, P pages of a row, H query
+    """Attention over paged keys and values, planned on the host from gathered tables. Shape letters: T tokens of the step, R rows, P pages of a row, H query
     heads, K key/value heads, D head size.
     """
 

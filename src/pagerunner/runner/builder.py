@@ -10,7 +10,7 @@ import torch
 
 from pagerunner.attention.base import AttentionBackend, Reach
 from pagerunner.attention.recurrent import RecurrentBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import StateSave, StepRow
@@ -80,6 +80,7 @@ class BatchBuilder:
             ),
             kv=self._layers,
             state_saves=tuple(state_saves),
+            rows=StepRows.of(arrays.query_lens, arrays.seq_lens, arrays.slots.tolist()),
         )
 
     def _token_ids(self, rows: Sequence[StepRow], arrays: _Rows) -> torch.Tensor:

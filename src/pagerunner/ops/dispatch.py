@@ -1,0 +1,52 @@
+"""Every operation has a twin in plain torch, which is its definition, and may have a Triton kernel of the same signature.
+
+Kernels are in `ops/kernels/`, which imports Triton and is itself imported only when a tensor on a CUDA device meets an
+operation that has one. Without Triton the twins serve CUDA as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; asks without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+class Op(Generic[P, R]):
+    """An operation: called, it runs the kernel if its first argument is on a CUDA device, else the twin."""
+
+    def __init__(self, twin: Callable[P, R], module: str) -> None:
+        functools.update_wrapper(self, twin)
+        self.twin = twin
+        self._module = module
+        self._kernel: Callable[..., R] | None = None
+
+    @property
+    def kernel(self) -> Callable[..., R]:
+        """The Triton version; importing it needs Triton."""
+        if self._kernel is None:
+            module = importlib.import_module(f"pagerunner.ops.kernels.{self._module}")
+            self._kernel = getattr(module, self.twin.__name__)
+        return self._kernel
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it."""
+        first: Any = args[0]
+        if first.is_cuda and has_triton():
+            return self.kernel(*args, **kwargs)
+        return self.twin(*args, **kwargs)
+
+
+def gpu_kernel(module: str) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Declare that `ops/kernels/<module>.py` has a kernel with the decorated twin's name and signature."""
+    return lambda twin: Op(twin, module)

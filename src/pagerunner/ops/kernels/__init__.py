@@ -1,0 +1,1 @@
+"""Triton kernels. Every public function here has a torch twin of the same name and signature; see ops/dispatch.py."""
