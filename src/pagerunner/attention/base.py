@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -100,6 +100,11 @@ class DeviceBackend(Protocol):
         undefined but finite.
         """
         ...
+
+
+def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
+    """Whether a backend is a DeviceBackend, not one planned on the host from gathered tables."""
+    return hasattr(backend, "new_state")
 
 
 class AttentionBackend(Protocol):

@@ -19,10 +19,12 @@ from pagerunner.memory.report import plan_table
 from pagerunner.models.loader import build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Sleeper
+from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.scheduler import Scheduler
 
@@ -69,6 +71,11 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
     )
 
 
+def graph_engine(device: torch.device) -> GraphEngine | None:
+    """What records graphs on a device; None on the CPU, where there is nothing to gain."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExecutor:
     config, plan = resolved.config, resolved.plan
     device = torch.device(config.device)
@@ -85,15 +92,24 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
 
     fill_weights()
     pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
-    tables = PageTables(plan)
+    tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
     runner = ModelRunner(
         model=model,
         pages=pages,
         tables=tables,
         last_tokens=last_tokens,
-        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends),
+        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
         sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
-        max_num_seqs=config.max_num_seqs,
+        staging=Staging(device, config.max_in_flight + 1),
+        graphs=GraphSettings(
+            engine=None if config.enforce_eager else graph_engine(device),
+            decode_sizes=decode_sizes(config.max_num_seqs),
+            mixed_sizes=mixed_sizes(config.max_num_batched_tokens),
+            max_model_len=plan.max_model_len,
+        ),
     )
+    if runner.num_graphs:
+        runner.warm_up()
+        runner.capture()
     return InlineExecutor(runner, Sleeper(arena, fill_weights))

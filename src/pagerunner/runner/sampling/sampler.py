@@ -90,6 +90,7 @@ class Sampler:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self._params: list[SlotParams | None] = [None] * max_num_seqs
+        self._takes_best = [False] * max_num_seqs
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
         self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
         # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
@@ -118,6 +119,15 @@ class Sampler:
         if params.bad_words is not None:
             self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
         self._params[slot] = params
+        self._takes_best[slot] = params.takes_best
+
+    def take_best(self, slots: Sequence[int]) -> bool:
+        """Whether each of the slots takes its most likely token and asks for nothing else, so that `best` will do."""
+        return all(map(self._takes_best.__getitem__, slots))
+
+    def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
+        """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
+        return Sampled(tokens_S, HostCopy((tokens_S, best_S), self._device), None, {})
 
     def sample(self, logits_SV: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
         """Sample one token per row. The logits are consumed: processors change them in place.
