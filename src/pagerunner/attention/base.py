@@ -128,7 +128,7 @@ class DeviceBackend(Protocol):
 
 def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
     """Whether a backend is a DeviceBackend, not one planned on the host from gathered tables."""
-    return hasattr(backend, "new_state")
+    return getattr(backend, "reads_tables", False)
 
 
 class AttentionBackend(Protocol):
