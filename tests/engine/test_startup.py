@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
-from helpers.fake_driver import FakeDriver
+from helpers.fake_driver import FakeDriver, fake_card
 from pagerunner.config import EngineArgs
 from pagerunner.engine import resolve as resolving
 from pagerunner.engine.build import build_from
@@ -76,7 +76,7 @@ def test_pages_take_what_is_left_of_the_share_and_never_more_than_is_free(
     card: DeviceMemory, checkpoint: str, utilization: float
 ) -> None:
     resolved, driver = on_card(checkpoint, gpu_memory_utilization=utilization)
-    core = build_from(resolved, driver=driver)
+    core = build_from(resolved, card=fake_card(driver))
     plan = core.memory_plan
     granularity = driver.granularity
     most = min(CARD.free, int(CARD.total * utilization))
@@ -92,18 +92,18 @@ def test_tokens_over_mapped_memory_are_those_of_the_cpu(card: DeviceMemory, chec
     prompt = list(range(40, 90))
     expected = generate(build_from(resolve(EngineArgs(model=checkpoint, device="cpu"), 256 * MIB)), prompt)
     resolved, driver = on_card(checkpoint)
-    assert generate(build_from(resolved, driver=driver), prompt) == expected
+    assert generate(build_from(resolved, card=fake_card(driver)), prompt) == expected
 
 
 def test_an_automatic_length_follows_what_is_really_free(card: DeviceMemory, checkpoint: str) -> None:
     resolved, driver = on_card(checkpoint, max_model_len="auto", gpu_memory_utilization=1.0)
-    roomy = build_from(resolved, driver=driver).memory_plan
+    roomy = build_from(resolved, card=fake_card(driver)).memory_plan
     resolved, driver = on_card(checkpoint, max_model_len="auto", gpu_memory_utilization=1.0)
     weights = dict(resolved.plan.other)["weights"]
     driver.others = (
         CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
     )  # another process came meanwhile
-    core = build_from(resolved, driver=driver)
+    core = build_from(resolved, card=fake_card(driver))
     assert (roomy.max_model_len, core.memory_plan.max_model_len) == (2048, 24 * 16)
 
 
@@ -112,7 +112,7 @@ def test_a_given_length_that_does_not_fit_in_the_end_names_the_longest(card: Dev
     weights = dict(resolved.plan.other)["weights"]
     driver.others = CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
     with pytest.raises(CapacityError, match="longest length that fits is"):
-        build_from(resolved, driver=driver)
+        build_from(resolved, card=fake_card(driver))
 
 
 @pytest.mark.parametrize("fixed", [{"num_gpu_blocks_override": 200}, {"kv_cache_memory_bytes": 8 * MIB}])
@@ -120,13 +120,13 @@ def test_pages_asked_for_by_number_or_bytes_are_exactly_these(
     card: DeviceMemory, checkpoint: str, fixed: dict[str, int]
 ) -> None:
     resolved, driver = on_card(checkpoint, gpu_memory_utilization=0.1, **fixed)
-    plan = build_from(resolved, driver=driver).memory_plan
+    plan = build_from(resolved, card=fake_card(driver)).memory_plan
     assert plan.num_slabs == resolved.plan.num_slabs
     assert plan.num_gpu_blocks == 200 or 8 * MIB - plan.slab_bytes < plan.kv_bytes <= 8 * MIB
     resolved, driver = on_card(checkpoint, **fixed)
     driver.others = CARD.total - dict(resolved.plan.other)["weights"] - MIB
     with pytest.raises(CapacityError, match="pages asked for"):
-        build_from(resolved, driver=driver)
+        build_from(resolved, card=fake_card(driver))
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(card: DeviceMemory, checkpoint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagerunner.engine.build import Card
 from pagerunner.runner.cuda_driver import DriverError, OutOfDeviceMemory
+from pagerunner.runner.sleep import NoScratch
 
 LOST = 0xDB  # what unmapped memory reads as
 
@@ -117,3 +120,35 @@ class FakeDriver:
             if base <= address and address + size <= base + reserved:
                 return base, buffer
         return None
+
+
+class FakeHost:
+    """`runner.host_copy.HostMemory` without a device. `fail_pin`: the n-th pin from now on is refused."""
+
+    def __init__(self) -> None:
+        self.pinned: set[int] = set()
+        self.fail_pin: int | None = None
+        self.gate: threading.Event | None = None  # fetches wait for it
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        if self.fail_pin is not None:
+            self.fail_pin -= 1
+            if self.fail_pin < 0:
+                raise RuntimeError("cudaHostRegister failed")
+        self.pinned.add(buffer.data_ptr())
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        self.pinned.remove(buffer.data_ptr())
+
+    def fetch(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
+        if self.gate is not None:
+            self.gate.wait()
+        buffer.copy_(source)
+
+    def synchronize(self) -> None:
+        """Copies on the CPU are done when they return."""
+
+
+def fake_card(driver: FakeDriver) -> Card:
+    """A card for `build_from`."""
+    return Card(driver, FakeHost(), NoScratch())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
+from pagerunner.engine.machine import available_memory
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
 from pagerunner.memory.manager import KVManager
@@ -30,10 +32,11 @@ from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.cuda_driver import CudaDriver, Driver
+from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, HostMemory
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
-from pagerunner.runner.sleep import Sleeper
+from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.scheduler import Scheduler
 
@@ -59,15 +62,32 @@ def build_core(args: EngineArgs, progress: Progress | None = None) -> EngineCore
     return build_from(resolve(args), progress)
 
 
-def build_from(resolved: Resolved, progress: Progress | None = None, driver: Driver | None = None) -> EngineCore:
-    """An engine core from a resolved configuration. `driver` stands for the card that it was resolved for."""
-    config, plan, card = resolved.config, resolved.plan, resolved.card
-    if card is not None and driver is None:
-        driver = CudaDriver()
-    meter = StartMeter(driver if card is not None else None, card.free if card is not None else None)
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A CUDA device as start-up and sleep use it."""
+
+    driver: Driver
+    host: HostMemory
+    scratch: Scratch
+
+    @classmethod
+    def first(cls) -> Card:
+        """The first one that torch sees."""
+        device = torch.device("cuda", 0)
+        return cls(CudaDriver(0), CudaHostMemory(device), TorchCache(device))
+
+
+def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
+    """An engine core from a resolved configuration. `card` stands for the device that it was resolved for, if it was."""
+    config, plan, memory = resolved.config, resolved.plan, resolved.card
+    if memory is None:
+        card = None
+    elif card is None:
+        card = Card.first()
+    meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
-    arena: Arena = CudaArena(driver) if card is not None and driver is not None else CpuArena()
-    model, fill_weights = _load_model(resolved, arena, meter, progress)
+    arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
+    model, weights, fill_weights = _load_model(resolved, arena, meter, progress)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
@@ -77,12 +97,12 @@ def build_from(resolved: Resolved, progress: Progress | None = None, driver: Dri
             runner.warm_up()
         with meter.phase("capture", "graphs"):
             runner.capture()
-    if card is not None and driver is not None:
+    if card is not None and memory is not None:
         plan = final_plan(
             plan,
             meter.taken,
-            card,
-            driver.memory()[0],
+            memory,
+            card.driver.memory()[0],
             resolved.gpu_memory_utilization,
             fixed=resolved.fixed_pages,
             auto=resolved.auto_length,
@@ -90,11 +110,15 @@ def build_from(resolved: Resolved, progress: Progress | None = None, driver: Dri
         config = msgspec.structs.replace(config, max_model_len=plan.max_model_len)
     with meter.phase("pages"):
         arena.grow("kv", plan.kv_bytes)
+    if card is not None and config.enable_sleep_mode:
+        sleeper = _sleeper(arena, card, weights, fill_weights)
+    else:
+        sleeper = Sleeper(arena, WeightsInPlace(fill_weights))
     startup = meter.report()
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
         build_scheduler(config, plan),
-        InlineExecutor(runner, Sleeper(arena, fill_weights)),
+        InlineExecutor(runner, sleeper),
         plan,
         max_in_flight=config.max_in_flight,
         enable_sleep_mode=config.enable_sleep_mode,
@@ -120,8 +144,8 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
 
 def _load_model(
     resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None
-) -> tuple[Model, Callable[[], None]]:
-    """The model with its weights in the arena, and what fills that region again."""
+) -> tuple[Model, torch.Tensor, Callable[[], None]]:
+    """The model, the arena's region that holds its weights, and what fills that region again."""
     config = resolved.config
     with meter.phase("model", "constants"):
         model = build_model(resolved.model, config.dtype, config.device)
@@ -135,9 +159,19 @@ def _load_model(
         load_weights(model, Path(config.model_path), progress, copy)
 
     with meter.phase("weights"):
-        materialize(model, arena.reserve("weights", weights_bytes(model)))
+        weights = arena.reserve("weights", weights_bytes(model))
+        materialize(model, weights)
         fill_weights()
-    return model, fill_weights
+    return model, weights, fill_weights
+
+
+def _sleeper(arena: Arena, card: Card, weights: torch.Tensor, fill_weights: Callable[[], None]) -> Sleeper:
+    """Sleep with a host copy of the weights, which begins to be made now."""
+
+    def make_copy() -> HostCopy:
+        return HostCopy(weights, card.host, available_memory)
+
+    return Sleeper(arena, WeightsOnHost(fill_weights, make_copy), card.scratch)
 
 
 def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:
