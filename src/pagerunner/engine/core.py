@@ -8,6 +8,7 @@ from typing import Literal
 
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
+from pagerunner.engine.startup import StartUp
 from pagerunner.errors import ConfigError, EngineSleepingError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
@@ -27,6 +28,7 @@ class EngineCore:
         *,
         max_in_flight: int,
         enable_sleep_mode: bool,
+        startup: StartUp | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -34,6 +36,7 @@ class EngineCore:
         self._enable_sleep_mode = enable_sleep_mode
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.memory_plan = memory_plan
+        self.startup = startup if startup is not None else StartUp()
         self.num_steps = 0
 
     def add(self, request: EngineRequest) -> None:
