@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.module import Module
-from pagerunner.ops.norm import add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -34,4 +34,4 @@ class OffsetRMSNorm(RMSNorm):
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        return offset_rms_norm(residual_TD.add_(x_TD), self.weights["weight"], self.eps)
+        return add_offset_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)

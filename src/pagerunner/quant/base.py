@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+
+from pagerunner.ops.linear import linear
 
 
 class WeightMethod(Protocol):
@@ -32,4 +33,4 @@ class Unquantized:
 
     def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        return F.linear(x_TI, weights["weight"], weights.get("bias"))
+        return linear(x_TI, weights["weight"], weights.get("bias"))

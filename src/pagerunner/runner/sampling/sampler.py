@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.runner.sampling.filters import draw
+from pagerunner.ops.sample import draw, greedy
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
@@ -200,16 +200,14 @@ class Sampler:
         """Token ids [S] and the processed logit that shows whether the row had any: NaN or infinite if not."""
         random = layout.random
         if random is None:
-            tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-            return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1)
+            return greedy(logits_SV)
         uniform = [p.uniforms.at(positions[row]) for p, row in zip(random.params, random.row_numbers, strict=True)]
         uniform_N = to_device(uniform, torch.float64, self._device)
         if random.index is None:
-            return draw(logits_SV, random, uniform_N)
-        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random, uniform_N)
-        tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-        best_S = logits_SV.gather(1, tokens_S1).squeeze(-1)
-        return tokens_S1.squeeze(-1).index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
+            return draw(logits_SV, random.filters, uniform_N)
+        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random.filters, uniform_N)
+        tokens_S, best_S = greedy(logits_SV)
+        return tokens_S.index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
 
     def _remember(self, layout: Layout, tokens_S: torch.Tensor) -> None:
         """Penalties and bad words follow the sampled tokens on the device: the host may not know them yet."""
