@@ -63,13 +63,13 @@ def test_sleep_gives_back_every_byte_and_waking_takes_as_many(arena: CudaArena) 
         return HostCopy(weights, CudaHostMemory(CARD), available_memory)
 
     sleeper = Sleeper(arena, WeightsOnHost(lambda: weights.copy_(expected), make_copy), TorchCache(CARD))
-    assert torch.equal(weights, expected)  # what a kernel takes when it is first used is not what is counted here
+    assert torch.equal(weights, expected)  # what a kernel takes when it is first used is not what is counted below
     kv[-1] = 3
-    torch.cuda.empty_cache()
-    scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)
-    del scratch
-    awake = free()
     for level in (1, 2, 1):
+        torch.cuda.empty_cache()
+        scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)
+        del scratch
+        awake = free()
         sleeper.sleep(level)
         assert abs(free() - awake - (23 * GIB + 12345 + GIB)) <= 4 * MIB
         sleeper.wake_up()
