@@ -10,6 +10,7 @@ import torch
 
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import Spec
+from pagerunner.ops.rope import RopeAngles
 from pagerunner.types import StateSave
 
 Positions = TypeVar("Positions", int, torch.Tensor)
@@ -60,6 +61,25 @@ class PlanInputs:
     state_saves: Sequence[StateSave] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HeadPrep:
+    """What a model does to the heads of its projection before attention: norms of queries and keys (None: none), then
+    rotary positions in halves. Heads of the projection's output [T, N, D] are queries, then keys, then values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    angles: RopeAngles
+    q_norm_D: torch.Tensor | None = None
+    k_norm_D: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def split(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of queries, keys and values."""
+        v_first = self.num_heads + self.num_kv_heads
+        return qkv_TND[:, : self.num_heads], qkv_TND[:, self.num_heads : v_first], qkv_TND[:, v_first:]
+
+
 class DeviceBackend(Protocol):
     """An attention backend whose kernels read the page tables of all slots on the device, and may be captured in graphs.
 
@@ -72,6 +92,7 @@ class DeviceBackend(Protocol):
     """
 
     name: str
+    reads_tables: bool  # always True: what tells such a backend from those that are planned from gathered tables
     plans_on_host: bool
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
@@ -100,6 +121,9 @@ class DeviceBackend(Protocol):
     ) -> torch.Tensor:
         """See AttentionBackend.forward. Tokens whose `rows.row_T` is -1 are padding: written nowhere, their output is
         undefined but finite.
+
+        A backend may also have `from_projection(qkv_TND, prep, layer, group, batch, scale, sinks_H, softcap)`: `forward`
+        of what `prep` makes of a projection's output, which it changes in place. See `layers.attention`.
         """
         ...
 

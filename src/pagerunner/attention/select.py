@@ -7,24 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.base import AttentionBackend, DeviceBackend
 from pagerunner.attention.mla import LatentBackend
+from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
+Backend = AttentionBackend | DeviceBackend
 KindBackend = RecurrentBackend | LatentBackend
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_ref": TorchBackend}
+BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref": TorchBackend}
+# What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
+AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
+ANYWHERE = ("torch_ref",)
 # Groups of these kinds have a backend of their own, which does not depend on what the user asks for.
 KIND_BACKENDS: dict[str, Callable[[], KindBackend]] = {"recurrent": RecurrentBackend, "latent": LatentBackend}
 
 
 def select_backends(
     groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
-) -> list[AttentionBackend | KindBackend]:
+) -> list[Backend | KindBackend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
     Recurrent and latent groups have a backend of their own, whatever is wanted.
@@ -34,12 +39,12 @@ def select_backends(
     """
     if wanted != "auto" and wanted not in BACKENDS:
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
-    names = list(BACKENDS) if wanted == "auto" else [wanted]
+    names = AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,)
     made = {name: BACKENDS[name]() for name in names}
     return [_first_that_serves(group, _candidates(group.kind, made), device, dtype) for group in groups]
 
 
-def _candidates(kind: str, made: dict[str, AttentionBackend]) -> Mapping[str, AttentionBackend | KindBackend]:
+def _candidates(kind: str, made: dict[str, Backend]) -> Mapping[str, Backend | KindBackend]:
     if kind in KIND_BACKENDS:
         own = KIND_BACKENDS[kind]()
         return {own.name: own}
@@ -47,8 +52,8 @@ def _candidates(kind: str, made: dict[str, AttentionBackend]) -> Mapping[str, At
 
 
 def _first_that_serves(
-    group: GroupPlan, made: Mapping[str, AttentionBackend | KindBackend], device: torch.device, dtype: torch.dtype
-) -> AttentionBackend | KindBackend:
+    group: GroupPlan, made: Mapping[str, Backend | KindBackend], device: torch.device, dtype: torch.dtype
+) -> Backend | KindBackend:
     reasons = []
     for name, backend in made.items():
         reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)

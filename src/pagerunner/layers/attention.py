@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from pagerunner.attention.base import HeadPrep
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.norm import qk_norm_
+from pagerunner.ops.rope import rope_
 
 
 class PagedAttention:
@@ -33,3 +36,19 @@ class PagedAttention:
             q_THD, k_TKD, v_TKD, layer, group, batch, self.scale, sinks_H, self.softcap
         )
         return out
+
+    def from_projection(
+        self, qkv_TND: torch.Tensor, prep: HeadPrep, batch: ForwardBatch, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`."""
+        layer = batch.kv[self.layer_index]
+        group = batch.groups[layer.group]
+        fused = getattr(group.backend, "from_projection", None)
+        if fused is not None:
+            out: torch.Tensor = fused(qkv_TND, prep, layer, group, batch, self.scale, sinks_H, self.softcap)
+            return out
+        qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
+        if prep.q_norm_D is not None and prep.k_norm_D is not None:
+            qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
+        rope_(qk_TND, prep.angles)
+        return self(*prep.split(qkv_TND), batch, sinks_H)

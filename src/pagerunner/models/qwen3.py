@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from pagerunner.attention.base import HeadPrep
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.layers.embedding import Embedding
@@ -17,8 +18,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.models.decoder_config import DecoderConfig
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.norm import qk_norm_
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.rope import RopeAngles
 
 
 class Attention(Module):
@@ -38,12 +38,15 @@ class Attention(Module):
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
         """Attention of the normed hidden states."""
         qkv = self.qkv_proj(x_TD)
-        qkv_TNd = qkv.view(qkv.shape[0], -1, self.head_dim)
-        k_first, v_first = self.num_heads, self.num_heads + self.num_kv_heads
-        qk_TNd = qkv_TNd[:, :v_first]
-        qk_norm_(qk_TNd, self.q_norm.weights["weight"], self.k_norm.weights["weight"], k_first, self.q_norm.eps)
-        rope_(qk_TNd, angles)
-        out_THd = self.attend(qkv_TNd[:, :k_first], qkv_TNd[:, k_first:v_first], qkv_TNd[:, v_first:], batch)
+        prep = HeadPrep(
+            self.num_heads,
+            self.num_kv_heads,
+            angles,
+            self.q_norm.weights["weight"],
+            self.k_norm.weights["weight"],
+            self.q_norm.eps,
+        )
+        out_THd = self.attend.from_projection(qkv.view(qkv.shape[0], -1, self.head_dim), prep, batch)
         return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
 
 

@@ -1,0 +1,141 @@
+"""Attention whose kernels read page tables on the device: no gathered tables, no plan on the host, at home in graphs.
+
+On a CUDA device the operations of `ops.paged_attention` are Triton kernels; elsewhere their torch twins, which serve
+tests of everything around them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagerunner.attention.base import GraphShape, HeadPrep, PlanInputs
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.dispatch import has_triton
+from pagerunner.ops.paged_attention import (
+    HeadWork,
+    PagedKV,
+    PagedPlan,
+    TableRows,
+    paged_attention,
+    prepare_heads_,
+    store_kv_,
+)
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64  # query heads that share a key/value head
+OLDEST_DEVICE = (8, 0)
+
+
+class PagedBackend:
+    """See the module. It has no state of its own: an instance may serve any number of groups."""
+
+    name = "triton"
+    reads_tables = True
+    plans_on_host = False
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves full, windowed and chunked attention in float32, float16 and bfloat16."""
+        heads: Any = spec
+        if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
+            return f"it serves keys and values by head, not {type(spec).__name__}"
+        if max(heads.head_dim, heads.value_dim) > MAX_HEAD_DIM:
+            return f"its heads have at most {MAX_HEAD_DIM} elements, not {max(heads.head_dim, heads.value_dim)}"
+        if heads.static_scales:
+            return "it needs fp8 pages to have scales of their own"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"it does not compute in {dtype}"
+        if device != "cuda":
+            return None
+        if not has_triton():
+            return "Triton is not installed"
+        capability = torch.cuda.get_device_capability()
+        if capability < OLDEST_DEVICE:
+            return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        return None
+
+    def new_state(self, shape: GraphShape | None) -> None:
+        """Nothing outlives a step: what kernels share is computed on the device by the first layer that runs."""
+
+    def plan(self, inputs: PlanInputs, state: None) -> PagedPlan:
+        """Sizes of what queries see, and the bounds of the step."""
+        rows, reach = inputs.rows, inputs.reach
+        size = 0 if reach is None else reach.size
+        chunked = reach is not None and reach.chunked
+        return PagedPlan(
+            window=0 if chunked else size,
+            chunk=size if chunked else 0,
+            one_token=rows.one_token,
+            max_query_len=rows.max_query_len,
+            max_seq_len=rows.max_seq_len,
+        )
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: LayerKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Write k and v, then attend; [T, H, size of a value head]. k and v are rounded in place to what pages hold."""
+        pages = PagedKV(layer.k, layer.v, layer.scales)
+        store_kv_(k_TKD, v_TKD, pages, group.write_entry, group.write_offset)
+        return _attend(q_THD, k_TKD, v_TKD, pages, layer, group, batch, scale, sinks_H, softcap)
+
+    def from_projection(
+        self,
+        qkv_TND: torch.Tensor,
+        prep: HeadPrep,
+        layer: LayerKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
+        pages = PagedKV(layer.k, layer.v, layer.scales)
+        q_norm_D, k_norm_D = prep.q_norm_D, prep.k_norm_D
+        angles = prep.angles
+        work = HeadWork(prep.num_heads, prep.num_kv_heads, angles.cos_T1D, angles.sin_T1D, q_norm_D, k_norm_D, prep.eps)
+        prepare_heads_(qkv_TND, work, pages, group.write_entry, group.write_offset)
+        q_THD, k_TKD, v_TKD = prep.split(qkv_TND)
+        return _attend(q_THD, k_TKD, v_TKD, pages, layer, group, batch, scale, sinks_H, softcap)
+
+
+def _attend(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    pages: PagedKV,
+    layer: LayerKV,
+    group: GroupBatch,
+    batch: ForwardBatch,
+    scale: float,
+    sinks_H: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    rows = batch.rows
+    where = TableRows(
+        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
+    )
+    first = _is_first(layer, batch)
+    return paged_attention(q_THD, k_TKD, v_TKD, pages, where, group.metadata, scale, sinks_H, softcap, first)
+
+
+def _is_first(layer: LayerKV, batch: ForwardBatch) -> bool:
+    """Whether no layer before this one has its group and shape. A graph's replay begins with such a layer, so whatever
+    it computes for the others is computed in every replay.
+    """
+    shape = layer.k.shape[1:]
+    for other in batch.kv:
+        if isinstance(other, LayerKV) and other.group == layer.group and other.k.shape[1:] == shape:
+            return other is layer
+    return True

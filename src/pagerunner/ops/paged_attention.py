@@ -1,0 +1,257 @@
+"""Attention over paged keys and values, for backends whose kernels read the page tables on the device.
+
+The torch twins here define what the kernels in `kernels/paged_*.py` compute: plain masked attention, a row at a time,
+in float32. They synchronise with the device and are slow. No version reads a slot beyond a sequence's length, or a page
+that isn't in the table.
+
+Shape letters: T tokens of the step, R rows, H query heads, K key/value heads, D head size, V size of a value head,
+E entries, S slots of the page table, W its columns, Q queries of a row, L keys of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.fp8 import fitting_scale, from_fp8, to_fp8
+from pagerunner.ops.norm import qk_norm_
+from pagerunner.ops.pages import gather_slots, slot_layout, slot_rows, write_slots
+from pagerunner.ops.rope import RopeAngles, rope_
+
+
+class PagedKV(NamedTuple):
+    """One layer's pages: `k` and `v` are strided views [E, page tokens, K, D or V]; `scales` [E, 2] float32 those of fp8
+    pages: the keys' and the values'. Scales that don't change are one pair, expanded (stride 0 along E).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def scales_are_static(self) -> bool:
+        """Whether the scales are the layer's own, and not each page's."""
+        return self.scales is not None and self.scales.stride(0) == 0
+
+
+class TableRows(NamedTuple):
+    """Where the step's tokens belong: the tensors of `batch.StepRows`, and the group's table of all slots, [S, W] int64."""
+
+    page_table: torch.Tensor
+    slots_R: torch.Tensor
+    query_start_R1: torch.Tensor
+    seq_lens_R: torch.Tensor
+    row_T: torch.Tensor
+    positions_T: torch.Tensor
+
+
+@dataclass(slots=True)
+class PagedPlan:
+    """What the layers of a step share.
+
+    Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
+    tokens, or all (both 0). `one_token`: token t is row t's only one. `max_query_len` and `max_seq_len` are bounds of
+    what the device tensors say. `short_T`: in a step whose lengths the host knows, the tokens of rows with a single one,
+    and `long_R` the other rows and `long_blocks` their query blocks; None in a graph. `scratch` is what kernels compute
+    once a step.
+    """
+
+    window: int = 0
+    chunk: int = 0
+    one_token: bool = False
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    query_lens: tuple[int, ...] | None = None
+    seq_lens: tuple[int, ...] | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+    def oldest(self, position: int) -> int:
+        """The first position that the query at `position` sees."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(position - self.window + 1, 0) if self.window else 0
+
+
+class HeadWork(NamedTuple):
+    """What is done to the heads of a projection's output before attention.
+
+    The first `num_heads` heads are queries, the next `num_kv_heads` keys, the last `num_kv_heads` values. Queries and
+    keys are normed if there are weights, then rotated by `cos` and `sin`, [T, 1, D].
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    q_norm_D: torch.Tensor | None = None
+    k_norm_D: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@gpu_kernel("paged_store")
+def store_kv_(
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages
+    hold, so that a token's own step sees what later steps see.
+
+    The scale of an fp8 page grows, by powers of two, when one of its tokens needs a larger one; what the page held is
+    then converted. The tokens of one page are adjacent in T.
+    """
+    for which, values in enumerate(k_TKV_pair := (k_TKD, v_TKV)):
+        view = pages[which]
+        if pages.scales is not None:
+            values.copy_(_store_scaled(view, pages, which, values, write_entry_T, write_offset_T))
+            continue
+        stored_T = (write_entry_T >= 0).nonzero().squeeze(-1)
+        layout = slot_layout(view)
+        rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
+        write_slots(view, rows, values[stored_T], layout)
+        if view.dtype != values.dtype:
+            k_TKV_pair[which].copy_(values.to(view.dtype))
+
+
+def _store_scaled(
+    view: torch.Tensor,
+    pages: PagedKV,
+    which: int,
+    values_TKD: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> torch.Tensor:
+    scales = pages.scales
+    if scales is None:
+        raise TypeError("pages without scales have nothing to scale by")
+    stored_T = write_entry_T >= 0
+    if pages.scales_are_static:
+        scale_T = scales[:1, which].expand(values_TKD.shape[0])
+    else:
+        wanted_T = fitting_scale(values_TKD.abs().amax((1, 2)), view.dtype)
+        entries_U, page_T = write_entry_T[stored_T].unique(return_inverse=True)
+        old_U = scales[entries_U, which]
+        new_U = old_U.scatter_reduce(0, page_T, wanted_T[stored_T], "amax")
+        grown_U = (new_U > old_U) & (old_U > 0)
+        if grown_U.any():
+            _rescale(view, entries_U[grown_U], old_U[grown_U] / new_U[grown_U])
+        scales[entries_U, which] = new_U
+        scale_T = wanted_T.clone()  # of a token without a page: its own
+        scale_T[stored_T] = new_U[page_T]
+    scale_T11 = scale_T[:, None, None]
+    quantised_TKD = to_fp8(values_TKD, scale_T11, view.dtype)
+    raw = view.view(torch.uint8)
+    layout = slot_layout(raw)
+    rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
+    write_slots(raw, rows, quantised_TKD.view(torch.uint8)[stored_T], layout)
+    return from_fp8(quantised_TKD, scale_T11, values_TKD.dtype)
+
+
+def _rescale(view: torch.Tensor, entries_U: torch.Tensor, factor_U: torch.Tensor) -> None:
+    size = view.shape[1]
+    raw = view.view(torch.uint8)
+    layout = slot_layout(raw)
+    offsets = torch.arange(size, device=view.device).repeat(len(entries_U))
+    rows = slot_rows(entries_U.repeat_interleave(size), offsets, layout)
+    out = torch.empty(rows.numel(), layout.unit, dtype=torch.uint8, device=view.device)
+    held = gather_slots(raw, rows, layout, torch.uint8, out).view(view.dtype)
+    factor = factor_U.repeat_interleave(size)[:, None, None]
+    converted = to_fp8(from_fp8(held, factor, torch.float32), torch.ones_like(factor), view.dtype)
+    write_slots(raw, rows, converted.view(torch.uint8), layout)
+
+
+@gpu_kernel("paged_store")
+def prepare_heads_(
+    qkv_TND: torch.Tensor,
+    work: HeadWork,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
+    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
+    qk_TND = qkv_TND[:, :v_first]
+    if work.q_norm_D is not None and work.k_norm_D is not None:
+        qk_norm_(qk_TND, work.q_norm_D, work.k_norm_D, k_first, work.eps)
+    rope_(qk_TND, RopeAngles(work.cos_T1D, work.sin_T1D))
+    store_kv_.twin(qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:], pages, write_entry_T, write_offset_T)
+
+
+@gpu_kernel("paged_attention")
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    pages: PagedKV,
+    rows: TableRows,
+    plan: PagedPlan,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    first_layer: bool = True,
+) -> torch.Tensor:
+    """Causal attention of every token over its sequence, [T, H, V], after `store_kv_`. Padding tokens give zeros.
+
+    A row's past is in its pages; its tokens of this step are in k and v, and also in pages where a later step reads
+    them. `first_layer` says that the step's layers before this one left nothing in `plan.scratch` that holds for it.
+    """
+    out_THV = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_TKV.shape[2])
+    slots, starts, lengths = (x.tolist() for x in (rows.slots_R, rows.query_start_R1, rows.seq_lens_R))
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        first, last = starts[row], starts[row + 1]
+        if length == 0 or first == last:
+            continue
+        start = length - (last - first)
+        oldest = plan.oldest(start)
+        past = torch.arange(oldest, start, device=q_THD.device)
+        k_LKD = torch.cat((_read(pages, 0, past, slot, rows.page_table), k_TKD[first:last].float()))
+        v_LKV = torch.cat((_read(pages, 1, past, slot, rows.page_table), v_TKV[first:last].float()))
+        queries_Q1 = torch.arange(start, length, device=q_THD.device).unsqueeze(-1)
+        keys_L = torch.arange(oldest, length, device=q_THD.device)
+        seen_QL = keys_L <= queries_Q1
+        if plan.chunk:
+            seen_QL &= keys_L >= queries_Q1 // plan.chunk * plan.chunk
+        elif plan.window:
+            seen_QL &= keys_L > queries_Q1 - plan.window
+        out_THV[first:last] = _attend(q_THD[first:last], k_LKD, v_LKV, seen_QL, scale, sinks_H, softcap)
+    return out_THV
+
+
+def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:
+    view = pages[which]
+    size = view.shape[1]
+    entries_L = table_SW[slot, positions_L // size % table_SW.shape[1]]
+    raw = view.view(torch.uint8) if pages.scales is not None else view
+    layout = slot_layout(raw)
+    slots = slot_rows(entries_L, positions_L % size, layout)
+    out = torch.empty(slots.numel(), layout.unit, dtype=raw.dtype, device=raw.device)
+    held_LKD = gather_slots(raw, slots, layout, raw.dtype, out).view(view.dtype).float()
+    return held_LKD if pages.scales is None else held_LKD * pages.scales[entries_L, which][:, None, None]
+
+
+def _attend(
+    q_QHD: torch.Tensor,
+    k_LKD: torch.Tensor,
+    v_LKV: torch.Tensor,
+    seen_QL: torch.Tensor,
+    scale: float,
+    sinks_H: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    group = q_QHD.shape[1] // k_LKD.shape[1]
+    k_HDL = k_LKD.repeat_interleave(group, 1).permute(1, 2, 0)
+    v_HLV = v_LKV.repeat_interleave(group, 1).transpose(0, 1)
+    scores_HQL = torch.matmul(q_QHD.float().transpose(0, 1), k_HDL) * scale
+    if softcap:
+        scores_HQL = torch.tanh(scores_HQL / softcap) * softcap
+    scores_HQL = scores_HQL.masked_fill(~seen_QL, float("-inf"))
+    if sinks_H is not None:
+        sinks_HQ1 = sinks_H.float().view(-1, 1, 1).expand(-1, q_QHD.shape[0], 1)
+        scores_HQL = torch.cat((scores_HQL, sinks_HQ1), -1)
+    weights_HQL = scores_HQL.softmax(-1)[..., : k_LKD.shape[0]]
+    return torch.matmul(weights_HQL, v_HLV).transpose(0, 1).to(q_QHD.dtype)

@@ -1,0 +1,50 @@
+"""The paged backend on its twins: the cases of every backend, and what only backends that read tables meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.attention_cases import Case, cases, plain, run
+from pagerunner.attention.base import Reach
+from pagerunner.attention.paged import PagedBackend
+from pagerunner.memory.specs import FullKV, LatentKV, WindowKV
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, st.sampled_from([0, 3]), st.sampled_from([0, 2]))
+def test_equals_attention_row_by_row(case: Case, padding: int, spare: int) -> None:
+    got, want = run(replace(case, padding=padding, spare_columns=spare), PagedBackend())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("reach", [Reach(20), Reach(300), Reach(100, chunked=True)])
+def test_long_rows_in_windows(reach: Reach) -> None:
+    case = Case((plain(90, 600), plain(0, 700), plain(0, 20), plain(99, 1)), 16, 2, 2, 8, reach=reach)
+    got, want = run(case, PagedBackend())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_pages_of_other_dtypes(kv_dtype: torch.dtype) -> None:
+    rows = (plain(0, 40), plain(600, 1), plain(100, 50), plain(33, 3))
+    got, want = run(Case(rows, 16, 2, 2, 32, kv_dtype=kv_dtype), PagedBackend())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_says_what_it_does_not_serve() -> None:
+    backend = PagedBackend()
+    assert backend.unsupported(FullKV(2, 16, "float32", 8), "cpu", torch.float32) is None
+    assert backend.unsupported(WindowKV(2, 16, "fp8_e4m3", window=4), "cpu", torch.bfloat16) is None
+    reasons = [
+        (LatentKV(2, 16, "float32"), torch.float32, "LatentKV"),
+        (FullKV(2, 512, "float32"), torch.float32, "512"),
+        (FullKV(2, 16, "float32"), torch.float64, "float64"),
+    ]
+    for spec, dtype, word in reasons:
+        reason = backend.unsupported(spec, "cpu", dtype)
+        assert reason is not None and word in reason
