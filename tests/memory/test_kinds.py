@@ -139,7 +139,7 @@ def test_a_family_shares_state_without_prefix_caching_while_one_of_it_runs() -> 
         bench.add(str(number), tokens(1000), 5, family="f")
     bench.drain()
     assert bench.cached == {"0": 0, "1": 992, "2": 992}
-    assert len(bench.manager.pool.free_slabs) == bench.plan.num_slabs, "nothing outlives the family"
+    assert bench.manager.pool.free_slabs == bench.plan.num_slabs, "nothing outlives the family"
     bench.add("late", tokens(1000), 5, family="f")
     bench.drain()
     assert bench.cached["late"] == 0
@@ -274,4 +274,4 @@ def test_fragmentation_stays_low_over_100000_random_operations() -> None:
         manager.release(live.pop()[0])
     manager.check_integrity()
     assert not any(manager.pool.used) and manager.reset_prefix_cache()
-    assert len(manager.pool.free_slabs) == manager.plan.num_slabs
+    assert manager.pool.free_slabs == manager.plan.num_slabs

@@ -248,9 +248,9 @@ class Traffic(RuleBasedStateMachine):
         self.manager.check_integrity()
         assert not any(self.manager.pool.used), "pages are still in use after the last request"
         if not self.caching:
-            assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
+            assert self.manager.pool.free_slabs == self.plan.num_slabs
         assert self.scheduler.reset_prefix_cache()
-        assert len(self.manager.pool.free_slabs) == self.plan.num_slabs
+        assert self.manager.pool.free_slabs == self.plan.num_slabs
 
 
 @pytest.fixture(autouse=True)

@@ -181,7 +181,7 @@ def test_a_family_shares_without_prefix_caching_and_strangers_do_not() -> None:
     assert [row.start for row in plan.rows] == [0, 32, 32, 0, 0]
     bench.commit(plan)
     bench.drain()
-    assert len(bench.manager.pool.free_slabs) == bench.plan.num_slabs
+    assert bench.manager.pool.free_slabs == bench.plan.num_slabs
 
 
 def test_prompt_logprobs_compute_every_token_and_still_publish() -> None:

@@ -571,8 +571,7 @@ class KVManager:
                 pages += [page for _, page in grant.saves] if group == self._state else []
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1
-            held = {page: count for page, count in enumerate(refs) if count}
-            assert counts == held, f"group {group}: grants hold {counts}, the pool counts {held}"
+            assert counts == refs, f"group {group}: grants hold {counts}, the pool counts {refs}"
             promised = sum(grant.promise[group] for grant in self._grants)
             assert promised == self._promised[group], "promises"
         planned: dict[tuple[int, PageKey], int] = {}
