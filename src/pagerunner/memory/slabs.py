@@ -16,7 +16,6 @@ from itertools import islice, takewhile
 
 from pagerunner.memory.prefix import PrefixIndex
 
-
 _LISTED = 4_096  # free slabs, and free pages of a huge slab, that are listed at a time
 
 

@@ -231,6 +231,8 @@ class Scheduler:
         sequence.pending += samples
         if end >= grant.next_publish:
             self.manager.publish(grant, tokens, end)
+        if samples and sequence.family:
+            self.manager.offer(grant, sequence.family, tokens[: sequence.prompt_len])
         return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
 
     def _schedule_waiting(
@@ -245,22 +247,33 @@ class Scheduler:
                 break
             known = len(sequence.tokens)
             slot = self._free_slots[0]
-            grant = manager.admit(slot, sequence.chain, sequence.tokens, sequence.hit_limit(), shares=sequence.shares)
+            grant = manager.admit(
+                slot,
+                sequence.chain,
+                sequence.tokens,
+                sequence.hit_limit(),
+                shares=sequence.shares,
+                family=sequence.family,
+                prompt_len=sequence.prompt_len,
+            )
             if grant is None:
                 sequence.retry_version = manager.version
                 break
             start = grant.cached_tokens
+            waits = manager.must_wait(grant)
             end = min(known, start + budget)
-            if end < known and not self.enable_chunked_prefill and budget < self.max_num_batched_tokens:
+            if end < known and not waits and not self.enable_chunked_prefill and budget < self.max_num_batched_tokens:
                 manager.release(grant)  # nothing was computed or published
                 sequence.retry_budget = min(known - start, self.max_num_batched_tokens)
                 break
-            end = manager.grow(grant, start, end)
-            assert end, "admission promised these pages"
+            if not waits:
+                end = manager.grow(grant, start, end)
+                assert end, "admission promised these pages"
             waiting.remove(sequence)
             heapq.heappop(self._free_slots)
             sequence.grant = grant
             sequence.refill = known
+            sequence.scheduled = start
             sequence.retry_budget = 0
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
@@ -271,9 +284,10 @@ class Scheduler:
             else:
                 self._running.append(sequence)
             admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
-            budget -= end - start
-            rows.append(self._row(sequence, grant, start, end))
-            sequences.append(sequence)
+            if not waits:
+                budget -= end - start
+                rows.append(self._row(sequence, grant, start, end))
+                sequences.append(sequence)
         return budget
 
     def _preempt(self, sequence: Sequence) -> None:
