@@ -80,9 +80,7 @@ def test_siblings_get_the_tokens_of_lone_requests(
 
 @pytest.mark.parametrize("condition", ["two-in-flight-poisoned", "no-caching-page-48"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma-3"])
-def test_fp8_pages_are_copied_with_their_scales(
-    checkpoint: Callable[[str], str], family: str, condition: str
-) -> None:
+def test_fp8_pages_are_copied_with_their_scales(checkpoint: Callable[[str], str], family: str, condition: str) -> None:
     path = checkpoint(family)
     assert together(path, kv_cache_dtype="fp8", **CONDITIONS[condition]) == alone(path, kv_cache_dtype="fp8")
 
@@ -104,3 +102,15 @@ def test_writing_into_the_shared_page_would_be_noticed(
     expected = alone(path)
     monkeypatch.setattr(KVManager, "_to_copy", nothing)
     assert together(path) != expected
+
+
+def test_a_stream_can_be_asked_for_its_pages_midway(checkpoint: Callable[[str], str]) -> None:
+    llm = LLM(checkpoint("gemma-3"), max_model_len=128, skip_tokenizer_init=True)
+    assert llm.memory_state()["requests"] == []
+    stream = llm.stream(prompts()[2], sampling(1, n=2))
+    for _ in range(6):
+        next(stream)
+    state = llm.memory_state()
+    assert len(state["requests"]) == 2 and state["groups"][0]["shared"] > 0
+    assert [group["name"] for group in state["groups"]] == [group.name for group in llm.memory_plan.groups]
+    stream.close()

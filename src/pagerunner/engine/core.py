@@ -9,6 +9,7 @@ from typing import Literal
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
 from pagerunner.errors import ConfigError, EngineSleepingError
+from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
@@ -77,6 +78,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler and the memory manager."""
         return self._scheduler.stats()
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
+        return self._scheduler.memory_state()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""

@@ -69,7 +69,8 @@ class PageUsage:
     """One group's pages: held by requests, findable without an owner, and evicted so far.
 
     `free` pages lie in slabs that the group occupies. `hits` counts the tokens that the group alone could have taken
-    from the prefix index, out of `KVManager.prefix_queries`.
+    from the prefix index, out of `KVManager.prefix_queries`. `share` of the page memory's bytes are the group's pages in use;
+    packing the group's pages would give back `fragmentation` of all slabs; `waste` of a slab of the group can hold no state.
     """
 
     group: str
@@ -78,3 +79,6 @@ class PageUsage:
     evictions: int
     free: int
     hits: int
+    share: float
+    fragmentation: float
+    waste: float

@@ -539,7 +539,7 @@ class KVManager:
         return sum(group.page_bytes * used for group, used in groups) / self.plan.kv_bytes
 
     def usage_by_group(self) -> list[PageUsage]:
-        """Pages in use and cached, and evictions so far."""
+        """What each group holds, has had evicted, and loses."""
         pool = self.pool
         return [
             PageUsage(
@@ -549,6 +549,9 @@ class KVManager:
                 pool.evictions[number],
                 pool.free_in_slabs(number),
                 self._group_hits[number],
+                pool.used[number] * group.page_bytes / self.plan.kv_bytes,
+                pool.group_fragmentation(number),
+                self.plan.group_waste(number),
             )
             for number, group in enumerate(self.plan.groups)
         ]

@@ -169,12 +169,21 @@ class SlabPool:
         """Free pages in slabs that the group occupies: other groups can't have them."""
         return self._owned[group] * self.per_slab[group] - self.used[group] - len(self.cached[group])
 
+    def shared(self, group: int) -> int:
+        """Pages of the group that several hold."""
+        return sum(count > 1 for count in self.refs[group].values())
+
     @property
     def fragmentation(self) -> float:
         """Share of the slabs that packing every group's pages together would give back, 0 to 1."""
         if not self.num_slabs or len(self.per_slab) == 1:
             return 0.0
         return sum(self.free_in_slabs(group) // count for group, count in enumerate(self.per_slab)) / self.num_slabs
+
+    def group_fragmentation(self, group: int) -> float:
+        """The group's part of `fragmentation`."""
+        alone = not self.num_slabs or len(self.per_slab) == 1
+        return 0.0 if alone else self.free_in_slabs(group) // self.per_slab[group] / self.num_slabs
 
     def _mark_used(self, group: int, slab: int, pages: int) -> None:
         if self._slab_used[slab] == 0:

@@ -16,6 +16,7 @@ import msgspec
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (
@@ -31,7 +32,11 @@ from pagerunner.types import (
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached."""
+    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached.
+
+    `usage` is its share of the page memory's bytes, `fragmentation` the share of all slabs that packing its pages would give
+    back, `waste` the share of a slab of its that can hold no state.
+    """
 
     name: str
     pages_in_use: int
@@ -39,6 +44,9 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int
     pages_free: int = 0
     hits_total: int = 0
+    usage: float = 0.0
+    fragmentation: float = 0.0
+    waste: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -409,6 +417,11 @@ class Scheduler:
         """Forget all cached pages; False if some are in use (they can't be found any more either)."""
         return self.manager.reset_prefix_cache()
 
+    def memory_state(self) -> MemoryState:
+        """Who holds which pages now."""
+        holders = {sequence.request_id: sequence.grant for sequence in self._running if sequence.grant is not None}
+        return memory_state(self.manager, holders)
+
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""
         manager = self.manager
@@ -424,6 +437,9 @@ class Scheduler:
                     evictions=use.evictions,
                     pages_free=use.free,
                     hits_total=use.hits,
+                    usage=use.share,
+                    fragmentation=use.fragmentation,
+                    waste=use.waste,
                 )
                 for use in manager.usage_by_group()
             ],
