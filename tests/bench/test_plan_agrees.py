@@ -81,7 +81,8 @@ def test_every_report_names_the_same_pages_length_and_concurrency(model: ModelMe
     assert f"{plan.max_concurrency:,.2f} requests" in text and values["max_concurrency"] == plan.max_concurrency
     manager = KVManager(plan)
     for number, group in enumerate(plan.groups):
-        assert len(manager.pool.refs[number]) == plan.num_pages(number) == values["groups"][number]["num_pages"]
+        pages = manager.pool.num_slabs * manager.pool.per_slab[number]
+        assert pages == plan.num_pages(number) == values["groups"][number]["num_pages"]
         assert re.search(rf"^{group.name} .* {plan.num_pages(number):,} ", text, re.MULTILINE)
     same = plan_of(model, num_pages_override=plan.num_gpu_blocks)
     assert same.num_gpu_blocks == plan.num_gpu_blocks

@@ -51,7 +51,9 @@ def test_span_and_tail_cover_exactly_what_is_read(rule: WindowRule | ChunkedRule
             end = start + length
             assert rule.span(start, end) == (reads(rule, start) // size, -(-end // size))
             assert rule.tail(end) <= reads(rule, end) // size
-            assert rule.tail(end) == reads(rule, end // rule.cell * rule.cell) // size
+            hit = end // rule.cell * rule.cell
+            kept = min(hit, end - 1) if isinstance(rule, WindowRule) else hit  # a sibling computes end - 1 again
+            assert rule.tail(end) == reads(rule, kept) // size
             assert rule.tail(end) * size <= end
 
 

@@ -229,6 +229,10 @@ class _ForgettingRule(FullRule, ABC):
 class WindowRule(_ForgettingRule):
     """The last `reach` tokens are read: key j by query i when i - reach < j <= i. A hit needs only the pages before it."""
 
+    def tail(self, end: int) -> int:
+        """Also what position `end - 1` reads, which the siblings of a prompt that ends here compute again: a page at most."""
+        return self._oldest(min(end // self.cell * self.cell, end - 1)) // self.page_tokens
+
     def _oldest(self, position: int) -> int:
         return max(position - self.reach + 1, 0)
 
