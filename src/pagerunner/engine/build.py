@@ -84,7 +84,9 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
             load_weights(model, Path(config.model_path), progress)
 
     fill_weights()
-    pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
+    pages = Pages(
+        plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages, static_scales=resolved.kv_scales
+    )
     tables = PageTables(plan)
     last_tokens = LastTokens(config.max_num_seqs, device)
     runner = ModelRunner(

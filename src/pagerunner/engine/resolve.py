@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
@@ -11,11 +13,15 @@ from pagerunner.engine.machine import available_memory, resolve_device
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.report import human_bytes
+from pagerunner.memory.specs import Spec
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
-from pagerunner.models.loader import build_model, weights_bytes
+from pagerunner.models.kv_scales import DTYPE as STATIC_DTYPE
+from pagerunner.models.kv_scales import Scales, read_kv_scales, with_static_scales
+from pagerunner.models.loader import build_model, checkpoint_files, weights_bytes
 from pagerunner.runner.sampling.sampler import Sampler
 
+logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = 2_048
 DEFAULT_CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; more only when one request of full length needs it
@@ -30,11 +36,12 @@ _DTYPE_NAMES: dict[str, Dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What an engine is built from."""
+    """What an engine is built from. `kv_scales` are the static scales that its fp8 pages take, if any."""
 
     config: EngineConfig
     model: ModelConfig
     plan: MemoryPlan
+    kv_scales: Scales = field(default_factory=dict)
 
 
 def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
@@ -53,7 +60,9 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     batched_tokens = _batched_tokens(args, longest)
-    plan = _plan(args, model, dtype, kv_dtype, wanted_length, max_num_seqs, batched_tokens, memory_bytes)
+    kv_scales = _kv_scales(args, model, kv_dtype)
+    specs = with_static_scales(model.layer_specs(kv_dtype), kv_scales)
+    plan = _plan(args, model, dtype, specs, wanted_length, max_num_seqs, batched_tokens, memory_bytes)
     config = EngineConfig(
         model_path=str(args.model),
         tokenizer_path=str(args.tokenizer or args.model),
@@ -77,7 +86,21 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         poison_fresh_pages=args.poison_fresh_pages,
         attention_backend=args.attention_backend,
     )
-    return Resolved(config, model, plan)
+    return Resolved(config, model, plan, kv_scales)
+
+
+def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scales:
+    """The scales that the checkpoint has for the pages' dtype; none if there are only a config and no weights."""
+    directory = Path(model.path)
+    if args.load_format == "dummy" or not any(directory.glob("model.safetensors*")):
+        return {}
+    found = read_kv_scales(checkpoint_files(directory), model.layer_specs(kv_dtype))
+    if found and kv_dtype != STATIC_DTYPE:
+        logger.info("The checkpoint's scales are for fp8_e4m3; kv_cache_dtype=%s makes no use of them.", kv_dtype)
+        return {}
+    if found:
+        logger.info("fp8 pages take the checkpoint's scales, of %d layers.", len(found))
+    return found
 
 
 def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
@@ -111,7 +134,7 @@ def _plan(
     args: EngineArgs,
     model: ModelConfig,
     dtype: Dtype,
-    kv_dtype: KVDtype,
+    specs: Sequence[Spec],
     wanted_length: int | str,
     max_num_seqs: int,
     batched_tokens: int,
@@ -119,7 +142,6 @@ def _plan(
 ) -> MemoryPlan:
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     weights = weights_bytes(build_model(model, dtype))
-    specs = model.layer_specs(kv_dtype)
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         return (
@@ -127,7 +149,7 @@ def _plan(
             ("page tables", 8 * max_num_seqs * table_width),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
-            ("gathered pages", scratch_bytes(specs, args.block_size, length)),
+            ("gathered pages", scratch_bytes(specs, length, max_num_seqs, dtype)),
         )
 
     def plan(budget: int | None) -> MemoryPlan:

@@ -21,6 +21,7 @@ from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_json
+from pagerunner.models.kv_scales import place_of
 from pagerunner.models.registry import FAMILIES
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ def dummy_weights(model: Model, seed: int = 0) -> None:
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None) -> None:
     """Fill every weight from the `*.safetensors` of the model directory `path`, converting to the model's dtype.
 
+    Scales of fp8 keys and values are no weights: `kv_scales` reads them.
+
     `progress(done, total)` is called with bytes of the files' tensors.
 
     Raises:
@@ -110,10 +113,11 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     directory = Path(path)
     targets = dict(model.checkpoint())
     stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
-    files = _files(directory)
+    files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     done, pending, extra = 0, dict(targets), []
     filled: dict[str, str] = {}
+    scales: list[str] = []
     unused: dict[str, list[str]] = {}
     for file in files:
         for name, tensor in _tensors(file, files[file]):
@@ -127,11 +131,15 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 _copy(file, name, tensor, target)
             elif name.startswith(model.unused_tensors):
                 unused.setdefault(name.partition(".")[0], []).append(name)
+            elif place_of(name) is not None:
+                scales.append(name)
             elif not _is_derived(name):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))
             done += tensor.nbytes
             if progress is not None:
                 progress(min(done, total), total)
+    if scales:
+        logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
     for file, name, tied in extra:
         _check_extra(file, name, tied, targets)
     if pending:
@@ -183,8 +191,12 @@ def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict
         )
 
 
-def _files(directory: Path) -> dict[Path, list[str]]:
-    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds."""
+def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
+    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds.
+
+    Raises:
+        CheckpointError: there is none, the index is damaged, or a file that it names is missing.
+    """
     index = directory / _INDEX
     if not index.is_file():
         single = directory / "model.safetensors"
