@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
@@ -45,6 +46,8 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen3-next": lambda path: make_hybrid_checkpoint(path, "qwen3_next_dense")[0],
     # without experts, whose choice jumps where two are about equally good
     "deepseek-v2-lite": lambda path: make_latent_checkpoint(path, "deepseek_v2", first_k_dense_replace=3)[0],
+    # without a choice of slots or experts, for the same reason
+    "deepseek-v4": lambda path: make_compressed_checkpoint(path, index_topk=512, num_experts_per_tok=6)[0],
 }
 
 
@@ -97,6 +100,8 @@ def test_logprobs_stay_near_those_of_float32_pages(
         ("deepseek-v2-lite", "bfloat16"),
         ("deepseek-v2-lite", "fp8_e4m3"),
         ("deepseek-v2-lite", "fp8_e5m2"),
+        ("deepseek-v4", "bfloat16"),
+        ("deepseek-v4", "fp8_e4m3"),
     ],
 )
 def test_logprobs_do_not_depend_on_the_memory(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
@@ -33,15 +34,20 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "qwen3_5_moe": lambda path: make_vision_checkpoint(path, "qwen3_5_moe")[0],
     "bamba": lambda path: make_hybrid_checkpoint(path, "bamba")[0],
     "deepseek_v2": lambda path: make_latent_checkpoint(path, "deepseek_v2")[0],
+    # ratios that allow prefix hits of 128 tokens in pages of bytes
+    "deepseek_v4": lambda path: make_compressed_checkpoint(path, compress_rates={SPARSE: 4, HEAVY: 8})[0],
     "deepseek_v3": lambda path: make_latent_checkpoint(path, "deepseek_v3")[0],
     **{
         name: lambda path, name=name: make_window_checkpoint(path, name)
         for name in ("gemma3_text", "gpt_oss", "qwen3_moe")
     },
 }
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "bamba")
-PREFIX = [(5 * i) % 490 + 4 for i in range(40)]
-PROMPTS = [PREFIX[: 8 * (i % 6)] + [(11 * i + 3 * j) % 490 + 4 for j in range(4 + 9 * (i % 5))] for i in range(9)]
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "bamba", "deepseek_v4")
+PREFIX = [(5 * i) % 490 + 4 for i in range(150)]
+PROMPTS = [
+    PREFIX[: (0, 150, 8, 40, 140)[i % 5]] + [(11 * i + 3 * j) % 490 + 4 for j in range(4 + 9 * (i % 5))]
+    for i in range(9)
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 
 def run(path: str, kv_cache_dtype: str, **options: Any) -> list[Any]:
-    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 400_000}
+    limits = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 48, "kv_cache_memory_bytes": 400_000}
     llm = LLM(path, kv_cache_dtype=kv_cache_dtype, skip_tokenizer_init=True, **(limits | options))
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False)
     outputs: list[Any] = []

@@ -8,18 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.compressed import CompressedBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
-KindBackend = RecurrentBackend | LatentBackend
+KindBackend = RecurrentBackend | LatentBackend | CompressedBackend
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_ref": TorchBackend}
-# Groups of these kinds have a backend of their own, which does not depend on what the user asks for.
-KIND_BACKENDS: dict[str, Callable[[], KindBackend]] = {"recurrent": RecurrentBackend, "latent": LatentBackend}
+# Groups of these kinds have backends of their own, which do not depend on what the user asks for.
+KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {
+    "recurrent": (RecurrentBackend,),
+    "latent": (LatentBackend, CompressedBackend),
+}
 
 
 def select_backends(
@@ -41,8 +45,7 @@ def select_backends(
 
 def _candidates(kind: str, made: dict[str, AttentionBackend]) -> Mapping[str, AttentionBackend | KindBackend]:
     if kind in KIND_BACKENDS:
-        own = KIND_BACKENDS[kind]()
-        return {own.name: own}
+        return {own.name: own for own in (make() for make in KIND_BACKENDS[kind])}
     return made
 
 

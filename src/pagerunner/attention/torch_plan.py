@@ -19,7 +19,7 @@ Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -151,7 +151,18 @@ def scratch_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, 
     It is what `torch_ref.Scratch` holds when it has served the largest call of every layer: the slots as pages hold them,
     and as the model wants them if that is another dtype; fp8 numbers become float32 ones on the way.
     """
-    slots = max(min(MAX_PADDED_SLOTS, max_num_seqs * max_model_len), max_model_len)
+    padded = max(min(MAX_PADDED_SLOTS, max_num_seqs * max_model_len), max_model_len)
+    pools: dict[Hashable, list[Spec]] = {}  # by backend: one for all keys and values, one for each group of latents
+    for spec in specs:
+        pools.setdefault(spec.lifetime if spec.kind == "latent" else "heads", []).append(spec)
+    total = 0
+    for pool in pools.values():
+        compression = max(getattr(spec, "compression", 1) for spec in pool)
+        total += (padded if compression == 1 else max_model_len // compression) * _slot_bytes(pool, dtype)
+    return total
+
+
+def _slot_bytes(specs: Sequence[Spec], dtype: str) -> int:
     most: dict[tuple[int, str], int] = {}
     for spec in specs:
         for which, elements in enumerate(_slot_elements(spec)):
@@ -164,14 +175,14 @@ def scratch_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, 
             for key in keys:
                 most[key] = max(most.get(key, 0), elements)
     sizes = {**KV_DTYPE_BYTES, "raw": 1}
-    return slots * sum(elements * sizes[name] for (_, name), elements in most.items())
+    return sum(elements * sizes[name] for (_, name), elements in most.items())
 
 
 def _slot_elements(spec: Spec) -> tuple[int, ...]:
-    """Numbers of a slot's keys and values, or of its one vector."""
+    """Numbers of a slot's keys and values, or of its one vector and its indexer key."""
     if isinstance(spec, FullKV):
         return spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim
-    return (spec.latent_dim + spec.rope_dim,) if isinstance(spec, LatentKV) else ()
+    return (spec.latent_dim + spec.rope_dim, spec.indexer_dim) if isinstance(spec, LatentKV) else ()
 
 
 def make_plan(

@@ -17,6 +17,7 @@ from pagerunner.attention.base import Reach
 from pagerunner.attention.held import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
 
@@ -115,7 +116,10 @@ class TorchBackend:
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves full, windowed and chunked attention on any device and in any floating dtype."""
-        if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
+        if isinstance(spec, LatentSpec) and spec.kind == "window":
+            if spec.rope_dtype not in (None, spec.dtype) or spec.scale_bytes or spec.indexer_dim:
+                return "it needs a window's vectors to be of one dtype, with one scale per page and no indexer keys"
+        elif spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
             return f"it serves keys and values by head, not {type(spec).__name__}"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
 
@@ -146,22 +150,41 @@ class TorchBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, size of a value head]."""
+        found = self.partial(q_THD, k_TKD, v_TKD, layer, group, scale, softcap, keep_lse=sinks_H is not None)
+        return found[0] if sinks_H is None else take_sinks(found, sinks_H)
+
+    def partial(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: LayerKV,
+        group: GroupBatch,
+        scale: float,
+        softcap: float = 0.0,
+        *,
+        keep_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward` without sinks, for a caller that merges: [T, H, D] and, with `keep_lse`, the log-sum-exp [T, H]."""
         metadata: TorchMetadata = group.metadata
         k_TKD = store(layer, 0, k_TKD, group, metadata)
-        v_TKD = store(layer, 1, v_TKD, group, metadata)
+        v_TKD = k_TKD if layer.v is layer.k else store(layer, 1, v_TKD, group, metadata)
         call = _Call(q_THD, k_TKD, v_TKD, layer, scale, softcap, self._scratch)
         parts = metadata.parts
         if len(parts) == 1:
-            out_THD, lse_TH = call.run(parts[0])
-        else:
-            out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
-            lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-            for part in parts:
-                out, lse = call.run(part)
-                _store(part, out, lse, out_THD, lse_TH, keep_lse=sinks_H is not None)
-        if sinks_H is None:
-            return out_THD
-        return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
+            return call.run(parts[0])
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for part in parts:
+            out, lse = call.run(part)
+            _store(part, out, lse, out_THD, lse_TH, keep_lse=keep_lse)
+        return out_THD, lse_TH
+
+
+def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:
+    """What is left of attention [T, H, D] with log-sum-exp [T, H] when each head's sink has taken its share."""
+    out_THD, lse_TH = found
+    return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
 
 
 def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -224,7 +247,7 @@ class _Call:
         return self._gather(slots, self.layer.k, 0)
 
     def _values(self, slots: Slots) -> torch.Tensor:
-        return self._gather(slots, self.layer.v, 1)
+        return self._keys(slots) if self.layer.v is self.layer.k else self._gather(slots, self.layer.v, 1)
 
     def _heads(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Query heads by the key/value head that they share, [T, K, G, D]."""

@@ -29,6 +29,7 @@ ALIGNMENT = 64
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 class Model(Protocol):
@@ -90,10 +91,13 @@ def _aligned(size: int) -> int:
 
 
 def dummy_weights(model: Model, seed: int = 0) -> None:
-    """Fill the weights with small random values: norms near 1, everything else with a deviation of 0.02."""
+    """Fill the weights with small random values: norms near 1, indices 0, everything else with a deviation of 0.02."""
     generators: dict[torch.device, torch.Generator] = {}
     for module in model.modules():
         for name, tensor in module.weights.items():
+            if not tensor.is_floating_point():
+                tensor.zero_()
+                continue
             if tensor.device not in generators:
                 generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
             is_norm = name == "weight" and tensor.dim() == 1
@@ -170,7 +174,7 @@ def _copy(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> 
         raise CheckpointError(
             f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(target.shape)}."
         )
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in (_DTYPES if target.is_floating_point() else _INDEX_DTYPES):
         raise CheckpointError(f"{file}: {name} has dtype {str(tensor.dtype)[6:]}, which is not supported.")
     target.copy_(tensor)
 

@@ -81,26 +81,51 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
 
 
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
-    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
+    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit.
+
+    Indexer keys are another such view.
+    """
     spec = piece.spec
     if (
         not isinstance(spec, LatentSpec)
         or spec.scale_bytes
-        or spec.indexer_dim
-        or spec.rope_dtype not in (None, spec.dtype)
+        or spec.indexer_scale_bytes
+        or any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype))
     ):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
     dtype = TORCH_DTYPES[spec.dtype]
-    vector = spec.latent_dim + spec.rope_dim
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
-    size = (num_entries, spec.slots(group.page_tokens), vector)
-    strides = (group.unit // dtype.itemsize, vector, 1)
-    latent = kv_bytes.view(dtype).as_strided(size, strides, piece.offset // dtype.itemsize)
-    return LatentKV(index, latent, _page_scales(kv_bytes, group, piece))
+
+    def view(offset_bytes: int, elements: int) -> torch.Tensor:
+        size = (num_entries, spec.slots(group.page_tokens), elements)
+        strides = (group.unit // dtype.itemsize, elements, 1)
+        return kv_bytes.view(dtype).as_strided(size, strides, offset_bytes // dtype.itemsize)
+
+    indexer = None
+    if spec.indexer_dim:
+        indexer = view(piece.offset + spec.indexer_offset(group.page_tokens), spec.indexer_dim)
+    vectors = view(piece.offset, spec.latent_dim + spec.rope_dim)
+    return LatentKV(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
+
+
+def window_view(
+    kv_bytes: torch.Tensor,
+    group: GroupPlan,
+    index: int,
+    piece: LayerSlice,
+    static_scales: tuple[float, float] | None = None,
+) -> LayerKV:
+    """One layer of a window: keys and values, or vectors that serve as both, as one head."""
+    if not isinstance(piece.spec, LatentSpec):
+        return layer_view(kv_bytes, group, index, piece, static_scales)
+    found = latent_view(kv_bytes, group, index, piece)
+    vectors = found.latent.unsqueeze(2)
+    return LayerKV(index, vectors, vectors, found.scales)
 
 
 # by the kind of the layer's spec; the others are keys and values
-_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_STATE_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_KEY_VIEWS = {"window": window_view}
 
 
 class Pages:
@@ -122,11 +147,12 @@ class Pages:
         layers: dict[int, LayerMemory] = {}
         for index, group in enumerate(plan.groups):
             for piece in group.layers:
-                view = _VIEWS.get(piece.spec.kind)
-                if view is None:
-                    layers[piece.layer] = layer_view(kv_bytes, group, index, piece, static.get(piece.layer))
+                state_view = _STATE_VIEWS.get(piece.spec.kind)
+                if state_view is not None:
+                    layers[piece.layer] = state_view(kv_bytes, group, index, piece)
                 else:
-                    layers[piece.layer] = view(kv_bytes, group, index, piece)
+                    view = _KEY_VIEWS.get(piece.spec.kind, layer_view)
+                    layers[piece.layer] = view(kv_bytes, group, index, piece, static.get(piece.layer))
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
     def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:
