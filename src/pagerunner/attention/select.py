@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from pagerunner.attention.base import AttentionBackend, DeviceBackend
+from pagerunner.attention.compressed import CompressedBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
@@ -18,7 +19,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
 Backend = AttentionBackend | DeviceBackend
-KindBackend = RecurrentBackend | LatentBackend | PagedRecurrentBackend | PagedLatentBackend
+KindBackend = RecurrentBackend | LatentBackend | CompressedBackend | PagedRecurrentBackend | PagedLatentBackend
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref": TorchBackend}
@@ -26,10 +27,10 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref
 AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
 ANYWHERE = ("torch_ref",)
 # Groups of these kinds have backends of their own: one that reads tables, which serves CUDA devices and whoever asks for
-# such a backend by name, and one that doesn't.
-KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], Callable[[], KindBackend]]] = {
+# such a backend by name, and those that don't.
+KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
-    "latent": (PagedLatentBackend, LatentBackend),
+    "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
 }
 
 

@@ -176,7 +176,7 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
     config, plan = resolved.config, resolved.plan
     device = torch.device(config.device)
     backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
-    pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages)
+    pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
     return ModelRunner(
