@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pagerunner.attention import compressed
 from pagerunner.attention.compressed import CompressedBackend, IndexerQueries, SlotPooling
 from pagerunner.attention.torch_plan import scratch_bytes
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
 from pagerunner.memory import specs
 
 HEADS, DIM, INDEX = 2, 6, 4
@@ -109,7 +109,8 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, CompressedBackend]:
         table, torch.zeros(len(table)), torch.tensor(entries), torch.tensor(offsets), tokens_page, backend, metadata
     )
     layer, where = LatentKV(0, latent, None, indexer), torch.tensor(positions)
-    batch = ForwardBatch(where, where, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,))
+    rows = StepRows.of(query_lens, seq_lens, range(len(query_lens)))
+    batch = ForwardBatch(where, where, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)
     done = backend.completed(layer, group, batch)
     assert done.tolist() == [i for i, position in enumerate(positions) if (position + 1) % case.ratio == 0]
     new_vectors = torch.cat([x[past // case.ratio :] for x, (past, _) in zip(vectors, case.rows, strict=True)])

@@ -9,7 +9,7 @@ from pagerunner.attention import torch_plan
 from pagerunner.attention.mla import LatentBackend, UpProjection
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.attention.torch_ref import Scratch, TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV, StepRows
 from pagerunner.memory import specs
 from pagerunner.runner.pages import TORCH_DTYPES
 
@@ -31,12 +31,13 @@ def serve(
     metadata = backend.plan(query_lens, seq_lens, table, SIZE, start)
     group = GroupBatch(table, torch.zeros(len(rows)), entries, offsets, SIZE, backend, metadata)
     nothing = torch.zeros(len(positions), dtype=torch.int64)
+    step = StepRows.of(query_lens, seq_lens, range(len(rows)))
     held = TORCH_DTYPES[spec.dtype]  # type: ignore[attr-defined]
     scales = torch.ones(table.numel(), 2) if spec.has_page_scales else None  # type: ignore[attr-defined]
     if isinstance(spec, specs.LatentKV):
         vector = spec.latent_dim + spec.rope_dim
         latent = LatentKV(0, torch.zeros(table.numel(), SIZE, vector).to(held), scales)
-        batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (latent,))
+        batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (latent,), rows=step)
         up = UpProjection(torch.randn(2 * 9, spec.latent_dim).to(dtype), 2, 4, 5)
         q = torch.randn(len(positions), 2, 4 + spec.rope_dim).to(dtype)
         assert isinstance(backend, LatentBackend)
@@ -46,7 +47,7 @@ def serve(
     k = torch.zeros(table.numel(), SIZE, spec.num_kv_heads, spec.head_dim).to(held)
     v = torch.zeros(table.numel(), SIZE, spec.num_kv_heads, spec.value_dim).to(held)
     layer = LayerKV(0, k, v, scales)
-    batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (layer,))
+    batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (layer,), rows=step)
     new_k, new_v = (torch.randn(len(positions), *x.shape[2:]).to(dtype) for x in (k, v))
     q = torch.randn(len(positions), 2 * spec.num_kv_heads, spec.head_dim).to(dtype)
     backend.forward(q, new_k, new_v, layer, group, batch, 1.0)
