@@ -97,7 +97,9 @@ def check_pages(fill, copy, sizes: list[int], device: str = "cpu") -> None:
     """Pages of different sizes, filled with zeros and with ones and copied, between bytes that must not change."""
     starts = torch.tensor([0, *[2 * size + 16 for size in sizes]]).cumsum(0).tolist()
     before = torch.randint(0, 256, (starts[-1],), dtype=torch.uint8)
-    fills = torch.tensor([(start, size, 255 * (i % 2)) for i, (start, size) in enumerate(zip(starts, sizes, strict=False))])
+    fills = torch.tensor(
+        [(start, size, 255 * (i % 2)) for i, (start, size) in enumerate(zip(starts, sizes, strict=False))]
+    )
     copies = torch.tensor([(start, start + size, size) for start, size in zip(starts, sizes, strict=False)])
     expected, found = before.clone(), before.clone().to(device)
     for memory, place, do_fill, do_copy in (

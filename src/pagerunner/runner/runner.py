@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.sample import greedy
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
@@ -227,9 +228,3 @@ class ModelRunner:
             if entries:
                 found[index] = entries
         return found
-
-
-def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens, int64 [S], and their logits."""
-    tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-    return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1)
