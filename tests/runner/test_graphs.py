@@ -16,6 +16,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import LayerKV
 from pagerunner.engine import build
+from pagerunner.errors import ConfigError
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import GraphKey, decode_sizes, mixed_sizes
@@ -176,6 +177,14 @@ def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, 
     total = runner.num_graphs
     assert warmed == captured == [(done, total) for done in range(1, total + 1)]
     assert report.num_graphs == total and report.seconds > 0
+
+
+def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> None:
+    keys = runner_of(start(model, cudagraph_capture_sizes=[1, 4, 32]))._graphs.keys
+    assert keys == (GraphKey(6, 32, False), GraphKey(6, 16, False), GraphKey(4, 4, True), GraphKey(1, 1, True))
+    assert runner_of(start(model, cudagraph_capture_sizes=[]))._graphs.keys == ()
+    with pytest.raises(ConfigError, match="cudagraph_capture_sizes must be whole numbers of at least 1, got"):
+        start(model, cudagraph_capture_sizes=[0])
 
 
 def test_without_graphs_nothing_is_captured(model: str, engine: RecordedGraphs) -> None:
