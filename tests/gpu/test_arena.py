@@ -58,23 +58,23 @@ def test_sleep_gives_back_every_byte_and_waking_takes_as_many(arena: CudaArena) 
     arena.grow("kv", 20 * GIB)
     weights.random_(0, 256)
     expected = weights.clone()
-    before_any = free()
 
     def make_copy() -> HostCopy:
         return HostCopy(weights, CudaHostMemory(CARD), available_memory)
 
     sleeper = Sleeper(arena, WeightsOnHost(lambda: weights.copy_(expected), make_copy), TorchCache(CARD))
-    scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)
-    del scratch
-    awake = free()
-    assert abs(before_any - awake) < 1100 * MIB
+    assert torch.equal(weights, expected)  # what a kernel takes when it is first used is not what is counted below
+    kv[-1] = 3
     for level in (1, 2, 1):
+        torch.cuda.empty_cache()
+        scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)
+        del scratch
+        awake = free()
         sleeper.sleep(level)
         assert abs(free() - awake - (23 * GIB + 12345 + GIB)) <= 4 * MIB
         sleeper.wake_up()
         assert abs(free() - awake) < MIB
         assert torch.equal(weights, expected)
-        kv[-1] = 3
 
 
 def test_memory_that_another_allocation_took_is_missed_with_numbers_and_waking_works_later(arena: CudaArena) -> None:

@@ -128,11 +128,15 @@ class HostCopy:
         """Wait for a `restore`."""
         self._memory.synchronize()
 
-    def drop(self) -> None:
-        """Stop reading the region, now, and give the host memory back in the background."""
+    def stop(self) -> None:
+        """Stop reading the region, now; the copy is not completed."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+
+    def drop(self) -> None:
+        """Stop, and give the host memory back in the background: unlocking takes the driver's lock, 0.1 s a GB."""
+        self.stop()
         threading.Thread(target=self._free, name="pagerunner-host-copy-free", daemon=True).start()
 
     def _run(self) -> None:

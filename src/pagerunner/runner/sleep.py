@@ -41,8 +41,12 @@ class WeightsStore(Protocol):
         """Make sure that `restore` can bring the present weights back."""
         ...
 
+    def leave(self) -> None:
+        """Stop reading the region: it will be unmapped, and not be restored but read from the checkpoint."""
+        ...
+
     def discard(self) -> None:
-        """The weights won't be restored but read from the checkpoint."""
+        """Give back what was kept, once the region is unmapped."""
         ...
 
     def restore(self) -> None:
@@ -68,6 +72,9 @@ class WeightsInPlace:
 
     def keep(self) -> None:
         """See WeightsStore.keep."""
+
+    def leave(self) -> None:
+        """See WeightsStore.leave."""
 
     def discard(self) -> None:
         """See WeightsStore.discard."""
@@ -98,6 +105,10 @@ class WeightsOnHost:
     def keep(self) -> None:
         """See WeightsStore.keep. Waits for a copy that is still being made. Raises CapacityError without host memory."""
         self._copy.finish()
+
+    def leave(self) -> None:
+        """See WeightsStore.leave. At most one piece is waited for."""
+        self._copy.stop()
 
     def discard(self) -> None:
         """See WeightsStore.discard. The host memory goes back too."""
@@ -199,15 +210,18 @@ class Sleeper:
         self.state = "parked"
 
     def _park(self, level: int) -> None:
-        if level == 2 and not self._weights_lost:
+        losing = level == 2 and not self._weights_lost
+        if losing:
             self._weights_lost = True
-            self._weights.discard()
+            self._weights.leave()
         if level >= 1:
             self._unmap("kv")
         if level == 2 or (level == 1 and self._weights.frees_at_level_1):
             self._unmap("weights")
         if level >= 1:
             self._scratch.give_back()
+        if losing:
+            self._weights.discard()
 
     def _unmap(self, tag: Tag) -> None:
         self._asleep.add(tag)
@@ -226,7 +240,7 @@ class Sleeper:
             self._wake([tag for tag in wanted if tag in self._asleep])
             if not self._asleep:
                 self._scratch.take_again()
-        except CapacityError as error:
+        except (CapacityError, torch.OutOfMemoryError) as error:
             self.state = "failed"
             raise CapacityError(f"{error} The engine stays asleep, and wake_up can be tried again.") from error
         except BaseException:
