@@ -11,6 +11,7 @@ import torch
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.rope import RopeAngles
+from pagerunner.types import StateSave
 
 Positions = TypeVar("Positions", int, torch.Tensor)
 
@@ -47,7 +48,7 @@ class GraphShape:
 class PlanInputs:
     """One step, one group, as `DeviceBackend.plan` sees it. The host lists hold the step's real rows, without padding.
 
-    `page_table` is the group's table of all slots; see GroupBatch.
+    `page_table` is the group's table of all slots; see GroupBatch. `state_saves` are the step's in this group.
     """
 
     rows: StepRows
@@ -57,6 +58,7 @@ class PlanInputs:
     page_table: torch.Tensor
     page_tokens: int
     reach: Reach | None
+    state_saves: Sequence[StateSave] = ()
 
 
 @dataclass(frozen=True, slots=True)
