@@ -151,11 +151,11 @@ def test_steps_take_the_smallest_graph_that_holds_them(model: str, engine: Recor
     ran: list[GraphKey] = []
     replay = graphs.replay
 
-    def noted(captured: Any, step: Any) -> Any:
+    def noted(captured: Any, step: Any, saves: Any) -> Any:
         fits = [key for key in graphs.keys if key.decode == captured.key.decode and key.tokens >= step.where.tokens]
         assert captured.key == fits[-1]
         ran.append(captured.key)
-        return replay(captured, step)
+        return replay(captured, step, saves)
 
     graphs.replay = noted
     generate(llm)

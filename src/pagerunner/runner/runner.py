@@ -120,12 +120,12 @@ class ModelRunner:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
         scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
-        captured = self._graphs.find(step) if step.stores_all and not (scored or plan.state_saves) else None
+        captured = self._graphs.find(step) if step.stores_all and not scored else None
         if captured is None:
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
             sampled = self._sample(hidden_TD, step)
             return PendingStep(plan, step.sampled_rows, sampled, self._prompt_logprobs(hidden_TD, step, scored))
-        outputs = self._graphs.replay(captured, step)
+        outputs = self._graphs.replay(captured, step, plan.state_saves)
         sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
         return PendingStep(plan, step.sampled_rows, sampled, {})
 
