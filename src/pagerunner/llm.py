@@ -103,6 +103,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters are bad; nothing has run.
             EngineSleepingError: call `wake_up` first.
+            EngineDeadError: a step has failed; make a new LLM.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         if any(isinstance(item, int) for item in items):

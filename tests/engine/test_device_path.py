@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
@@ -20,6 +22,13 @@ from pagerunner.engine import build
 FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "full": (make_checkpoint, "qwen3", {"head_dim": 32}),
     "window": (make_window_checkpoint, "gemma3_text", {}),
+    "sinks": (make_window_checkpoint, "gpt_oss", {}),
+    "latent": (
+        lambda *args, **overrides: make_latent_checkpoint(*args, tokenizer=True, **overrides)[0],
+        "deepseek_v3",
+        {},
+    ),
+    "hybrid": (make_hybrid_directory, "qwen3_next", {}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.dispatch import Op
 
-_NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select", "repeat_interleave"}
+_NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
 
 
 def _storages(values: Any) -> set[int]:

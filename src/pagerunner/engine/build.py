@@ -189,8 +189,8 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
             engine=None if config.enforce_eager else graph_engine(device),
-            decode_sizes=decode_sizes(config.max_num_seqs),
-            mixed_sizes=mixed_sizes(config.max_num_batched_tokens),
+            decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
+            mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
         ),
     )

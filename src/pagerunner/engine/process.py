@@ -26,7 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
-from pagerunner.errors import ConfigError, PagerunnerError, RequestFailedError
+from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
@@ -174,6 +174,8 @@ class CoreLoop:
                     value = self._core.reset_prefix_cache()
                 case wire.ReadMemory():
                     value = self._core.memory_state()
+        except EngineDeadError:  # a step that the call ran has failed
+            raise
         except PagerunnerError as error:
             self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
         else:

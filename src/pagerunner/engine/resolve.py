@@ -97,6 +97,7 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         load_format="dummy" if args.load_format == "dummy" else "auto",
         skip_tokenizer_init=args.skip_tokenizer_init,
         enforce_eager=args.enforce_eager,
+        cudagraph_capture_sizes=None if args.cudagraph_capture_sizes is None else tuple(args.cudagraph_capture_sizes),
         enable_sleep_mode=args.enable_sleep_mode,
         max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[device],
         poison_fresh_pages=args.poison_fresh_pages,

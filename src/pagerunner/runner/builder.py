@@ -49,6 +49,11 @@ class BatchBuilder:
         self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
         self._no_page_R = torch.zeros(plan.max_num_seqs, dtype=torch.int64, device=device)
         self._states = self.new_states(None)
+        self._host_planners = [
+            (index, backend)
+            for index, backend in enumerate(backends)
+            if reads_tables(backend) and backend.plans_on_host
+        ]
         self.max_tokens = max_tokens
 
     @property
@@ -97,7 +102,7 @@ class BatchBuilder:
             one_token=step.where.one_token,
         )
         groups = tuple(
-            self._group(index, rows, step.query_lens, step.seq_lens, step.slots, self._states[index])
+            self._group(index, self._inputs(index, rows, step, state_saves), self._states[index])
             if reads_tables(backend)
             else self._gathered_group(index, step)
             for index, backend in enumerate(self._backends)
@@ -118,21 +123,16 @@ class BatchBuilder:
             max_seq_len=shape.max_seq_len,
             one_token=one_token,
         )
-        groups = tuple(self._group(index, rows, [], [], [], state) for index, state in enumerate(states))
+        groups = tuple(self._group(index, self._inputs(index, rows, None), state) for index, state in enumerate(states))
         query_start = self.tensors.query_start_R1[: shape.rows + 1]
         return self._batch(rows, [], [], groups, query_start, query_start[:0], ())
 
-    def plan_replay(self, batch: ForwardBatch, step: StagedStep, states: Sequence[Any]) -> None:
+    def plan_replay(
+        self, batch: ForwardBatch, step: StagedStep, states: Sequence[Any], state_saves: Sequence[StateSave]
+    ) -> None:
         """Let backends that plan on the host prepare a graph's state for this step."""
-        for index, backend in enumerate(self._backends):
-            if backend.plans_on_host:
-                inputs = self._inputs(index, batch.rows, step.query_lens, step.seq_lens, step.slots)
-                backend.plan(inputs, states[index])
-
-    @property
-    def plans_on_host(self) -> bool:
-        """Whether `plan_replay` has anything to do."""
-        return any(backend.plans_on_host for backend in self._backends if reads_tables(backend))
+        for index, backend in self._host_planners:
+            backend.plan(self._inputs(index, batch.rows, step, state_saves), states[index])
 
     def _rows(self, rows: int, tokens: int, *, max_query_len: int, max_seq_len: int, one_token: bool) -> StepRows:
         own = self.tensors
@@ -171,29 +171,21 @@ class BatchBuilder:
         )
 
     def _inputs(
-        self, index: int, rows: StepRows, query_lens: Sequence[int], seq_lens: Sequence[int], slots: Sequence[int]
+        self, index: int, rows: StepRows, step: StagedStep | None, state_saves: Sequence[StateSave] = ()
     ) -> PlanInputs:
         return PlanInputs(
             rows=rows,
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            slots=slots,
+            query_lens=step.query_lens if step is not None else (),
+            seq_lens=step.seq_lens if step is not None else (),
+            slots=step.slots if step is not None else (),
             page_table=self._tables.of(index),
             page_tokens=self._groups[index].page_tokens,
             reach=self._reaches[index],
+            state_saves=[save for save in state_saves if save.group == index],
         )
 
-    def _group(
-        self,
-        index: int,
-        rows: StepRows,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        slots: Sequence[int],
-        state: Any,
-    ) -> GroupBatch:
-        backend = self._backends[index]
-        inputs = self._inputs(index, rows, query_lens, seq_lens, slots)
+    def _group(self, index: int, inputs: PlanInputs, state: Any) -> GroupBatch:
+        backend, rows = self._backends[index], inputs.rows
         return GroupBatch(
             page_table=inputs.page_table,
             first_page=self._no_page_R[: rows.num_rows],

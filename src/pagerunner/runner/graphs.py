@@ -23,6 +23,7 @@ from pagerunner.attention.base import GraphShape
 from pagerunner.batch import ForwardBatch
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
+from pagerunner.types import StateSave
 
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
 Tensors = tuple[torch.Tensor, ...]
@@ -153,7 +154,6 @@ class StepGraphs:
         self._mixed: list[Captured] = []
         self._decode_rows: list[int] = []
         self._mixed_tokens: list[int] = []
-        self._plans_on_host = builder.plans_on_host
 
     def find(self, step: StagedStep) -> Captured | None:
         """The smallest graph that the step fits in."""
@@ -165,11 +165,10 @@ class StepGraphs:
         place = bisect_left(sizes, size)
         return graphs[place] if place < len(graphs) else None
 
-    def replay(self, captured: Captured, step: StagedStep) -> Tensors:
+    def replay(self, captured: Captured, step: StagedStep, state_saves: Sequence[StateSave]) -> Tensors:
         """Run the step; the graph's outputs, padded, are valid until the next step."""
         self._builder.fill(step, captured.key.rows, captured.key.tokens)
-        if self._plans_on_host:
-            self._builder.plan_replay(captured.batch, step, captured.states)
+        self._builder.plan_replay(captured.batch, step, captured.states, state_saves)
         captured.graph.replay()
         return captured.graph.outputs
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.sample import greedy
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
@@ -119,12 +120,12 @@ class ModelRunner:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
         scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
-        captured = self._graphs.find(step) if step.stores_all and not (scored or plan.state_saves) else None
+        captured = self._graphs.find(step) if step.stores_all and not scored else None
         if captured is None:
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
             sampled = self._sample(hidden_TD, step)
             return PendingStep(plan, step.sampled_rows, sampled, self._prompt_logprobs(hidden_TD, step, scored))
-        outputs = self._graphs.replay(captured, step)
+        outputs = self._graphs.replay(captured, step, plan.state_saves)
         sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
         return PendingStep(plan, step.sampled_rows, sampled, {})
 
@@ -227,9 +228,3 @@ class ModelRunner:
             if entries:
                 found[index] = entries
         return found
-
-
-def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens, int64 [S], and their logits."""
-    tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-    return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1)

@@ -240,7 +240,7 @@ class Sleeper:
             self._wake([tag for tag in wanted if tag in self._asleep])
             if not self._asleep:
                 self._scratch.take_again()
-        except CapacityError as error:
+        except (CapacityError, torch.OutOfMemoryError) as error:
             self.state = "failed"
             raise CapacityError(f"{error} The engine stays asleep, and wake_up can be tried again.") from error
         except BaseException:

@@ -85,6 +85,6 @@ def expanded_attention(
     _attend[(pieces.blocks_B.shape[0], heads, BLOCK_QUERIES // block_q)](
         q_THD, expanded_SHU, rope_SP, pieces.pieces, pieces.blocks_B, out_THV, lse_TH, scale / math.log(2),
         *q_THD.stride()[:2], *expanded_SHU.stride()[:2], rope_SP.stride(0), *out_THV.stride()[:2], lse_TH.stride(0),
-        more, key_dim, rope, value_dim, *sizes, block_q, block_s, BLOCK_QUERIES, "ieee" if wide else "tf32",
+        more, key_dim, rope, value_dim, *sizes, block_q, block_s, BLOCK_QUERIES, "tf32x3" if wide else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplu
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 BLOCK_VALUES = 32
+FEW_WARPS, SYSTEM_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 8, 1
 SOLVE = tl.constexpr(16)  # rows of a system that are solved one after another
 
 
@@ -72,14 +73,14 @@ def _few(
         tl.store(out + tl.cast(token, tl.int64) * (HEADS * V), answer.to(out.dtype.element_ty), mask=in_v)
         if HAS_SAVES:
             while next_save(save_end, at, stop) <= token + 1:
-                target = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(target, held.to(state.dtype.element_ty), mask=mask)
+                copy = state + tl.load(save_target + at) // ITEM + inside
+                tl.store(copy, held.to(state.dtype.element_ty), mask=mask)
                 at += 1
     tl.store(own, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _inverse(a, index, C: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(a, index, C: tl.constexpr):
     """The inverse of I + a, where a [C, C] is strictly lower triangular.
 
     Blocks of SOLVE on the diagonal by substitution, all of them at once; what is left is nilpotent in blocks.
@@ -96,11 +97,11 @@ def _inverse(a, index, C: tl.constexpr, PRECISION: tl.constexpr):
     found += (lane[:, None] == lane[None, :]).to(tl.float32)[None, :, :]
     whole = tl.reshape(tl.broadcast_to(found[:, :, None, :], (blocks, SOLVE, blocks, SOLVE)), (C, C))
     diagonal = tl.where(same, whole, 0.0)
-    off = tl.dot(diagonal, tl.where(same, 0.0, a), input_precision=PRECISION)
+    off = tl.dot(diagonal, tl.where(same, 0.0, a), input_precision="tf32x3")
     one = (index[:, None] == index[None, :]).to(tl.float32)
-    square = tl.dot(off, off, input_precision=PRECISION)
-    rest = one - off + square - tl.dot(off, square, input_precision=PRECISION)
-    return tl.dot(rest, diagonal, input_precision=PRECISION)
+    square = tl.dot(off, off, input_precision="tf32x3")
+    rest = one - off + square - tl.dot(off, square, input_precision="tf32x3")
+    return tl.dot(rest, diagonal, input_precision="tf32x3")
 
 
 @triton.jit
@@ -108,7 +109,7 @@ def _systems(
     mixed, rates, decays, decay_log, decay_bias, solved, attended, sums, row_T,
     num_tokens, mixed_stride, rates_stride, decays_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one head and block: the running sums of log decays since the row's or block's beginning [T, H], the matrix
     from wanted values to corrections and that from corrections to outputs [T, H, C].
@@ -134,7 +135,7 @@ def _systems(
     decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - other[None, :]).to(tl.float32), 0.0)), 0.0)
     alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_scale[:, None] * k_scale[None, :])
     strict = tl.where(index[:, None] > index[None, :], alike * decay * rate[:, None], 0.0)
-    inverse = _inverse(strict, index, C, EXACT)
+    inverse = _inverse(strict, index, C)
     answers = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * (q_scale[:, None] * k_scale[None, :])
     at = (token.to(tl.int64) * HEADS + head)[:, None] * C + index[None, :]
     tl.store(solved + at, inverse * rate[None, :], mask=live[:, None])
@@ -167,7 +168,6 @@ def _chunks(
         mine = (token >= first) & (token < end)
         wide = token.to(tl.int64)
         q_at = wide[:, None] * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
-        q = tl.load(mixed + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
         k = tl.load(mixed + KEY_HEADS * K + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
         v_at = wide[:, None] * mixed_stride + 2 * KEY_HEADS * K + head * V + values[None, :]
         v = tl.load(mixed + v_at, mask=mine[:, None] & in_v[None, :], other=0.0).to(tl.float32)
@@ -178,6 +178,7 @@ def _chunks(
         wanted = v - tl.dot(k, held, input_precision=PRECISION) * fade[:, None]
         solution = tl.load(solved + m_at, mask=mine[:, None], other=0.0)
         change = tl.dot(solution, wanted, input_precision=PRECISION)
+        q = tl.load(mixed + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
         answer = tl.dot(q, held, input_precision=PRECISION) * (fade * _scale(q, K**-0.5))[:, None]
         weights = tl.load(attended + m_at, mask=mine[:, None], other=0.0)
         answer += tl.dot(weights, change, input_precision=PRECISION)
@@ -187,11 +188,11 @@ def _chunks(
         if HAS_SAVES:
             while next_save(save_end, at, stop) <= upto:
                 cut = tl.load(save_end + at)
-                last = tl.load(sums + (cut - 1) * HEADS + head)
-                kept = k * tl.where(mine & (token < cut), tl.exp(tl.minimum(last - total, 0.0)), 0.0)[:, None]
-                saved = held * tl.exp(last) + tl.dot(tl.trans(kept), change, input_precision=PRECISION)
-                target = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(target, saved.to(state.dtype.element_ty), mask=mask)
+                now = tl.load(sums + (cut - 1) * HEADS + head)
+                part = k * tl.where(mine & (token < cut), tl.exp(tl.minimum(now - total, 0.0)), 0.0)[:, None]
+                saved = held * tl.exp(now) + tl.dot(tl.trans(part), change, input_precision=PRECISION)
+                copy = state + tl.load(save_target + at) // ITEM + inside
+                tl.store(copy, saved.to(state.dtype.element_ty), mask=mask)
                 at += 1
         last = tl.load(sums + (upto - 1) * HEADS + head)
         kept = k * tl.where(mine, tl.exp(tl.minimum(last - total, 0.0)), 0.0)[:, None]
@@ -224,18 +225,20 @@ def gated_delta_rows(
     options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k, block_v)
     grid = (triton.cdiv(value_dim, block_v), heads)
     _few[(*grid, rows.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options
-    )
+        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options,
+        num_warps=FEW_WARPS,
+    )  # fmt: skip
     if rows.few:
         return out_THV
-    precision = "ieee" if mixed_TC.dtype == torch.float32 else "tf32"
-    exact = "ieee" if mixed_TC.dtype == torch.float32 else "tf32x3"
+    precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
     solved = torch.empty(2, tokens, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
     sums = torch.empty(tokens, heads, dtype=torch.float32, device=mixed_TC.device)
     _systems[(triton.cdiv(tokens, CHUNK), heads)](
-        *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision, exact
-    )
+        *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision,
+        num_warps=SYSTEM_WARPS,
+    )  # fmt: skip
     _chunks[(*grid, rows.num_rows)](
-        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, CHUNK, precision
-    )
+        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, CHUNK, precision,
+        num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES,
+    )  # fmt: skip
     return out_THV

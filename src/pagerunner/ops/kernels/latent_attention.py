@@ -1,8 +1,9 @@
 """Paged attention in the latent space, split over the keys. Twins: `pagerunner.ops.latent_attention`.
 
-All heads share a token's vector, so that a block of heads is the rows of a matrix product, and the tile of vectors that a
-program holds serves both products. A split's share follows from the sequence's length on the device: one launch serves
-every length.
+All heads share a token's vector, so that a block of heads takes part in one matrix product, and the tile of vectors that a
+program holds serves both products. Products are transposed (keys by heads, latents by heads), because Hopper's matrix
+units want 64 rows, and a model may have 16 heads. A split's share follows from the sequence's length on the device: one
+launch serves every length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pagerunner.ops.latent_attention import LatentRows
 
 MAX_SPLITS = 64
 MIN_SPLIT = 128  # keys of a split, so that the merge stays cheap
+TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}  # keys, warps and stages, by heads
 NOTHING = tl.constexpr(-1e30)  # a log-sum-exp of no keys, and a score that nothing reaches
 
 
@@ -75,7 +77,8 @@ def _attend(
     )  # fmt: skip
     most = tl.full((BH,), NOTHING, dtype=tl.float32)
     total = tl.zeros((BH,), dtype=tl.float32)
-    sums = tl.zeros((BH, BC), dtype=tl.float32)
+    sums = tl.zeros((BC, BH), dtype=tl.float32)
+    qc_t, qp_t = tl.trans(qc), tl.trans(qp)
     for at in range(first, stop, BN):
         key = at + tl.arange(0, BN)
         live = key < stop
@@ -83,19 +86,18 @@ def _attend(
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
         kc = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0).to(qc.dtype)
         kp = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0).to(qc.dtype)
-        scores = tl.dot(qc, tl.trans(kc), input_precision=PRECISION)
-        scores = tl.dot(qp, tl.trans(kp), scores, input_precision=PRECISION)
-        scores = tl.where(live[None, :], scores * scale, NOTHING)
-        larger = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp2(scores - larger[:, None])
+        scores = tl.dot(kc, qc_t, input_precision=PRECISION)
+        scores = tl.dot(kp, qp_t, scores, input_precision=PRECISION)
+        scores = tl.where(live[:, None], scores * scale, NOTHING)
+        larger = tl.maximum(most, tl.max(scores, 0))
+        weights = tl.exp2(scores - larger[None, :])
         shrink = tl.exp2(most - larger)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None]
-        sums = tl.dot(weights.to(kc.dtype), kc, sums, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 0)
+        sums = tl.dot(tl.trans(kc), weights.to(kc.dtype), sums * shrink[None, :], input_precision=PRECISION)
         most = larger
     some = tl.where(total > 0.0, total, 1.0)
-    target = out + split * out_split + wide * out_token + heads[:, None] * out_head + c[None, :]
-    tl.store(target, (sums / some[:, None]).to(out.dtype.element_ty), mask=in_h[:, None] & (c < C)[None, :])
+    target = out + split * out_split + wide * out_token + heads[None, :] * out_head + c[:, None]
+    tl.store(target, (sums / some[None, :]).to(out.dtype.element_ty), mask=in_h[None, :] & (c < C)[:, None])
     found = tl.where(total > 0.0, most + tl.log2(some), NOTHING)
     tl.store(lse + split * lse_split + token * lse_token + heads, found, mask=in_h)
 
@@ -140,11 +142,8 @@ def latent_attention(
     out_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     if wide:
-        block_h, block_n, warps, stages = 16, 16, 4, 1
-    elif block_h == 64:
-        block_n, warps, stages = 64, 8, 2
-    else:
-        block_n, warps, stages = 32, 4, 3
+        block_h = 16
+    block_n, warps, stages = (32, 8, 1) if wide else TILES[block_h]
     blocks = triton.cdiv(heads, block_h)
     splits = _splits(tokens * blocks, rows, device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
@@ -157,7 +156,7 @@ def latent_attention(
         q_THC, q_THP, pages_EXL, parts, lse, rows.page_table, rows.slots_R, rows.row_T, rows.positions_T,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
         rows.page_table.stride(0), *parts.stride()[:3], *lse.stride()[:2],
-        pages_EXL.shape[1], latent, rope, block_c, block_p, block_h, block_n, "ieee" if wide else "tf32",
+        pages_EXL.shape[1], latent, rope, block_c, block_p, block_h, block_n, "tf32x3" if wide else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:

@@ -14,6 +14,7 @@ from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplu
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 BLOCK_VALUES = 32
+FEW_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 1
 
 
 @triton.jit
@@ -58,8 +59,8 @@ def _few(
         tl.store(out + tl.cast(token, tl.int64) * (HEADS * P), answer.to(out.dtype.element_ty), mask=in_p)
         if HAS_SAVES:
             while next_save(save_end, at, stop) <= token + 1:
-                target = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(target, held.to(state.dtype.element_ty), mask=mask)
+                copy = state + tl.load(save_target + at) // ITEM + inside
+                tl.store(copy, held.to(state.dtype.element_ty), mask=mask)
                 at += 1
     tl.store(own, held.to(state.dtype.element_ty), mask=mask)
 
@@ -114,12 +115,12 @@ def _chunks(
         if HAS_SAVES:
             while next_save(save_end, at, stop) <= upto:
                 cut = tl.load(save_end + at)
-                last = tl.sum(tl.where(token == cut - 1, total, 0.0), 0)
-                tail = tl.where(mine & (token < cut), tl.exp(tl.minimum((last - total).to(tl.float32), 0.0)), 0.0)
-                added = tl.dot(tl.trans(scaled * tail[:, None]), b_wide, input_precision=PRECISION)
-                saved = held * tl.exp(last.to(tl.float32)) + added
-                target = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(target, saved.to(state.dtype.element_ty), mask=mask)
+                now = tl.sum(tl.where(token == cut - 1, total, 0.0), 0)
+                fade = tl.where(mine & (token < cut), tl.exp(tl.minimum((now - total).to(tl.float32), 0.0)), 0.0)
+                part = tl.dot(tl.trans(scaled * fade[:, None]), b_wide, input_precision=PRECISION)
+                saved = held * tl.exp(now.to(tl.float32)) + part
+                copy = state + tl.load(save_target + at) // ITEM + inside
+                tl.store(copy, saved.to(state.dtype.element_ty), mask=mask)
                 at += 1
         last = tl.sum(tl.where(token == upto - 1, total, 0.0), 0)
         tail = tl.where(mine, tl.exp(tl.minimum((last - total).to(tl.float32), 0.0)), 0.0)
@@ -154,8 +155,10 @@ def mamba2_rows(
         has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size, block_p, block_n,
     )  # fmt: skip
     grid = (triton.cdiv(head_dim, block_p), heads)
-    _few[(*grid, rows.num_rows + 1)](*arguments, rows.num_rows, tokens, *strides, *options)
+    _few[(*grid, rows.num_rows + 1)](*arguments, rows.num_rows, tokens, *strides, *options, num_warps=FEW_WARPS)
     if not rows.few:
-        precision = "ieee" if mixed_TC.dtype == torch.float32 else "tf32"
-        _chunks[(*grid, rows.num_rows)](*arguments, *strides, *options, CHUNK, precision)
+        precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
+        _chunks[(*grid, rows.num_rows)](
+            *arguments, *strides, *options, CHUNK, precision, num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES
+        )
     return out_THP

@@ -1,0 +1,222 @@
+"""Paged attention on a CUDA device: which kernels a step needs, and with what tiles."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
+from pagerunner.ops.kernels.paged_prefill import prefill_kernel
+from pagerunner.ops.kernels.paged_schedule import schedule_kernel
+from pagerunner.ops.kernels.paged_store import fp8_type
+from pagerunner.ops.paged_attention import PagedKV, PagedPlan, TableRows
+
+MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
+MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
+SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
+_SCHEDULE_BLOCK = 256
+
+
+class Tiles(NamedTuple):
+    """How a kernel is launched: rows and keys of a tile, warps, stages, and programs per multiprocessor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+def decode_tiles(row_bytes: int, group: int) -> Tiles:
+    """A tile holds 16 KiB of keys and as much of values, whatever the size of a head and its elements."""
+    keys = min(max(16384 // row_bytes, 16), 128)
+    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 3, 2)
+
+
+def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
+    """For the prefix that all rows share."""
+    return Tiles(16, 16, 4, 2) if exact else Tiles(64, min(max(16384 // row_bytes, 16), 64), 4, 3)
+
+
+def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tiles:
+    """For rows of at most `queries` new tokens."""
+    if exact:
+        return Tiles(max(32, group), 32, 4, 2)
+    keys = 64 if row_bytes <= 256 else 32
+    if queries * group <= 64:
+        return Tiles(64, keys, 4, 3)
+    return Tiles(128, keys, 8, 3)
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """What `schedule_kernel` computed for one step's layers of one shape."""
+
+    info: torch.Tensor
+    begin: torch.Tensor
+    units: torch.Tensor
+    blocks: torch.Tensor
+    counters: torch.Tensor
+    shared: bool
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _dot_dtype(q: torch.Tensor, pages: PagedKV) -> torch.dtype:
+    """What decode multiplies in. fp8 numbers are exact in float16, and cheap to convert to it."""
+    if q.dtype == torch.float32:
+        return torch.float32
+    if fp8_type(pages.k.dtype) is not None:
+        return torch.float16
+    return q.dtype if pages.k.dtype == q.dtype else torch.float32
+
+
+_TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class _Call:
+    """One layer's launch."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: PagedKV,
+        rows: TableRows,
+        plan: PagedPlan,
+        scale: float,
+        sinks: torch.Tensor | None,
+        softcap: float,
+    ) -> None:
+        self.q, self.k, self.v, self.rows, self.plan = q, k, v, rows, plan
+        self.scale, self.softcap, self.sinks = scale, softcap, sinks
+        self.tokens, self.heads, self.dim = q.shape
+        self.kv_heads, self.dim_v = v.shape[1:]
+        self.group = self.heads // self.kv_heads
+        self.fp8 = fp8_type(pages.k.dtype)
+        self.pages = pages
+        self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
+        self.page = pages.k.shape[1]
+        self.reach = bool(plan.window or plan.chunk)
+        dot = _dot_dtype(q, pages)
+        self.exact = dot == torch.float32
+        self.dot = _TL_DTYPES[dot]
+        widest = max(self.dim, self.dim_v)
+        held = max(dot.itemsize if self.exact else 0, pages.k.dtype.itemsize)
+        self.row_bytes = triton.next_power_of_2(max(widest, 16)) * held
+        self.padded = max(16, triton.next_power_of_2(self.dim)), max(16, triton.next_power_of_2(self.dim_v))
+        self.sharing = not self.reach and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
+        self.long = not plan.one_token
+        self.decode = decode_tiles(self.row_bytes, self.group)
+        self.group_padded = triton.next_power_of_2(self.group)
+        self.prefill = prefill_tiles(self.row_bytes, plan.max_query_len, self.group_padded, self.exact)
+        self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
+
+    def schedule(self) -> _Schedule:
+        rows, plan, device = self.rows, self.plan, self.q.device
+        num_rows = rows.slots_R.shape[0]
+        # one allocation; parts begin at multiples of 16 bytes
+        sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, self.tokens * self.kv_heads]
+        sizes = [-(-size // 4) * 4 for size in sizes]
+        info, begin, units, blocks, counters = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        schedule_kernel[(1,)](
+            rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
+            rows.row_T, rows.positions_T, info, begin, units, blocks, counters,
+            self.tokens, num_rows, self.tokens * self.kv_heads, plan.window, plan.chunk, MIN_SHARED_SAVING,
+            SHARED_SPLITS,
+            PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.reach,
+            SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
+        )  # fmt: skip
+        return _Schedule(info, begin, units, blocks, counters, self.sharing)
+
+    def page_args(self) -> tuple[torch.Tensor | int, ...]:
+        scales = self.kp if self.pages.scales is None else self.pages.scales
+        kp, vp = self.kp, self.vp
+        return (
+            kp, kp.stride(0), kp.stride(1), kp.stride(2), vp, vp.stride(0), vp.stride(1), vp.stride(2),
+            scales, scales.stride(0),
+        )  # fmt: skip
+
+    def projection_args(self) -> tuple[torch.Tensor | int, ...]:
+        return tuple(x for t in (self.q, self.k, self.v, self.out) for x in (t, t.stride(0), t.stride(1)))
+
+    def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+        per_split = self.tokens * self.heads
+        device = self.q.device
+        acc = torch.empty(SHARED_SPLITS * per_split * self.dim_v, dtype=torch.float32, device=device)
+        sums = torch.empty(SHARED_SPLITS * per_split * 2, dtype=torch.float32, device=device)
+        tiles = shared_tiles(self.row_bytes, self.exact)
+        programs = _multiprocessors(device) * tiles.programs
+        shared_kernel[(programs,)](
+            self.q, self.q.stride(0), self.q.stride(1), *self.page_args(),
+            self.rows.page_table, self.rows.page_table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
+            self.scale, self.softcap, programs, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0],
+            self.dim_v, self.padded[1], self.page, tiles.keys, bool(self.softcap), self.fp8, self.dot,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        return acc, sums
+
+    def run_decode(self, schedule: _Schedule) -> None:
+        device, tiles = self.q.device, self.decode
+        shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
+        slices = max(1, -(-_multiprocessors(device) * tiles.programs // self.kv_heads))
+        parts = slices * 2 * self.heads
+        part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
+        rows = self.rows
+        decode_kernel[(slices * self.kv_heads,)](
+            *self.projection_args(), *self.page_args(), rows.page_table, rows.page_table.stride(0),
+            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, schedule.counters,
+            part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.tokens * self.heads,
+            self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
+            slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],
+            self.page, tiles.keys, self.reach, self.reach, schedule.shared, self.sinks is not None,
+            bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    def run_prefill(self, schedule: _Schedule) -> None:
+        tiles, rows, plan = self.prefill, self.rows, self.plan
+        queries = tiles.rows // self.group_padded
+        num_rows = rows.slots_R.shape[0]
+        blocks = -(-self.tokens // queries) + min(num_rows, self.tokens // 2)
+        dot = torch.float32 if self.exact else self.q.dtype
+        prefill_kernel[(blocks * self.kv_heads,)](
+            *self.projection_args(), *self.page_args(), rows.page_table, rows.page_table.stride(0),
+            rows.page_table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
+            self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
+            self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
+            self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), self.fp8,
+            _TL_DTYPES[dot], num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    pages: PagedKV,
+    rows: TableRows,
+    plan: PagedPlan,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    first_layer: bool = True,
+) -> torch.Tensor:
+    """See the twin."""
+    call = _Call(q_THD, k_TKD, v_TKV, pages, rows, plan, scale, sinks_H, softcap)
+    key = call.kv_heads, call.decode, call.prefill
+    schedule = plan.scratch.get(key)
+    if first_layer or schedule is None:
+        schedule = plan.scratch[key] = call.schedule()
+    call.run_decode(schedule)
+    if call.long:
+        call.run_prefill(schedule)
+    return call.out
