@@ -47,6 +47,7 @@ class LLM:
         resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
+        self._config = resolved.config
         self._frontend = build_frontend(args, self._core.memory_plan.max_model_len)
         self._outputs = self._frontend.outputs
         self._ids = count()
@@ -56,6 +57,16 @@ class LLM:
     def memory_plan(self) -> MemoryPlan:
         """How the memory is divided: groups, pages, capacity, and everything that is allocated beside them."""
         return self._core.memory_plan
+
+    @property
+    def device(self) -> str:
+        """Where the model runs: "cpu" or "cuda"."""
+        return self._config.device
+
+    @property
+    def dtype(self) -> str:
+        """What weights and activations are computed in: "bfloat16", "float16" or "float32"."""
+        return self._config.dtype
 
     @property
     def startup(self) -> StartUp:

@@ -18,7 +18,7 @@ from pagerunner.engine.core import EngineCore
 from pagerunner.engine.machine import CudaFacts, DeviceMemory, resolve_device
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.types import EngineRequest, SamplingParams
 
 MIB = 2**20
@@ -173,3 +173,39 @@ def test_what_a_card_lacks_is_said_with_what_works_without_it(facts: CudaFacts, 
 
 def test_a_card_that_lacks_nothing_is_taken_unless_the_cpu_is_asked_for() -> None:
     assert [resolve_device(asked, lambda: GOOD) for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_engine_on_a_card_frees_what_it_says_and_answers_the_same_after_waking(
+    card: DeviceMemory, checkpoint: str, level: int
+) -> None:
+    prompt = list(range(40, 90))
+    resolved, driver = on_card(checkpoint)
+    core = build_from(resolved, card=fake_card(driver))
+    expected, awake = generate(core, prompt), driver.used
+    for _ in range(2):
+        core.sleep(level)
+        assert driver.used == (awake if level == 0 else 0)
+        core.wake_up()
+        assert (driver.used, core.is_sleeping) == (awake, False)
+        assert generate(core, prompt) == expected
+
+
+def test_an_engine_whose_memory_was_taken_while_it_slept_wakes_when_it_is_back(
+    card: DeviceMemory, checkpoint: str
+) -> None:
+    prompt = list(range(40, 90))
+    resolved, driver = on_card(checkpoint)
+    core = build_from(resolved, card=fake_card(driver))
+    expected = generate(core, prompt)
+    core.sleep(1)
+    driver.others += 20 * MIB
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="wanted for pages.* wake_up can be tried again"):
+            core.wake_up()
+        assert core.is_sleeping
+    with pytest.raises(EngineSleepingError):
+        generate(core, prompt)
+    driver.others -= 20 * MIB
+    core.wake_up()
+    assert generate(core, prompt) == expected
