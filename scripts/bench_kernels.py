@@ -1,8 +1,8 @@
 """Times the dense kernels on a CUDA device, at the shapes of Qwen3-0.6B and 8B, against the floor by bytes.
 
-    python scripts/bench_kernels.py --sections chain,rows,tiles,ops [--jobs 14]
+    python scripts/bench_kernels.py --sections chain,rows,few,ops [--jobs 14]
 
-`rows` and `tiles` try block sizes for products of few tokens, one kind of linear layer at a time: a CUDA graph over all
+`rows` and `few` try block sizes for products of few tokens, one kind of linear layer at a time: a CUDA graph over all
 layers' weights of that kind, so that no weights stay in the cache. `chain` is all products of one step with the norms,
 gates and additions between them. `ops` are single kernels. With --jobs, that many processes compile what is tried first.
 Tables show microseconds per call, and for `chain` milliseconds per step.
@@ -20,7 +20,7 @@ import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels.linear import RowsConfig, TileConfig
+from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts, route_softmax_topk
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
@@ -31,8 +31,8 @@ BYTES_PER_US = 4.35e6
 VOCAB = 151_936
 # (hidden, inner, layers, query heads, key/value heads, head size)
 MODELS = {"0.6b": (1024, 3072, 28, 16, 8, 128), "8b": (4096, 12_288, 36, 32, 8, 128)}
-ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4, 8))]
-TILES = [TileConfig(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 5))]
+ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2))]
+FEW = [FewConfig(*c) for c in itertools.product((16, 32), (64, 128, 256), (4, 8), (2, 3))]
 
 
 def kinds(model: str) -> dict[str, tuple[int, int, bool, bool, bool]]:
@@ -86,11 +86,11 @@ class Kind:
             norm = self.scale if self.norm else None
             kernels.run_rows(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
 
-    def tiles(self, config: TileConfig | None) -> None:
-        """Every layer once by the kernel with matrix units, without norm and gate."""
+    def few(self, config: FewConfig | None) -> None:
+        """Every layer once by the kernel for up to 16 tokens."""
         for weight in self.weights:
-            out = self.out if not self.gated else self.x.new_empty(self.x.shape[0], weight.shape[0])
-            kernels.run_tiles(self.x, weight, None, out, add=self.add, config=config)
+            norm = self.scale if self.norm else None
+            kernels.run_few(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
 
     def library(self) -> None:
         """Every layer once by cuBLAS."""
@@ -102,9 +102,17 @@ class Kind:
 
 
 def fits(config: RowsConfig, inputs: int, gated: bool) -> bool:
-    """Blocks that neither waste most of a row nor need more registers than there are."""
-    per_thread = config.features * config.inputs * (2 if gated else 1) / (config.warps * 32)
-    return 16 <= per_thread <= 64 and config.inputs < 2 * inputs and -(-inputs // config.inputs) <= 8
+    """Whether each thread reads 64 weights ahead, or 32 or 64 twice, in blocks that don't waste most of a row."""
+    each = config.features * config.inputs * (2 if gated else 1) / (config.warps * 32)
+    steps = -(-inputs // config.inputs)
+    sizes = (64,) if config.ahead == 1 else (32, 64)
+    return each in sizes and config.inputs < 2 * inputs and steps <= 8 and (config.ahead == 1 or steps > 1)
+
+
+def few_fits(config: FewConfig, inputs: int, gated: bool) -> bool:
+    """Whether each thread reads 32 to 128 weights at a time."""
+    each = config.features * config.inputs * (2 if gated else 1) / 32
+    return 64 <= each <= 128 and config.inputs * config.warps <= inputs
 
 
 def rows_tasks(tokens: int = 1) -> list[tuple[str, str, int, RowsConfig]]:
@@ -118,34 +126,35 @@ def rows_tasks(tokens: int = 1) -> list[tuple[str, str, int, RowsConfig]]:
     ]
 
 
-def tile_tasks() -> list[tuple[str, str, int, TileConfig]]:
-    """What `tiles` tries."""
+def few_tasks() -> list[tuple[str, str, int, FewConfig]]:
+    """What `few` tries."""
     return [
         (model, name, tokens, config)
         for model in MODELS
-        for name in kinds(model)
-        for tokens in (8, 16, 32, 64)
-        for config in TILES
+        for name, (inputs, _, _, gated, _) in kinds(model).items()
+        for tokens in (2, 16)  # the same kernel
+        for config in FEW
+        if few_fits(config, inputs, gated) and (config.stages == 2 or config.inputs * config.warps < inputs)
     ]
 
 
 def compile_share(sections: list[str], share: int, jobs: int) -> None:
     """Compile every `jobs`-th task by running it on one layer."""
-    tasks: list[tuple[str, str, int, RowsConfig | TileConfig]] = []
+    tasks: list[tuple[str, str, int, RowsConfig | FewConfig]] = []
     tasks += rows_tasks() if "rows" in sections else []
-    tasks += tile_tasks() if "tiles" in sections else []
+    tasks += [task for task in few_tasks() if task[2] == 16] if "few" in sections else []
     for model, name, tokens, config in tasks[share::jobs]:
         kind = Kind(model, name, tokens, 1)
-        kind.rows(config) if isinstance(config, RowsConfig) else kind.tiles(config)
+        kind.rows(config) if isinstance(config, RowsConfig) else kind.few(config)
     torch.cuda.synchronize()
 
 
-def best_table(tasks: list[tuple[str, str, int, RowsConfig | TileConfig]]) -> None:
+def best_table(tasks: list[tuple[str, str, int, RowsConfig | FewConfig]]) -> None:
     """The three best blocks of each kind, beside cuBLAS and the floor."""
     for (model, name, tokens), group in itertools.groupby(tasks, lambda task: task[:3]):
         kind, found = Kind(model, name, tokens), []
         for *_, config in group:
-            run = kind.rows if isinstance(config, RowsConfig) else kind.tiles
+            run = kind.rows if isinstance(config, RowsConfig) else kind.few
             try:
                 found.append((graph_us(lambda run=run, config=config: run(config), len(kind.weights)), tuple(config)))
             except Exception as error:  # a block that needs more shared memory than there is
@@ -186,7 +195,7 @@ def step(model: str, tokens: int, how: str) -> Callable[[], object]:
 def chain_table() -> None:
     """Milliseconds per step."""
     dependent = kernels.dependent
-    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16, 64, 256)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 8, 16, 64, 256, 8192)):
         hidden, inner, layers, heads, kv_heads, dim = MODELS[model]
         per_layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
         line = f"{model} T={tokens:<3} floor {(per_layer * layers + VOCAB * hidden) * 2 / BYTES_PER_US / 1000:.3f}"
@@ -256,16 +265,21 @@ def ops_table() -> None:
     """Single operations."""
     for tokens in (1, 64, 8192):
         small_ops(tokens)
-    for rows in (1, 64, 512):
-        sampling(rows)
+    sampling_table()
     for tokens in (1, 16, 64, 256, 4096):
         experts(tokens)
+
+
+def sampling_table() -> None:
+    """Choosing tokens."""
+    for rows in (1, 64, 512):
+        sampling(rows)
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", default="chain,rows,tiles,ops")
+    parser.add_argument("--sections", default="chain,rows,few,ops")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--share", type=int, default=-1)
     args = parser.parse_args()
@@ -279,10 +293,14 @@ def main() -> None:
         other.wait()
     if "rows" in sections:
         best_table(rows_tasks())
-    if "tiles" in sections:
-        best_table(tile_tasks())
+    if "few" in sections:
+        best_table(few_tasks())
     if "ops" in sections:
         ops_table()
+    if "sampling" in sections:
+        sampling_table()
+    if "experts" in sections:
+        experts(4096)
     if "chain" in sections:
         chain_table()
 

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pagerunner.config import EngineArgs
 from pagerunner.engine.build import build_core
 from pagerunner.engine.core import EngineCore
 from pagerunner.runner.staging import Staging
-from pagerunner.types import EngineRequest, SamplingParams
+from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -118,6 +120,26 @@ def decode(core: EngineCore, batch: int, steps: int, times: Times) -> tuple[floa
     return seconds, count
 
 
+def check_launches(core: EngineCore) -> None:
+    """Raise an error if launching a decode step waits for the device."""
+    if not torch.cuda.is_available():
+        return
+    run = core._executor.run
+
+    def strict(plan: StepPlan) -> Any:
+        decodes = not plan.admitted and all(row.num_tokens == 1 for row in plan.rows)
+        torch.cuda.set_sync_debug_mode("error" if decodes else "default")
+        try:
+            return run(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    core._executor.run = strict  # type: ignore[method-assign]
+    decode(core, 3, 40, Times())
+    core._executor.run = run  # type: ignore[method-assign]
+    print("launching decode steps never waits for the device")
+
+
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -150,6 +172,7 @@ def main() -> None:
         print(f"start {time.perf_counter() - started:.2f} s\n{core.startup.text()}")
     times = Times()
     runner = core._executor._runner
+    check_launches(core)
     times.watch(core._scheduler, "schedule", "schedule")
     times.watch(core._scheduler, "commit", "commit")
     times.watch(core._executor, "run", "run")

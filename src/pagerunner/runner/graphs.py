@@ -66,8 +66,7 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        # Views that keep no memory: what one graph has put out may be where the next one works.
-        return _CudaGraph(graph, tuple(torch.as_tensor(_Address(tensor), device=tensor.device) for tensor in outputs))
+        return _CudaGraph(graph, tuple(_unowned(tensor) for tensor in outputs))
 
 
 class _CudaGraph:
@@ -80,7 +79,13 @@ class _Address:
     """A tensor's place and shape, as the CUDA array interface has it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {**tensor.__cuda_array_interface__}
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a hold on it: what one graph has put out may be where the next one works."""
+    raw = tensor.view(torch.uint8)  # the interface doesn't know every dtype
+    return torch.as_tensor(_Address(raw), device=tensor.device).view(tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from pagerunner.types import (
 )
 
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once
+BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
 
 
 class CausalLM(Protocol):
@@ -143,8 +144,11 @@ class ModelRunner:
                 request_id="", prompt_token_ids=[0], params=params if slot % 2 else greedy, seed=0, max_tokens=1
             )
             self._sampler.init_slot(SlotInit(slot, request, []))
-        for rows in self._largest_steps():
+        for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
+        step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
+        self._tables.write(step.table_places_N, step.table_entries_N)
+        self._pages.prepare(step)
         self._graphs.warm_up(progress)
 
     @torch.inference_mode()
@@ -157,19 +161,21 @@ class ModelRunner:
         """How many graphs `capture` makes."""
         return len(self._graphs.keys)
 
-    def _largest_steps(self) -> Iterator[list[StepRow]]:
-        """As many tokens as a step can have, at the beginning of sequences and at their end; and as many rows."""
-        longest, most = self._max_model_len, self._builder.max_tokens
-        for first in (True, False):
-            rows: list[StepRow] = []
-            left = most
-            while left and len(rows) < self._builder.max_rows:
-                size = min(left, longest if first else max(longest // 2, 1))
-                rows.append(StepRow(len(rows), 0 if first else longest - size, size, [0] * size, True))
-                left -= size
-            yield rows
-        count = min(self._builder.max_rows, most)
-        yield [StepRow(slot, longest - 1, 1, [], True) for slot in range(count)]
+    def _first_steps(self) -> Iterator[list[StepRow]]:
+        """As many tokens as a step can have, at the beginning of sequences and at their end; as many rows; and between
+        them whatever may make a kernel another one: numbers of rows and tokens that are 1, a multiple of 16, and not.
+        """
+        longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
+        yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
+        yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
+        for rows in (1, 3, 16):
+            if rows > most_rows:
+                break
+            for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
+                yield _even_rows(rows, min(tokens, most), longest, past=True)
+            yield _even_rows(rows, rows, longest, past=True)
+        yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
+        yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What graphs do: the hidden states of a mixed step; of a decode step logits, most likely tokens and their logits."""
@@ -228,3 +234,15 @@ class ModelRunner:
             if entries:
                 found[index] = entries
         return found
+
+
+def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:
+    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens."""
+    rows: list[StepRow] = []
+    left = tokens
+    for slot in range(count):
+        size = min(-(-left // (count - slot)), longest)
+        if size:
+            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size, True))
+        left -= size
+    return rows

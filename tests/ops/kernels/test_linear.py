@@ -14,8 +14,8 @@ TOKENS = [1, 2, 3, 4, 7]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
-    monkeypatch.setattr(kernels, "rows_config", lambda tokens, inputs, gated: kernels.RowsConfig(4, 16, 4))
-    monkeypatch.setattr(kernels, "tile_config", lambda *shape: kernels.TileConfig(16, 16, 4, 2))
+    monkeypatch.setattr(kernels, "rows_config", lambda inputs, gated: kernels.RowsConfig(4, 16, 4, 2))
+    monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 8, 2, 2))
 
 
 def tensors(tokens: int, inputs: int, features: int, dtype: torch.dtype, bias: bool):
@@ -73,7 +73,7 @@ def test_nothing_beyond_the_last_feature_is_touched():
 
 def test_what_these_kernels_do_not_read_goes_to_the_library(monkeypatch):
     monkeypatch.setattr(kernels, "run_rows", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(kernels, "run_tiles", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kernels, "run_few", lambda *_, **__: 1 / 0)
     x, weight, _ = tensors(65, 16, 9, torch.float32, False)
     torch.testing.assert_close(linear.kernel(x, weight), x @ weight.t())
     residual = torch.zeros(65, 9)

@@ -117,7 +117,7 @@ def _product(
     pairs = order_P.shape[0]
     per_expert = pairs / experts
     bm = 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
-    bn, bk = (64, 128) if bm == 16 else (128, 64)
+    bn, bk = {16: (64, 128), 64: (128, 64), 128: (256, 64)}[bm]
     tiles = min(pairs, pairs // bm + min(experts, pairs))
     out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
     _grouped_kernel[(tiles, blocks(features, bn))](
