@@ -39,6 +39,7 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "deepseek_v2": lambda path: make_latent_checkpoint(path, "deepseek_v2")[0],
     # ratios that allow prefix hits of 128 tokens in pages of bytes
     "deepseek_v4": lambda path: make_compressed_checkpoint(path, compress_rates={SPARSE: 4, HEAVY: 8})[0],
+    "deepseek_v32": lambda path: make_latent_checkpoint(path, "deepseek_v32")[0],
     "deepseek_v3": lambda path: make_latent_checkpoint(path, "deepseek_v3")[0],
     **{
         name: lambda path, name=name: make_window_checkpoint(path, name)
