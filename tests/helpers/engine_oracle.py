@@ -21,6 +21,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {  # engine arguments that must change n
     "no prefix hits": {"enable_prefix_caching": False},
 }
 
+_DEFAULTS: dict[str, Any] = {  # little memory: a pool of millions of tiny pages takes seconds to set up
+    "poison_fresh_pages": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 8_000_000,
+}
+
 
 def prompt(seed: int, length: int) -> list[int]:
     """Random token ids."""
@@ -38,7 +45,7 @@ def run(llm: LLM, prompts: list[list[int]], n: int = 1) -> list[Any]:
 
 def engine(path: Path, **options: Any) -> LLM:
     """An engine whose fresh pages are poisoned."""
-    return LLM(str(path), **({"poison_fresh_pages": True, "skip_tokenizer_init": True} | options))
+    return LLM(str(path), **(_DEFAULTS | options))
 
 
 @torch.inference_mode()
