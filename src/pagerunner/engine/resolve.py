@@ -141,6 +141,7 @@ def _plan(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched_tokens,
             max_in_flight=args.max_in_flight or 1,
+            chunked_prefill=args.enable_chunked_prefill,
         )
 
     if args.num_gpu_blocks_override is not None:

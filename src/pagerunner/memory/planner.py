@@ -209,6 +209,7 @@ def plan_memory(
     max_num_batched_tokens: int,
     max_in_flight: int = 1,
     kernel_tokens: int | None = None,
+    chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
 ) -> MemoryPlan:
     """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
@@ -217,7 +218,8 @@ def plan_memory(
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
     With `kernel_tokens`, table units let a backend read pages as smaller ones of that many tokens, in groups that are
-    larger and whose layers are alike (`MemoryPlan.kernel_entries`). `max_in_flight` costs no pages: steps run in order, so
+    larger and whose layers are alike (`MemoryPlan.kernel_entries`). Without `chunked_prefill` a step of
+    `max_num_batched_tokens` is never shortened, so windows are promised what it takes. `max_in_flight` costs no pages: steps run in order, so
     what one gives back the next may take.
 
     Raises:
@@ -230,7 +232,7 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens, not chunked_prefill)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -266,7 +268,11 @@ def _check_positive(**limits: int) -> None:
 
 
 def _form_groups(
-    specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], step_tokens: int, kernel_tokens: int | None
+    specs: Sequence[Spec],
+    page_tokens: int | Mapping[Hashable, int],
+    step_tokens: int,
+    kernel_tokens: int | None,
+    whole_steps: bool,
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
@@ -295,7 +301,7 @@ def _form_groups(
                 unit=gcd(end, *_kernel_units(layers, size, kernel_tokens)),
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
-                rule=make_rule(first, size, step_tokens),
+                rule=make_rule(first, size, step_tokens, whole_steps),
             )
         )
     return groups
