@@ -35,7 +35,8 @@ class Reach:
 
 class AttentionBackend(Protocol):
     """Attention over paged keys and values. Shape letters: T tokens of the step, R rows, P pages of a row, H query
-    heads, K key/value heads, D head size.
+    heads, K key/value heads, D head size. A backend that takes pages of certain sizes only also has `page_sizes`, in tokens:
+    it is given larger pages as several of those (`GroupPlan.for_kernels`).
     """
 
     name: str

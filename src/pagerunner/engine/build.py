@@ -85,14 +85,15 @@ def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExec
 
     fill_weights()
     pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
-    tables = PageTables(plan)
+    seen = plan.for_kernels()
+    tables = PageTables(seen)
     last_tokens = LastTokens(config.max_num_seqs, device)
     runner = ModelRunner(
         model=model,
         pages=pages,
         tables=tables,
         last_tokens=last_tokens,
-        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends),
+        builder=BatchBuilder(seen, tables, last_tokens, pages.layers, backends),
         sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
         max_num_seqs=config.max_num_seqs,
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from pagerunner.attention.select import kernel_tokens
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import available_memory, resolve_device
@@ -120,6 +123,8 @@ def _plan(
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     weights = weights_bytes(build_model(model, dtype))
     specs = model.layer_specs(kv_dtype)
+    device = torch.device(resolve_device(args.device))
+    kernel = kernel_tokens(specs, args.block_size, args.attention_backend, device, getattr(torch, dtype))
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         return (
@@ -142,6 +147,7 @@ def _plan(
             max_num_batched_tokens=batched_tokens,
             max_in_flight=args.max_in_flight or 1,
             chunked_prefill=args.enable_chunked_prefill,
+            kernel_tokens=kernel,
         )
 
     if args.num_gpu_blocks_override is not None:
@@ -150,9 +156,9 @@ def _plan(
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        widest = len({spec.lifetime for spec in specs}) * -(-longest // args.block_size)
+        widest = sum(-(-longest // kernel.get(one, args.block_size)) for one in {spec.lifetime for spec in specs})
         made = _plan_in(memory_bytes, args.gpu_memory_utilization, other(longest, widest), longest, plan)
-    width = sum(group.table_width for group in made.groups)
+    width = sum(group.table_width for group in made.for_kernels().groups)
     return replace(made, other=other(made.max_model_len, width))
 
 

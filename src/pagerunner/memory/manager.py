@@ -48,6 +48,7 @@ class KVManager:
         )
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
+        self._parts = [group.kernel_pages for group in plan.groups]
         self._shortens = all(rule.shortens for rule in self._rules)
         self._lookup_order = sorted(
             range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
@@ -466,16 +467,11 @@ class KVManager:
             for group, pages in enumerate(grant.pages):
                 first = max(grant.sent[group], grant.first[group])
                 if first < len(pages):
-                    writes.append(TableWrite(group, grant.slot, first, self._entries(group, pages[first:])))
+                    entries = self.plan.table_entries(group, pages[first:])
+                    writes.append(TableWrite(group, grant.slot, first * self._parts[group], entries))
                     grant.sent[group] = len(pages)
         self._dirty.clear()
         return writes
-
-    def _entries(self, group: int, pages: list[int]) -> list[int]:
-        entries = self.plan.table_entries(group, pages)
-        if group in self._forgetting:
-            return [HOLE if page == HOLE else entry for page, entry in zip(pages, entries, strict=True)]
-        return entries
 
     def take_fresh(self) -> list[list[int]]:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""

@@ -23,18 +23,18 @@ POISON_BYTE = 0xFF  # every float format reads NaN from bytes of all ones
 
 
 def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LayerKV:
-    """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
+    """One layer's K and V as views [num_entries, kernel_tokens, num_kv_heads, head_dim] whose first stride is the unit.
 
     The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
     """
     spec = piece.spec
     dtype = TORCH_DTYPES[spec.dtype]
     typed = kv_bytes.view(dtype)
-    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
 
     def view(offset_bytes: int, head_dim: int) -> torch.Tensor:
         row = spec.num_kv_heads * head_dim
-        size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
+        size = (num_entries, group.kernel_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
     scales = None
