@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
+from pagerunner.memory.specs import Spec
 
 Backend = AttentionBackend | DeviceBackend
 KindBackend = RecurrentBackend | LatentBackend | CompressedBackend | PagedRecurrentBackend | PagedLatentBackend
@@ -50,6 +51,28 @@ def select_backends(
     made = {name: BACKENDS[name]() for name in names}
     tables = any(getattr(backend, "reads_tables", False) for backend in made.values())
     return [_first_that_serves(group, _candidates(group.kind, made, tables), device, dtype) for group in groups]
+
+
+def kernel_tokens(
+    specs: Sequence[Spec], page_tokens: int, wanted: str, device: torch.device, dtype: torch.dtype
+) -> dict[Hashable, int]:
+    """The page size, in tokens, that the backend of each lifetime of keys and values reads, where it doesn't take `page_tokens`.
+
+    A backend that takes certain sizes only says so in `page_sizes`; the largest that divides `page_tokens` is chosen, and
+    the smallest of all if none does (the plan then refuses it by number).
+    """
+    found: dict[Hashable, int] = {}
+    for lifetime in {spec.lifetime for spec in specs if spec.kind not in KIND_BACKENDS}:
+        own = [spec for spec in specs if spec.lifetime == lifetime]
+        for name in AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,):
+            backend = BACKENDS[name]() if name in BACKENDS else None
+            if backend is None or any(backend.unsupported(spec, device.type, dtype) for spec in own):
+                continue
+            sizes: tuple[int, ...] = getattr(backend, "page_sizes", ())
+            if sizes and page_tokens not in sizes:
+                found[lifetime] = max((size for size in sizes if page_tokens % size == 0), default=min(sizes))
+            break
+    return found
 
 
 def _candidates(kind: str, made: dict[str, Backend], tables: bool) -> Mapping[str, Backend | KindBackend]:

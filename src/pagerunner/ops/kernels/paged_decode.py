@@ -125,7 +125,6 @@ def decode_kernel(
     rows = (g < G)[:, None]
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
-    first_of_slice = True
     while left > 0:
         begin = tl.load(begin_ptr + unit)
         end = tl.load(begin_ptr + unit + 1)
@@ -184,7 +183,7 @@ def decode_kernel(
             if SHARED:
                 if slot >= 0:
                     count = tl.load(shared_count_ptr)
-                    for split in range(0, count):
+                    for split in range(count):
                         at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
                         other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
                         other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
