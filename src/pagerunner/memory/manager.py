@@ -283,15 +283,16 @@ class KVManager:
             grant.reserve = [0] * len(grant.reserve)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
-        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))]
+        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []
         marks = grant.marks
         while True:
             wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
             needs = [count for count, _ in wanted]
             if copied:
                 needs = [count + len(numbers) for count, numbers in zip(needs, copied, strict=True)]
-            short = end - start <= SHORT_CHUNK and (self._shortens or not marks)
-            if not self._forgetting or short or self._has_room(grant, needs):
+            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
+                break
+            if self._has_room(grant, needs):
                 break
             if self._shortens:
                 end = start + max((end - start) // 2, SHORT_CHUNK)
@@ -306,10 +307,10 @@ class KVManager:
             fresh = self.pool.allocate(needs)
             assert fresh is not None
         capacity = FOREVER
-        for group, numbers in enumerate(copied):
-            self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
-            del fresh[group][: len(numbers)]
         if copied:
+            for group, numbers in enumerate(copied):
+                self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
+                del fresh[group][: len(numbers)]
             grant.borrowed = []
         for group, pages in enumerate(fresh):
             held = grant.pages[group]

@@ -187,15 +187,15 @@ class MemoryPlan:
             held = [page for page in pages if page != -1]
             entries, parts = iter(self.table_entries(group, held)), range(plan.kernel_pages)
             return [-1 if page == -1 else next(entries) for page in pages for _ in parts]
-        entries_P = self._page_entries(plan, pages)
-        return entries_P if plan.kernel_pages == 1 else self.kernel_entries(group, entries_P, plan.kernel_tokens)
-
-    def _page_entries(self, plan: GroupPlan, pages: Sequence[int]) -> list[int]:
         per_slab = plan.pages_per_slab
         slab_units, page_units = self.slab_bytes // plan.unit, plan.page_bytes // plan.unit
         if slab_units == per_slab * page_units:
-            return list(pages) if page_units == 1 else [page * page_units for page in pages]
-        return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
+            found = list(pages) if page_units == 1 else [page * page_units for page in pages]
+        else:
+            found = [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
+        return (
+            found if plan.kernel_tokens == plan.page_tokens else self.kernel_entries(group, found, plan.kernel_tokens)
+        )
 
     def slabs_needed(self, tokens: int) -> int:
         """Slabs that one request of `tokens` tokens takes when it is alone."""
