@@ -15,6 +15,7 @@ from pagerunner.memory.report import human_bytes
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import build_model, weights_bytes
+from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -154,10 +155,13 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     weights = weights_bytes(build_model(model, wish.dtype))
     specs = model.layer_specs(wish.kv_dtype)
 
+    num_groups = len({spec.lifetime for spec in specs})
+
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
             ("weights", weights),
             ("page tables", 8 * max_num_seqs * table_width),
+            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
         )
