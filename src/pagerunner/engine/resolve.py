@@ -23,6 +23,7 @@ from pagerunner.models.config import read_model_config
 from pagerunner.models.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -182,10 +183,13 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     device = torch.device(wish.device)
     kernel = kernel_tokens(specs, args.block_size, args.attention_backend, device, getattr(torch, wish.dtype))
 
+    num_groups = len({spec.lifetime for spec in specs})
+
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
             ("weights", weights),
             ("page tables", 8 * max_num_seqs * table_width),
+            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
         )
