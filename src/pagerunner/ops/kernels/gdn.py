@@ -15,8 +15,9 @@ import triton.language as tl
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
-BLOCK_VALUES = 32
-FEW_WARPS, SYSTEM_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 8, 1
+FEW = (32, 8)  # values of a program, its warps
+SYSTEM_WARPS = 8
+CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
 SOLVE = tl.constexpr(16)  # rows of a system that are solved one after another
 
 
@@ -219,14 +220,13 @@ def gated_delta_rows(
     *saves, has_saves = save_arguments(rows)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     to_state = (state_EHKV.stride(0), rows.page_table.stride(0))
-    block_k, block_v = max(16, triton.next_power_of_2(key_dim)), min(BLOCK_VALUES, triton.next_power_of_2(value_dim))
-    block_v = max(16, block_v)
+    block_k = max(16, triton.next_power_of_2(key_dim))
     shape = (key_heads, heads, key_dim)
-    options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k, block_v)
-    grid = (triton.cdiv(value_dim, block_v), heads)
-    _few[(*grid, rows.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options,
-        num_warps=FEW_WARPS,
+    options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k)
+    block_v, warps = FEW
+    _few[(triton.cdiv(value_dim, block_v), heads, rows.num_rows + 1)](
+        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options, block_v,
+        num_warps=warps,
     )  # fmt: skip
     if rows.few:
         return out_THV
@@ -237,8 +237,9 @@ def gated_delta_rows(
         *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision,
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
-    _chunks[(*grid, rows.num_rows)](
-        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, CHUNK, precision,
-        num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES,
+    block_v, warps, stages = CHUNKS
+    _chunks[(triton.cdiv(value_dim, block_v), heads, rows.num_rows)](
+        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, block_v,
+        CHUNK, precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out_THV

@@ -13,8 +13,8 @@ import triton.language as tl
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
-BLOCK_VALUES = 32
-FEW_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 1
+FEW = (32, 8)  # values of a program, its warps
+CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
 
 
 @triton.jit
@@ -149,16 +149,16 @@ def mamba2_rows(
     )  # fmt: skip
     strides = (mixed_TC.stride(0), steps_TH.stride(0), state_EHPN.stride(0), rows.page_table.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
-    block_p = max(16, min(BLOCK_VALUES, triton.next_power_of_2(head_dim)))
     block_n = max(16, triton.next_power_of_2(state_size))
-    options = (
-        has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size, block_p, block_n,
-    )  # fmt: skip
-    grid = (triton.cdiv(head_dim, block_p), heads)
-    _few[(*grid, rows.num_rows + 1)](*arguments, rows.num_rows, tokens, *strides, *options, num_warps=FEW_WARPS)
+    options = (has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size)
+    block_p, warps = FEW
+    _few[(triton.cdiv(head_dim, block_p), heads, rows.num_rows + 1)](
+        *arguments, rows.num_rows, tokens, *strides, *options, block_p, block_n, num_warps=warps
+    )
     if not rows.few:
+        block_p, warps, stages = CHUNKS
         precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
-        _chunks[(*grid, rows.num_rows)](
-            *arguments, *strides, *options, CHUNK, precision, num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES
+        _chunks[(triton.cdiv(head_dim, block_p), heads, rows.num_rows)](
+            *arguments, *strides, *options, block_p, block_n, CHUNK, precision, num_warps=warps, num_stages=stages
         )
     return out_THP
