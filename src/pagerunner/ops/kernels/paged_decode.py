@@ -1,0 +1,334 @@
+"""Decode attention over pages: rows with one new token each, in a grid whose size depends on the device alone.
+
+All (row, key tile) pairs of a step, in order, are cut into slices of equal length; program (slice, head) works through
+one of them. So one row of 40,000 tokens and 256 rows of 1,000 keep the device equally busy, and the grid, which a graph
+fixes, suits every step. A row that lies in one slice is finished by its program; of a row cut by slice boundaries every
+program leaves a partial result, and the last one to do so merges them all, always in the same order.
+
+Scores are in units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per
+key/value head (M: as rows of a tile), V size of a value head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
+
+
+@triton.jit
+def softcapped(scores, softcap):
+    """`softcap * tanh(scores / softcap)`."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+
+
+@triton.jit
+def load_tile(ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
+    """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None], other=0)
+    else:
+        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0)
+    if FP8 is not None:
+        tile = tile.to(FP8, bitcast=True)
+    return tile.to(TO)
+
+
+@triton.jit
+def _online(scores, highest, total, acc):
+    """A tile's weights, and what was found before at the new scale."""
+    new = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.math.exp2(scores - new[:, None])
+    shrink = tl.math.exp2(highest - new)
+    return weights, new, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def _merge(highest, total, acc, highest2, total2, acc2):
+    new = tl.maximum(highest, highest2)
+    a = tl.math.exp2(highest - new)
+    b = tl.math.exp2(highest2 - new)
+    return new, total * a + total2 * b, acc * a[:, None] + acc2 * b[:, None]
+
+
+@triton.jit
+def _merged_parts(
+    part_ptr, sums_ptr, first, pieces, head,
+    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """The partial results of one unit: of slice `first` in its second place, of later slices in their first."""
+    g = tl.arange(0, M)
+    d = tl.arange(0, DVP)
+    BLOCK: tl.constexpr = 16
+    highest = tl.full([M], LOWEST, tl.float32)
+    for start in range(0, pieces, BLOCK):
+        piece = start + tl.arange(0, BLOCK)
+        place = ((first + piece) * 2 + (piece == 0)) * K + head
+        mask = (piece < pieces)[:, None] & (g < G)[None, :]
+        some = tl.load(sums_ptr + (place[:, None] * G + g[None, :]) * 2, mask=mask, other=LOWEST, cache_modifier=".cg")
+        highest = tl.maximum(highest, tl.max(some, 0))
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for start in range(0, pieces, 4):
+        for one in tl.static_range(4):
+            piece = start + one
+            place = ((first + piece) * 2 + (1 if piece == 0 else 0)) * K + head
+            mask = (g < G) & (piece < pieces)
+            at = place * G + g
+            weight = tl.math.exp2(
+                tl.load(sums_ptr + at * 2, mask=mask, other=LOWEST, cache_modifier=".cg") - highest
+            )
+            weight = tl.where(mask, weight, 0.0)
+            total += weight * tl.load(sums_ptr + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                part_ptr + at[:, None] * DV + d[None, :],
+                mask=mask[:, None] & (d < DV)[None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            acc += weight[:, None] * values
+    return highest, total, acc
+
+
+@triton.jit
+def prepared(at, stride_d: tl.constexpr, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
+    d = tl.arange(0, DP)
+    other = (d + D // 2) % D
+    inside = (d < D)[None, :]
+    x = tl.load(at + d[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
+    pair = tl.load(at + other[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * inverse * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        pair = pair * inverse * tl.load(norm_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
+    return x * cos[None, :] + pair * sin[None, :]
+
+
+@triton.jit
+def _unit(begin_ptr, unit_ptr, unit, num_units):
+    there = unit < num_units
+    begin = tl.load(begin_ptr + unit, mask=there, other=0)
+    end = tl.load(begin_ptr + unit + 1, mask=there, other=0)
+    token = tl.load(unit_ptr + unit * 4, mask=there, other=0)
+    slot = tl.load(unit_ptr + unit * 4 + 1, mask=there, other=-1)
+    oldest = tl.load(unit_ptr + unit * 4 + 2, mask=there, other=0)
+    stop = tl.load(unit_ptr + unit * 4 + 3, mask=there, other=0)
+    return begin, end, token, slot, oldest, stop
+
+
+@triton.jit(do_not_specialize=["num_units", "width", "least"])
+def decode_kernel(
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
+    kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
+    cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, least, counter_ptr,
+    part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
+    S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
+    and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
+    projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that finishes
+    a unit also stores its key and value.
+    """
+    head = tl.program_id(0) % K
+    piece = tl.program_id(0) // K
+    total_tiles = tl.load(begin_ptr + num_units)
+    per = tl.maximum(tl.cdiv(total_tiles, S), least)
+    tile = piece * per
+    left = tl.minimum(per, total_tiles - tile)
+    unit = 0
+    if (tile > 0) & (left > 0):
+        for start in range(0, num_units, 256):
+            at = start + tl.arange(0, 256)
+            ends = tl.load(begin_ptr + 1 + at, mask=at < num_units, other=0x7FFFFFFF)
+            unit += tl.sum((ends <= tile).to(tl.int32), 0)
+
+    g = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    n = tl.arange(0, BN)
+    rows = (g < G)[:, None]
+    kp_ptr += head * kp_sh
+    vp_ptr += head * vp_sh
+    begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
+    while left > 0:
+        next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
+            begin_ptr, unit_ptr, unit + 1, num_units
+        )
+        run = tl.minimum(left, end - tile)
+        q_at = q_ptr + tl.cast(token, tl.int64) * q_st + (head * G + g)[:, None] * q_sh
+        angle = tl.cast(token, tl.int64) * stride_rope
+        if FUSED:
+            wide_q = prepared(q_at, 1, rows, q_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+            q = wide_q.to(q_ptr.dtype.element_ty).to(TO)
+        else:
+            q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(TO)
+        row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
+        highest = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DVP], tl.float32)
+        key = oldest // BN * BN + (tile - begin) * BN
+        for start in range(key, key + run * BN, BN):
+            at = start + n
+            mask = (at >= oldest) & (at < stop)
+            page = at // PAGE
+            if RING:
+                page = page % width
+            entry = tl.load(row_table + page, mask=mask, other=0)
+            inside = at % PAGE
+            k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, 1, mask, D, DP, FP8, TO)
+            v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, 1, mask, DV, DVP, FP8, TO)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if FP8 is not None:
+                scores = scores * tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)[None, :]
+                v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
+            if SOFTCAP:
+                scores = softcapped(scores, softcap)
+            scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
+            weights, highest, total, acc = _online(scores, highest, total, acc)
+            if FP8 is not None:  # the tile's largest scale stays outside, so that no weight becomes too small for TO
+                most = tl.max(v_scale, 0)
+                weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
+                acc += tl.dot(weights.to(TO), v, input_precision="ieee") * most
+            else:
+                acc = tl.dot(weights.to(TO), v, acc, input_precision="ieee")
+
+        pieces = (end - 1) // per - begin // per + 1
+        done = pieces == 1
+        if pieces > 1:
+            place = (piece * 2 + (1 if tile == begin else 0)) * K + head
+            tl.store(sums_ptr + (place * G + g) * 2, highest, mask=g < G)
+            tl.store(sums_ptr + (place * G + g) * 2 + 1, total, mask=g < G)
+            tl.store(part_ptr + (place * G + g)[:, None] * DV + dv[None, :], acc, mask=rows & (dv < DV)[None, :])
+            tl.debug_barrier()
+            before = tl.atomic_add(counter_ptr + unit * K + head, 1, sem="acq_rel", scope="gpu")
+            done = before == pieces - 1
+            if done:
+                tl.store(counter_ptr + unit * K + head, 0)
+                highest, total, acc = _merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
+        if done:
+            q_head = head * G + g
+            if SHARED:
+                if slot >= 0:
+                    count = tl.load(shared_count_ptr)
+                    for split in range(0, count):
+                        at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
+                        other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
+                        other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
+                        other_acc = tl.load(
+                            shared_ptr + at[:, None] * DV + dv[None, :], mask=rows & (dv < DV)[None, :], other=0.0
+                        )
+                        highest, total, acc = _merge(highest, total, acc, other, other_total, other_acc)
+            if OWN:
+                if slot >= 0:
+                    k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
+                    own_v = tl.load(v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh + dv, mask=dv < DV, other=0.0)
+                    if FUSED:
+                        one = tl.arange(0, 1)[:, None]
+                        own_k = prepared(
+                            k_at + one, 1, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM
+                        ).to(k_ptr.dtype.element_ty)
+                        entry = tl.load(entry_ptr + token)
+                        if entry >= 0:
+                            inside = tl.load(offset_ptr + token)
+                            slot_k = kp_ptr + entry * kp_se + inside * kp_ss + d[None, :]
+                            slot_v = vp_ptr + entry * vp_se + inside * vp_ss + dv
+                            tl.store(slot_k, own_k.to(kp_ptr.dtype.element_ty), mask=(d < D)[None, :])
+                            tl.store(slot_v, own_v.to(vp_ptr.dtype.element_ty), mask=dv < DV)
+                        own_k = own_k.to(kp_ptr.dtype.element_ty).to(tl.float32)
+                        own_v = own_v.to(vp_ptr.dtype.element_ty).to(tl.float32)
+                        own_q = wide_q.to(q_ptr.dtype.element_ty).to(tl.float32)
+                    else:
+                        own_k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                        own_q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(tl.float32)
+                    score = tl.sum(own_q * own_k, 1) * scale
+                    if SOFTCAP:
+                        score = softcapped(score, softcap)
+                    ones = tl.full([M], 1.0, tl.float32)
+                    own_acc = tl.zeros([M, DVP], tl.float32) + own_v.to(tl.float32)[None, :]
+                    highest, total, acc = _merge(highest, total, acc, score * LOG2E, ones, own_acc)
+            if SINKS:
+                sink = tl.load(sinks_ptr + q_head, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+                new = tl.maximum(highest, sink)
+                shrink = tl.math.exp2(highest - new)
+                total = total * shrink + tl.math.exp2(sink - new)
+                acc = acc * shrink[:, None]
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            out_at = out_ptr + tl.cast(token, tl.int64) * out_st + q_head[:, None] * out_sh + dv[None, :]
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=rows & (dv < DV)[None, :])
+        tile += run
+        left -= run
+        unit += 1
+        begin, end, token, slot = next_begin, next_end, next_token, next_slot
+        oldest, stop = next_oldest, next_stop
+
+
+@triton.jit
+def shared_kernel(
+    q_ptr, q_st, q_sh, kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
+    table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
+    PROGRAMS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """Attention of all units' queries, packed by key/value head into tiles, to the tokens that all rows share.
+
+    `info` holds the number of units, of shared tokens, of splits of these, and the table slot to read them from.
+    """
+    shared = tl.load(info_ptr + 1)
+    if shared > 0:
+        units = tl.load(info_ptr)
+        splits = tl.load(info_ptr + 2)
+        slot = tl.load(info_ptr + 3)
+        row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
+        per = tl.cdiv(tl.cdiv(shared, BN), splits) * BN
+        m = tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        dv = tl.arange(0, DVP)
+        n = tl.arange(0, BN)
+        items = tl.cdiv(units * G, BM) * K * splits
+        for item in range(tl.program_id(0), items, PROGRAMS):
+            head = item % K
+            split = item // K % splits
+            row = item // (K * splits) * BM + m
+            there = row < units * G
+            token = tl.load(unit_ptr + row // G * 4, mask=there, other=0).to(tl.int64)
+            q_head = head * G + row % G
+            q_at = q_ptr + (token * q_st + q_head * q_sh)[:, None] + d[None, :]
+            q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
+            highest = tl.full([BM], LOWEST, tl.float32)
+            total = tl.zeros([BM], tl.float32)
+            acc = tl.zeros([BM, DVP], tl.float32)
+            stop = tl.minimum(shared, (split + 1) * per)
+            for start in range(split * per, stop, BN):
+                at = start + n
+                mask = at < stop
+                entry = tl.load(row_table + at // PAGE, mask=mask, other=0)
+                inside = at % PAGE
+                k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, 1, mask, D, DP, FP8, TO)
+                v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, 1, mask, DV, DVP, FP8, TO)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if FP8 is not None:
+                    scores = scores * tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)[None, :]
+                    v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
+                if SOFTCAP:
+                    scores = softcapped(scores, softcap)
+                scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
+                weights, highest, total, acc = _online(scores, highest, total, acc)
+                if FP8 is not None:
+                    most = tl.max(v_scale, 0)
+                    weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
+                    acc += tl.dot(weights.to(TO), v, input_precision="ieee") * most
+                else:
+                    acc = tl.dot(weights.to(TO), v, acc, input_precision="ieee")
+            place = split * shared_split + token * (K * G) + q_head
+            tl.store(shared_sums_ptr + place * 2, highest, mask=there)
+            tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)
+            tl.store(shared_ptr + place[:, None] * DV + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])

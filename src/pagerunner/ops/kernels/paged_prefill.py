@@ -1,0 +1,189 @@
+"""Prefill attention: rows with several new tokens. The past is read from pages, the new tokens from the projection.
+
+Program (block, head) takes a block of one row's queries, with the query heads of one key/value head packed into the
+tile, so that keys and values are read once for all of them. Which row a block belongs to follows from prefix sums on
+the device. Blocks with most keys come first. Scores are in units of log2. Shape letters: see `paged_decode`; M rows of a
+tile, N keys of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagerunner.ops.kernels.paged_decode import LOG2E, LOWEST, load_tile, softcapped
+
+
+@triton.jit
+def _new_tiles(
+    q, highest, total, acc, k_ptr, k_st, v_ptr, v_st, k_desc, v_desc, token, column_k, column_v, first, last, num_new, query_M, oldest_M, scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """Keys [first, last) of the row's new tokens; without MASKED, all of them are there and visible (but for REACH), and
+    may be copied in bulk.
+    """
+    n = tl.arange(0, BN)
+    for start in range(first, last, BN):
+        at = start + n
+        there = at < num_new
+        if TMA and not MASKED:
+            k = k_desc.load([token + start, column_k])
+            v = v_desc.load([token + start, column_v])
+        else:
+            k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, 1, there, D, DP, None, TO)
+            v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, 1, there, DV, DVP, None, TO)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            scores = softcapped(scores * scale, softcap) * LOG2E
+        else:
+            scores = scores * (scale * LOG2E)
+        if MASKED or REACH:
+            seen = at[None, :] <= query_M[:, None]
+            if REACH:
+                seen = seen & (at[None, :] >= oldest_M[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.math.exp2(scores - new[:, None])
+        shrink = tl.math.exp2(highest - new)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+        highest = new
+    return highest, total, acc
+
+
+@triton.jit
+def _past_tiles(
+    q, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
+    first, last, past, oldest, oldest_M, scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """Keys [first, last) of the row's past; without MASKED or REACH, all of them are visible."""
+    n = tl.arange(0, BN)
+    for start in range(first, last, BN):
+        at = start + n
+        there = at < past
+        page = at // PAGE
+        if REACH:
+            there = there & (at >= oldest)
+            page = page % width
+        entry = tl.load(row_table + page, mask=there, other=0)
+        inside = at % PAGE
+        k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, 1, there, D, DP, FP8, TO)
+        v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, 1, there, DV, DVP, FP8, TO)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if FP8 is not None:
+            scores = scores * tl.load(scales_ptr + entry * scales_se, mask=there, other=0.0)[None, :]
+            v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=there, other=0.0)
+        if SOFTCAP:
+            scores = softcapped(scores, softcap)
+        scores = scores * LOG2E
+        if MASKED or REACH:
+            seen = there[None, :]
+            if REACH:
+                seen = seen & (at[None, :] >= oldest_M[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.math.exp2(scores - new[:, None])
+        shrink = tl.math.exp2(highest - new)
+        total = total * shrink + tl.sum(weights, 1)
+        if FP8 is not None:
+            most = tl.max(v_scale, 0)
+            weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
+            acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
+        else:
+            acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+        highest = new
+    return highest, total, acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "window", "chunk"])
+def prefill_kernel(
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
+    kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
+    k_desc, v_desc, table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, block_ptr, num_rows,
+    sinks_ptr, scale, softcap, window, chunk,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
+    TO: tl.constexpr,
+):  # fmt: skip
+    """`block` [R + 1] are prefix sums of the rows' blocks, of BM // GP queries each."""
+    BT: tl.constexpr = BM // GP
+    head = tl.program_id(0) % K
+    block = tl.load(block_ptr + num_rows) - 1 - tl.program_id(0) // K
+    if block >= 0:
+        row = 0
+        for start in range(0, num_rows, 256):
+            i = start + tl.arange(0, 256)
+            ends = tl.load(block_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+            row += tl.sum((ends <= block).to(tl.int32), 0)
+        first = (block - tl.load(block_ptr + row)) * BT
+        token = tl.load(starts_ptr + row)
+        num_new = tl.load(starts_ptr + row + 1) - token
+        past = tl.load(lengths_ptr + row) - num_new
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+
+        m = tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        query_M = first + m // GP
+        q_head = head * G + m % GP
+        there = (query_M < num_new) & (m % GP < G)
+        token_M = (token + query_M).to(tl.int64)
+        q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
+        q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
+        oldest = 0
+        oldest_M = tl.zeros([BM], tl.int32)
+        if REACH:
+            if chunk > 0:
+                oldest = (past + first) // chunk * chunk
+                oldest_M = (past + query_M) // chunk * chunk
+            else:
+                oldest = tl.maximum(past + first - window + 1, 0)
+                oldest_M = past + query_M - window + 1
+        highest = tl.full([BM], LOWEST, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DVP], tl.float32)
+
+        row_table = table_ptr + slot * table_st
+        kp_at = kp_ptr + head * kp_sh
+        vp_at = vp_ptr + head * vp_sh
+        whole = past // BN * BN
+        highest, total, acc = _past_tiles(
+            q, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
+            oldest // BN * BN, whole, past, oldest, oldest_M, scale, softcap,
+            D, DP, DV, DVP, PAGE, BN, False, REACH, SOFTCAP, FP8, TO,
+        )  # fmt: skip
+        if (whole < past) & (oldest < past):
+            highest, total, acc = _past_tiles(
+                q, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table,
+                width, whole, past, past, oldest, oldest_M, scale, softcap,
+                D, DP, DV, DVP, PAGE, BN, True, REACH, SOFTCAP, FP8, TO,
+            )  # fmt: skip
+
+        k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
+        v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
+        begin = tl.maximum(oldest - past, 0) // BN * BN
+        diagonal = tl.maximum(first // BN * BN, begin)
+        highest, total, acc = _new_tiles(
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, begin, diagonal,
+            num_new, query_M, oldest_M - past, scale, softcap,
+            D, DP, DV, DVP, BN, False, REACH, SOFTCAP, TMA, TO,
+        )  # fmt: skip
+        highest, total, acc = _new_tiles(
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, diagonal,
+            tl.minimum(first + BT, num_new), num_new, query_M, oldest_M - past, scale, softcap,
+            D, DP, DV, DVP, BN, True, REACH, SOFTCAP, TMA, TO,
+        )  # fmt: skip
+
+        if SINKS:
+            sink = tl.load(sinks_ptr + q_head, mask=there, other=0.0).to(tl.float32) * LOG2E
+            new = tl.maximum(highest, sink)
+            shrink = tl.math.exp2(highest - new)
+            total = total * shrink + tl.math.exp2(sink - new)
+            acc = acc * shrink[:, None]
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        dv = tl.arange(0, DVP)
+        out_at = out_ptr + (token_M * out_st + q_head * out_sh)[:, None] + dv[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])

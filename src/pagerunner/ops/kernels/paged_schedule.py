@@ -1,0 +1,136 @@
+"""What the attention kernels of a step need to know about its rows, computed once a step on the device.
+
+Rows with one new token are units of `paged_decode`, rows with more are blocks of `paged_prefill`. Shape letters: T
+tokens, R rows, U units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot0, column, num_rows, BLOCK: tl.constexpr):
+    """How many of 16 columns from `column` on, counted until the first that differs, are equal in all rows."""
+    columns = column + tl.arange(0, 16)
+    wanted = tl.load(table_ptr + tl.cast(slot0, tl.int64) * table_st + columns)
+    differs = tl.zeros([16], tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        there = (row < num_rows) & (tl.load(lengths_ptr + row, mask=row < num_rows, other=0) > 0)
+        slot = tl.load(slots_ptr + row, mask=there, other=0).to(tl.int64)
+        entry = tl.load(table_ptr + slot[:, None] * table_st + columns[None, :], mask=there[:, None], other=0)
+        differs += tl.sum((there[:, None] & (entry != wanted[None, :])).to(tl.int32), 0)
+    first = tl.min(tl.where(differs > 0, tl.arange(0, 16), 16), 0)
+    return first
+
+
+@triton.jit
+def _shared_tokens(
+    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens of leading pages that all rows of a step share, if reading them once spares at least `least` reads of a
+    token; and the slot of a row that has them.
+    """
+    rows = 0
+    shortest = 0x7FFFFFFF
+    any_row = 0
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
+        queries = tl.load(starts_ptr + row + 1, mask=row < num_rows, other=0) - tl.load(
+            starts_ptr + row, mask=row < num_rows, other=0
+        )
+        rows += tl.sum((length > 0).to(tl.int32), 0)
+        shortest = tl.minimum(shortest, tl.min(tl.where(length > 0, length - queries, 0x7FFFFFFF), 0))
+        any_row = tl.maximum(any_row, tl.max(tl.where(length > 0, row, 0), 0))
+    slot = tl.load(slots_ptr + any_row)
+    pages = 0
+    limit = shortest // PAGE // 16 * 16
+    if rows < 2 or (rows - 1) * limit * PAGE < least:
+        limit = 0
+    more = limit > 0
+    while more:
+        found = _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot, pages, num_rows, BLOCK)
+        pages += found
+        more = (found == 16) & (pages < limit)
+    shared = pages * PAGE
+    if (rows - 1) * shared < least:
+        shared = 0
+    return shared, slot
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window", "chunk", "num_counters", "least"])
+def schedule_kernel(
+    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, row_ptr, position_ptr,
+    info_ptr, begin_ptr, unit_ptr, block_ptr, counter_ptr,
+    num_tokens, num_rows, num_counters, window, chunk, least, shared_splits,
+    PAGE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, OWN: tl.constexpr, SHARED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program. Padding tokens are units too: someone has to write their zeros.
+
+    `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `block` [R + 1]: prefix sums of
+    rows' blocks of BT queries; `counter`: zeros.
+    """
+    for start in range(0, num_counters, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(counter_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < num_counters)
+    shared = 0
+    slot0 = 0
+    if SHARED:
+        shared, slot0 = _shared_tokens(
+            table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE, BLOCK
+        )
+    units = 0
+    tiles = 0
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < num_tokens
+        row = tl.load(row_ptr + token, mask=there, other=-1)
+        real = row >= 0
+        short = there
+        if LONG:
+            queries = tl.load(starts_ptr + row + 1, mask=real, other=1) - tl.load(starts_ptr + row, mask=real, other=0)
+            short = there & (queries == 1)
+        position = tl.load(position_ptr + token, mask=real, other=0).to(tl.int32)
+        slot = tl.load(slots_ptr + row, mask=real, other=-1)
+        oldest = tl.zeros([BLOCK], tl.int32) + shared
+        if OWN:
+            if chunk > 0:
+                oldest = position // chunk * chunk
+            elif window > 0:
+                oldest = tl.maximum(position - window + 1, 0)
+        stop = position if OWN else position + 1
+        stop = tl.where(real, stop, oldest)
+        count = tl.where(short, tl.maximum(tl.cdiv(stop - oldest // BN * BN, BN), 1), 0)
+        index = units + tl.cumsum(short.to(tl.int32), 0) - 1
+        ends = tiles + tl.cumsum(count, 0)
+        tl.store(begin_ptr + index + 1, ends, mask=short)
+        tl.store(unit_ptr + index * 4, token, mask=short)
+        tl.store(unit_ptr + index * 4 + 1, slot, mask=short)
+        tl.store(unit_ptr + index * 4 + 2, oldest, mask=short)
+        tl.store(unit_ptr + index * 4 + 3, stop, mask=short)
+        units += tl.sum(short.to(tl.int32), 0)
+        tiles += tl.sum(count, 0)
+    tl.store(begin_ptr, 0)
+    tl.store(info_ptr, units)
+    tl.store(info_ptr + 1, shared)
+    tl.store(info_ptr + 2, tl.where(shared > 0, shared_splits, 0))
+    tl.store(info_ptr + 3, slot0)
+    if LONG:
+        # units that aren't there have no tiles
+        tl.debug_barrier()
+        for start in range(0, num_tokens, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(begin_ptr + 1 + at, tl.zeros([BLOCK], tl.int32) + tiles, mask=(at >= units) & (at < num_tokens))
+        blocks = 0
+        for start in range(0, num_rows, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            there = row < num_rows
+            queries = tl.load(starts_ptr + row + 1, mask=there, other=0) - tl.load(starts_ptr + row, mask=there, other=0)
+            count = tl.where(queries > 1, tl.cdiv(queries, BT), 0)
+            tl.store(block_ptr + 1 + row, blocks + tl.cumsum(count, 0), mask=there)
+            blocks += tl.sum(count, 0)
+        tl.store(block_ptr, 0)

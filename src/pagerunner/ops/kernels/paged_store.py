@@ -1,0 +1,308 @@
+"""Heads of a projection's output, prepared and stored into pages: norm, rotary positions, page write, fp8, in one launch.
+
+Program (t, part) has part 0: token t's keys, part 1: its values, others: some of its query heads. A head is handled as
+two halves, which are the pairs that rotate. In pages with scales of their own, the program of the first of adjacent
+tokens that go to one page handles all of that page's tokens, and so needs no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.ops.paged_attention import HeadWork, PagedKV
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_QUERY_BLOCK = 8  # query heads of one program
+
+
+@triton.jit
+def _fitting_scale(largest, FP8_MAX: tl.constexpr):
+    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits."""
+    bits = tl.math.div_rn(largest, FP8_MAX).to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
+    return tl.where(largest > 0, (exponent << 23).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
+    """As ops.fp8.to_fp8."""
+    divided = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x))
+    return tl.minimum(tl.maximum(divided, -FP8_MAX), FP8_MAX).to(FP8)
+
+
+@triton.jit
+def _heads(
+    ptr, token, stride_t, stride_h, first, count, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Heads [first, first + count) of a token, normed and rotated: two halves [ROWS, HALF_P] float32."""
+    head = first + tl.arange(0, ROWS)
+    d = tl.arange(0, HALF_P)
+    there = (head < first + count)[:, None]
+    low_mask = there & (d < HALF)[None, :]
+    high_mask = there & (d < D - HALF)[None, :]
+    at = ptr + tl.cast(token, tl.int64) * stride_t + head[:, None] * stride_h + d[None, :]
+    low = tl.load(at, mask=low_mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=high_mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(low * low + high * high, 1) / D
+        inverse = tl.math.rsqrt(squares + eps)[:, None]
+        low = low * inverse * tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        high = high * inverse * tl.load(norm_ptr + HALF + d, mask=d < D - HALF, other=0.0).to(tl.float32)[None, :]
+    if ROPE:
+        angle = tl.cast(token, tl.int64) * stride_rope + d
+        cos_low = tl.load(cos_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        cos_high = tl.load(cos_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        sin_low = tl.load(sin_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        sin_high = tl.load(sin_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        turned = low * cos_low + high * sin_low
+        high = high * cos_high + low * sin_high
+        low = turned
+    return low, high
+
+
+@triton.jit
+def _put(ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+    head = tl.arange(0, ROWS)
+    d = tl.arange(0, HALF_P)
+    there = (head < count)[:, None]
+    at = ptr + head[:, None] * stride_h + d[None, :]
+    tl.store(at, low.to(ptr.dtype.element_ty), mask=there & (d < HALF)[None, :])
+    tl.store(at + HALF, high.to(ptr.dtype.element_ty), mask=there & (d < D - HALF)[None, :])
+
+
+@triton.jit
+def _put_fp8(ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+    _put(ptr, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), count, stride_h, ROWS, D, HALF, HALF_P)
+
+
+@triton.jit
+def _put_quantised(
+    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """A token's heads into its page, if it has one, and back to where they came from as the page holds them."""
+    low8 = _quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    high8 = _quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    if entry >= 0:
+        slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
+        _put_fp8(slot, low8, high8, K, page_sh, ROWS, D, HALF, HALF_P)
+    own = ptr + tl.cast(token, tl.int64) * stride_t
+    _put(own, low8.to(tl.float32) * scale, high8.to(tl.float32) * scale, K, stride_h, ROWS, D, HALF, HALF_P)
+
+
+@triton.jit
+def _rescale_page(
+    page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, ROWS)
+    d = tl.arange(0, HALF_P)
+    for slot in range(PAGE):
+        for half in tl.static_range(2):
+            at = page_ptr + slot * stride_s + half * HALF + head[:, None] * stride_h + d[None, :]
+            mask = (head < K)[:, None] & (d < (D - HALF if half else HALF))[None, :]
+            old = tl.load(at, mask=mask, other=0).to(FP8, bitcast=True).to(tl.float32)
+            new = tl.minimum(tl.maximum(old * factor, -FP8_MAX), FP8_MAX).to(FP8)
+            tl.store(at, new.to(tl.uint8, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _store_page_tokens(
+    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr,
+    stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
+    ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale."""
+    entry = tl.load(entry_ptr + token)
+    end = token + 1
+    if STATIC:
+        scale = tl.load(scale_ptr)
+    low, high = _heads(
+        ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+        ROWS, D, HALF, HALF_P, NORM, ROPE,
+    )  # fmt: skip
+    low = low.to(ptr.dtype.element_ty).to(tl.float32)
+    high = high.to(ptr.dtype.element_ty).to(tl.float32)
+    if not STATIC:
+        old = tl.load(scale_ptr + entry * scale_se, mask=entry >= 0, other=0.0)
+        largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
+        more = (entry >= 0) & (tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry)
+        while more:
+            x_low, x_high = _heads(
+                ptr, end, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+                ROWS, D, HALF, HALF_P, NORM, ROPE,
+            )  # fmt: skip
+            x_low = x_low.to(ptr.dtype.element_ty).to(tl.float32)
+            x_high = x_high.to(ptr.dtype.element_ty).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
+            end += 1
+            more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
+        scale = _fitting_scale(largest, FP8_MAX)
+        if entry >= 0:
+            if scale > old:
+                if old > 0:
+                    _rescale_page(
+                        page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
+                        PAGE, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                tl.store(scale_ptr + entry * scale_se, scale)
+            scale = tl.maximum(scale, old)
+    _put_quantised(
+        ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
+        ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+    )  # fmt: skip
+    for t in range(token + 1, end):
+        x_low, x_high = _heads(
+            ptr, t, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+            ROWS, D, HALF, HALF_P, NORM, ROPE,
+        )  # fmt: skip
+        _put_quantised(
+            ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, t, x_low, x_high, scale, K,
+            ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_token(
+    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+    entry_ptr, offset_ptr, token, K,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+):  # fmt: skip
+    low, high = _heads(
+        ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+        ROWS, D, HALF, HALF_P, NORM, ROPE,
+    )  # fmt: skip
+    low = low.to(ptr.dtype.element_ty).to(page_ptr.dtype.element_ty)
+    high = high.to(ptr.dtype.element_ty).to(page_ptr.dtype.element_ty)
+    entry = tl.load(entry_ptr + token)
+    if entry >= 0:
+        slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
+        _put(slot, low, high, K, page_sh, ROWS, D, HALF, HALF_P)
+    if NORM or ROPE or (ptr.dtype.element_ty != page_ptr.dtype.element_ty):
+        own = ptr + tl.cast(token, tl.int64) * stride_t
+        _put(own, low.to(ptr.dtype.element_ty), high.to(ptr.dtype.element_ty), K, stride_h, ROWS, D, HALF, HALF_P)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh,
+    cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps,
+    kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
+    entry_ptr, offset_ptr, num_tokens,
+    H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, QUERY_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    DV: tl.constexpr, HALF_V: tl.constexpr, HALF_VP: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    part = tl.program_id(1)
+    if part >= 2:
+        first = (part - 2) * QUERY_BLOCK
+        count = tl.minimum(H - first, QUERY_BLOCK)
+        low, high = _heads(
+            q_ptr, token, q_st, q_sh, first, count, q_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+            QUERY_BLOCK, D, HALF, HALF_P, NORM, ROPE,
+        )  # fmt: skip
+        at = q_ptr + tl.cast(token, tl.int64) * q_st + first * q_sh
+        _put(at, low, high, count, q_sh, QUERY_BLOCK, D, HALF, HALF_P)
+    elif FP8 is None:
+        if part == 0:
+            _store_token(
+                k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+                entry_ptr, offset_ptr, token, K, ROWS, D, HALF, HALF_P, NORM, ROPE,
+            )  # fmt: skip
+        else:
+            _store_token(
+                v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+                entry_ptr, offset_ptr, token, K, ROWS, DV, HALF_V, HALF_VP, False, False,
+            )  # fmt: skip
+    else:
+        leads = True
+        if not STATIC:
+            entry = tl.load(entry_ptr + token)
+            before = tl.load(entry_ptr + tl.maximum(token - 1, 0))
+            leads = (token == 0) | (entry < 0) | (before != entry)
+        if leads:
+            if part == 0:
+                _store_page_tokens(
+                    k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, scales_ptr, scales_se, k_norm_ptr, eps,
+                    cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
+                    ROWS, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, STATIC,
+                )  # fmt: skip
+            else:
+                _store_page_tokens(
+                    v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + 1, scales_se, k_norm_ptr, eps,
+                    cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
+                    ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, STATIC,
+                )  # fmt: skip
+
+
+def fp8_type(dtype: torch.dtype) -> tl.dtype | None:
+    """Triton's name of an fp8 dtype; None for other dtypes."""
+    return {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}.get(dtype)
+
+
+def _launch(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    work: HeadWork | None,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    num_tokens, num_kv_heads, dim = k.shape
+    dim_v = v.shape[2]
+    if num_tokens == 0:
+        return
+    num_heads = 0 if q is None else q.shape[1]
+    fp8 = fp8_type(pages.k.dtype)
+    kp, vp = (x if fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
+    scales = k if pages.scales is None else pages.scales
+    norm = work is not None and work.q_norm_D is not None
+    q_norm, k_norm = (work.q_norm_D, work.k_norm_D) if work is not None and norm else (k, k)
+    cos, sin, stride_rope = (k, k, 0) if work is None else (work.cos_T1D, work.sin_T1D, work.cos_T1D.stride(0))
+    query_block = min(_QUERY_BLOCK, triton.next_power_of_2(max(num_heads, 1)))
+    half, half_v = (dim + 1) // 2, (dim_v + 1) // 2
+    _prepare_kernel[(num_tokens, 2 + triton.cdiv(num_heads, query_block))](
+        k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],
+        cos, sin, stride_rope, q_norm, k_norm, 0.0 if work is None else work.eps,
+        kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales, scales.stride(0),
+        write_entry_T, write_offset_T, num_tokens,
+        num_heads, num_kv_heads, triton.next_power_of_2(num_kv_heads), query_block, pages.k.shape[1],
+        dim, half, triton.next_power_of_2(half), dim_v, half_v, triton.next_power_of_2(half_v),
+        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.scales_are_static,
+        num_warps=2 if num_kv_heads * dim <= 1024 else 4,
+    )  # fmt: skip
+
+
+def store_kv_(
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """See the twin."""
+    _launch(None, k_TKD, v_TKV, None, pages, write_entry_T, write_offset_T)
+
+
+def prepare_heads_(
+    qkv_TND: torch.Tensor,
+    work: HeadWork,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """See the twin."""
+    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
+    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
+    _launch(q, k, v, work, pages, write_entry_T, write_offset_T)

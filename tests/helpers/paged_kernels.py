@@ -1,0 +1,133 @@
+"""Checks of the paged attention kernels against their twins, at any size and on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from helpers.attention_cases import FP8, Case, Step, batch_for_tables, make_step
+from pagerunner.attention.paged import PagedBackend
+from pagerunner.ops.paged_attention import (
+    HeadWork,
+    PagedKV,
+    TableRows,
+    paged_attention,
+    prepare_heads_,
+    projected_attention,
+    store_kv_,
+)
+
+
+def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
+    """The layer's pages as views of a copy of their memory, and that copy as bytes."""
+    views = step.layer
+    storage = views.k.view(torch.uint8) if views.scales is not None else views.k
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage()).clone()
+
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    scales = views.scales
+    if scales is not None and scales.stride(0):
+        scales = same(scales)
+    return PagedKV(same(views.k), same(views.v), scales), whole
+
+
+def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, static: bool = False) -> None:
+    """`prepare_heads_` (fused) or `store_kv_`: kernel and twin must leave the same bytes behind, but for the last bits of
+    what was normed and rotated.
+    """
+    step = make_step(case, device)
+    if static:
+        layer = replace(step.layer, scales=torch.tensor([0.5, 0.3], device=device).expand(step.layer.k.shape[0], 2))
+        step = replace(step, layer=layer)
+    heads, kv_heads, dim = step.q.shape[1], case.kv_heads, case.head_dim
+    gen = torch.Generator().manual_seed(3)
+    tokens = step.q.shape[0]
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=gen)
+    qkv *= torch.logspace(-2, 2, tokens).view(-1, 1, 1)  # so that scales grow
+    qkv = qkv.to(case.dtype).to(device)
+    angle = torch.randn(tokens, 1, dim // 2, generator=gen)
+    cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    weights = [torch.randn(dim, generator=gen).to(case.dtype).to(device) if norm else None for _ in range(2)]
+    work = HeadWork(heads, kv_heads, cos, sin, weights[0], weights[1], 1e-5)
+    results = []
+    for kernel in (True, False):
+        pages, memory = snapshot(step)
+        mine = qkv.clone()
+        if fused:
+            op = prepare_heads_.kernel if kernel else prepare_heads_.twin
+            op(mine, work, pages, step.write_entry, step.write_offset)
+        else:
+            k, v = mine[:, heads : heads + kv_heads], mine[:, heads + kv_heads :]
+            op = store_kv_.kernel if kernel else store_kv_.twin
+            op(k, v, pages, step.write_entry, step.write_offset)
+        results.append((mine, pages, memory))
+    (got, got_pages, got_memory), (want, want_pages, want_memory) = results
+    if not fused:
+        assert torch.equal(got, want)
+        assert torch.equal(got_memory, want_memory)
+        return
+    close = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
+    if case.kv_dtype in FP8:
+        close = max(close, 0.13 if case.kv_dtype == torch.float8_e4m3fn else 0.26)  # one step of the format
+    torch.testing.assert_close(got, want, atol=close * 0.02, rtol=close)
+    if case.dtype == torch.float32 and case.kv_dtype in FP8:
+        assert ((got - want).abs() > 1e-5 * want.abs() + 1e-7).float().mean() < 0.01
+    for mine, twin in zip(got_pages, want_pages, strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine.float(), twin.float(), atol=close * 0.02, rtol=close, equal_nan=True)
+    assert ((got_memory == 0xFF) == (want_memory == 0xFF)).float().mean() > 0.99
+
+
+def check_attention(case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    """`paged_attention`'s kernels against its twin."""
+    step = make_step(case, device)
+    batch = batch_for_tables(step, case, PagedBackend())
+    q, k, v = step.q, step.k, step.v
+    if case.padding:
+        q, k, v = (torch.cat((x, torch.full_like(x[:1], 1e4).expand(case.padding, -1, -1))) for x in (q, k, v))
+    group, rows = batch.groups[0], batch.rows
+    pages = PagedKV(step.layer.k, step.layer.v, step.layer.scales)
+    store_kv_.twin(step.k, step.v, pages, step.write_entry, step.write_offset)
+    where = TableRows(
+        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
+    )
+    args = (q, k, v, pages, where, group.metadata, step.scale, step.sinks, case.softcap)
+    want = paged_attention.twin(*args)
+    for first in (True, False):  # a second layer reuses what the first computed
+        got = paged_attention.kernel(*args, first)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    """`projected_attention` against its twin: what it returns, and what it leaves in pages."""
+    step = make_step(case, device)
+    batch = batch_for_tables(step, case, PagedBackend())
+    heads, dim = step.q.shape[1], case.head_dim
+    gen = torch.Generator().manual_seed(5)
+    tokens = step.q.shape[0] + case.padding
+    qkv = torch.randn(tokens, heads + 2 * case.kv_heads, dim, generator=gen).to(case.dtype).to(device)
+    angle = torch.randn(tokens, 1, dim // 2, generator=gen)
+    cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
+    work = HeadWork(heads, case.kv_heads, cos, sin, weights[0], weights[1], 1e-5)
+    group, rows = batch.groups[0], batch.rows
+    entry, offset = (
+        torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset)
+    )
+    where = TableRows(
+        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
+    )
+    results = []
+    for run in (projected_attention.twin, projected_attention.kernel):
+        pages, _ = snapshot(step)
+        args = (pages, entry, offset, where, group.metadata, step.scale, step.sinks, case.softcap)
+        results.append((run(qkv.clone(), work, *args), pages))
+    (want, want_pages), (got, got_pages) = results
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    for mine, twin in zip(got_pages, want_pages, strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine.float(), twin.float(), atol=atol, rtol=rtol, equal_nan=True)
