@@ -15,7 +15,7 @@ import triton.language as tl
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
-FEW = (32, 8)  # values of a program, its warps
+FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
 CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
 SOLVE = tl.constexpr(16)  # rows of a system that are solved one after another

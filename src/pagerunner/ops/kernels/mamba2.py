@@ -14,7 +14,7 @@ from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplu
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
-CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
+CHUNKS = (32, 4, 1)  # values of a program, its warps, stages of its loads
 
 
 @triton.jit
