@@ -47,6 +47,7 @@ PEERS: set[tuple[str, str]] = {
     ("cli", "server"),
     ("cli", "eval"),
     ("cli", "bench"),
+    ("bench", "llm"),
     ("", "llm"),
     ("server", ""),
     ("__main__", "cli"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.linear import FusedLinear
+from pagerunner.quant.base import WeightMethod
 
 
-class Halves:
+class Halves(WeightMethod):
     """A method with two tensors: the weight is their product."""
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -126,6 +126,11 @@ class DeviceBackend(Protocol):
         of what `prep` makes of a projection's output, which it changes in place. See `layers.attention`.
         """
         ...
+
+
+def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
+    """Whether a backend is a DeviceBackend, not one planned on the host from gathered tables."""
+    return getattr(backend, "reads_tables", False)
 
 
 class AttentionBackend(Protocol):

@@ -26,7 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
-from pagerunner.errors import ConfigError, PagerunnerError, RequestFailedError
+from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
 from pagerunner.sched.scheduler import SchedulerStats
@@ -165,6 +165,8 @@ class CoreLoop:
                     value = self._core.is_sleeping
                 case wire.ResetPrefixCache():
                     value = self._core.reset_prefix_cache()
+        except EngineDeadError:  # a step that the call ran has failed
+            raise
         except PagerunnerError as error:
             self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
         else:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.module import Module
-from pagerunner.ops.norm import add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
     """Root-mean-square norm with a weight per feature."""
 
+    offset = False
+
     def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
+
+    @property
+    def parameters(self) -> Norm:
+        """What operations that include the norm need of it."""
+        return Norm(self.weights["weight"], self.eps, self.offset)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
@@ -28,10 +36,12 @@ class RMSNorm(Module):
 class OffsetRMSNorm(RMSNorm):
     """A root-mean-square norm whose weights count from 1."""
 
+    offset = True
+
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
         return offset_rms_norm(x_TD, self.weights["weight"], self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        return offset_rms_norm(residual_TD.add_(x_TD), self.weights["weight"], self.eps)
+        return add_offset_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)

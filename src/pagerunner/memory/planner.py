@@ -106,6 +106,11 @@ class MemoryPlan:
         return self.slab_bytes * self.num_slabs
 
     @property
+    def first_bytes(self) -> int:
+        """The least memory that holds a page of any group: a slab, or where slabs can still be cut anew, a page."""
+        return self.slab_bytes if len(self.groups) > 1 else self.groups[0].page_bytes
+
+    @property
     def other_bytes(self) -> int:
         """Bytes allocated outside the page memory."""
         return sum(size for _, size in self.other)
@@ -245,6 +250,33 @@ def plan_memory(
     if auto and longest >= 2:
         return replace(plan, groups=tuple(_with_width(group, longest) for group in plan.groups), max_model_len=longest)
     raise _too_small(plan, 2 if auto else wanted, longest)
+
+
+def refit(plan: MemoryPlan, budget_bytes: int, other: Sequence[tuple[str, int]], *, auto: bool) -> MemoryPlan:
+    """The same pages, units and tables in at most `budget_bytes` of the plan's memory, with `other` beside it.
+
+    Several groups keep their slabs. One group alone is cut into slabs anew, which changes no address. With `auto`,
+    max_model_len becomes the longest that fits.
+
+    Raises:
+        CapacityError: one request of max_model_len (with `auto`: of 2 tokens) doesn't fit.
+    """
+    budget = max(budget_bytes, 0)
+    slab_bytes, slabs = plan.slab_bytes, min(plan.num_slabs, budget // plan.slab_bytes)
+    groups = plan.groups
+    if len(groups) == 1:
+        page = groups[0].page_bytes
+        slab_bytes, slabs = cut_one_group(page, min(plan.num_pages(0), budget // page))
+        groups = (replace(groups[0], pages_per_slab=slab_bytes // page),)
+    fitted = replace(
+        plan, groups=groups, slab_bytes=slab_bytes, num_slabs=slabs, budget_bytes=budget, other=tuple(other)
+    )
+    longest = fitted.longest(plan.max_model_len)
+    if longest >= plan.max_model_len:
+        return fitted
+    if auto and longest >= 2:
+        return replace(fitted, max_model_len=longest)
+    raise _too_small(fitted, 2 if auto else plan.max_model_len, longest)
 
 
 def _wanted_length(wanted: int | str, model_max_len: int) -> int:

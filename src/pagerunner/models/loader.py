@@ -22,6 +22,7 @@ from pagerunner.layers.module import Module
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_json
 from pagerunner.models.registry import FAMILIES
+from pagerunner.models.staging import CopyWeight, copy_now
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 64
@@ -99,10 +100,10 @@ def dummy_weights(model: Model, seed: int = 0) -> None:
             tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generators[tensor.device])
 
 
-def load_weights(model: Model, path: str | Path, progress: Progress | None = None) -> None:
+def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
     """Fill every weight from the `*.safetensors` of the model directory `path`, converting to the model's dtype.
 
-    `progress(done, total)` is called with bytes of the files' tensors.
+    `progress(done, total)` is called with bytes of the files' tensors. `copy` brings a tensor to where its weight is.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape; named.
@@ -124,7 +125,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
             if target is None and name in stacked:
                 target = _take_stacked(pending, *stacked[name])
             if target is not None:
-                _copy(file, name, tensor, target)
+                _check_tensor(file, name, tensor, target)
+                copy(target, tensor)
             elif name.startswith(model.unused_tensors):
                 unused.setdefault(name.partition(".")[0], []).append(name)
             elif not _is_derived(name):
@@ -157,14 +159,13 @@ def _take_stacked(
     return tensor
 
 
-def _copy(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
     if tensor.shape != target.shape:
         raise CheckpointError(
             f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(target.shape)}."
         )
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(f"{file}: {name} has dtype {str(tensor.dtype)[6:]}, which is not supported.")
-    target.copy_(tensor)
 
 
 def _is_derived(name: str) -> bool:

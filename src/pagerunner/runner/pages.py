@@ -10,6 +10,8 @@ from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.specs import SCALE_BYTES, RecurrentState
 from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.ops.pages import copy_pages, fill_pages
+from pagerunner.runner.staging import StagedStep, Triple
 from pagerunner.types import PageCopy
 
 TORCH_DTYPES = {
@@ -96,18 +98,50 @@ class Pages:
                 layers[piece.layer] = _VIEWS.get(piece.spec.kind, layer_view)(kv_bytes, group, index, piece)
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
-    def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:
-        """Copy pages in list order, then clear the fresh ones (byte offsets by group); all before the first kernel.
-
-        Copies come first: a page that a copy reads may be handed out afresh in the same step. A poisoned run fills
-        fresh pages with NaN patterns where a normal one leaves what was there; groups whose kernels read before they
-        write get zeros in both.
-        """
+    def copies(self, copies: Sequence[PageCopy]) -> list[list[Triple]]:
+        """Copies as (source, target, bytes), divided into launches: within one, the order of copies doesn't matter."""
+        launches: list[list[Triple]] = []
         for copy in copies:
-            size = self._groups[copy.group].page_bytes
-            self._bytes[copy.target : copy.target + size].copy_(self._bytes[copy.source : copy.source + size])
-        for group, offsets in zip(self._groups, zero, strict=False):
+            new = (copy.source, copy.target, self._groups[copy.group].page_bytes)
+            if not launches or any(_depends(new, old) for old in launches[-1]):
+                launches.append([])
+            launches[-1].append(new)
+        return launches
+
+    def fills(self, fresh: Sequence[Sequence[int]]) -> list[Triple]:
+        """What fresh pages (byte offsets by group) are filled with, as (offset, bytes, value).
+
+        A poisoned run fills them with NaN patterns where a normal one leaves what was there; groups whose kernels read
+        before they write get zeros in both.
+        """
+        found: list[Triple] = []
+        for group, offsets in zip(self._groups, fresh, strict=False):
             if group.zero_fresh or self._poison:
-                fill = 0 if group.zero_fresh else POISON_BYTE
-                for offset in offsets:
-                    self._bytes[offset : offset + group.page_bytes].fill_(fill)
+                value = 0 if group.zero_fresh else POISON_BYTE
+                found += [(offset, group.page_bytes, value) for offset in offsets]
+        return found
+
+    def prepare(self, step: StagedStep) -> None:
+        """Copy pages in list order, then clear the fresh ones; all before the first kernel.
+
+        Copies come first: a page that a copy reads may be handed out afresh in the same step.
+        """
+        for copies_N3, most_bytes in step.copies:
+            copy_pages(self._bytes, copies_N3, most_bytes)
+        if step.fills is not None:
+            fill_pages(self._bytes, *step.fills)
+
+
+def _depends(new: Triple, old: Triple) -> bool:
+    """Whether one copy writes what the other reads or writes."""
+    source, target, size = new
+    old_source, old_target, old_size = old
+
+    def meet(first: int, first_size: int, second: int, second_size: int) -> bool:
+        return first < second + second_size and second < first + first_size
+
+    return (
+        meet(source, size, old_target, old_size)
+        or meet(target, size, old_source, old_size)
+        or meet(target, size, old_target, old_size)
+    )
