@@ -192,12 +192,22 @@ class PagedLatentBackend:
         return out_THV
 
 
+def absorb(q_THD: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Queries without their rotary parts in the latent space, [T, H, C]; in memory one head after another."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    return torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim]).transpose(0, 1)
+
+
+def to_values(latent_THC: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Weighted latents as values, [T, H, V], contiguous."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    out_THV = latent_THC.new_empty(*latent_THC.shape[:2], up.value_dim)
+    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
+    return out_THV
+
+
 def _absorbed(
     q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, rows: LatentRows, scale: float
 ) -> torch.Tensor:
-    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
-    q_HTC = torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim])
-    latent_THC = latent_attention(q_HTC.transpose(0, 1), q_THD[..., up.key_dim :], pages, rows, scale)
-    out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
-    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
-    return out_THV
+    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, rows, scale)
+    return to_values(latent_THC, up)

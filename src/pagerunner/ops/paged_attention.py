@@ -53,19 +53,16 @@ class PagedPlan:
     """What the layers of a step share.
 
     Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
-    tokens, or all (both 0). `one_token`: token t is row t's only one. `max_query_len` and `max_seq_len` are bounds of
-    what the device tensors say. `short_T`: in a step whose lengths the host knows, the tokens of rows with a single one,
-    and `long_R` the other rows and `long_blocks` their query blocks; None in a graph. `scratch` is what kernels compute
-    once a step.
+    tokens, or all (both 0). `one_token`: token t is row t's only one. `max_query_len` is a bound of
+    what the device tensors say. `fresh`: where the host knows that rows of this many tokens each, with nothing before
+    them, are the whole step. `scratch` is what kernels compute once a step.
     """
 
     window: int = 0
     chunk: int = 0
     one_token: bool = False
     max_query_len: int = 0
-    max_seq_len: int = 0
-    query_lens: tuple[int, ...] | None = None
-    seq_lens: tuple[int, ...] | None = None
+    fresh: tuple[int, ...] = ()
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def oldest(self, position: int) -> int:
@@ -220,6 +217,27 @@ def paged_attention(
             seen_QL &= keys_L > queries_Q1 - plan.window
         out_THV[first:last] = _attend(q_THD[first:last], k_LKD, v_LKV, seen_QL, scale, sinks_H, softcap)
     return out_THV
+
+
+@gpu_kernel("paged_attention")
+def projected_attention(
+    qkv_TND: torch.Tensor,
+    work: HeadWork,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+    rows: TableRows,
+    plan: PagedPlan,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    first_layer: bool = True,
+) -> torch.Tensor:
+    """`prepare_heads_`, then `paged_attention`; what it leaves in `qkv` is undefined."""
+    prepare_heads_.twin(qkv_TND, work, pages, write_entry_T, write_offset_T)
+    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
+    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
+    return paged_attention.twin(q, k, v, pages, rows, plan, scale, sinks_H, softcap, first_layer)
 
 
 def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:

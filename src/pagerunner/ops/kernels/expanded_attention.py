@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pagerunner.ops.latent_attention import BLOCK_QUERIES, Pieces
 
+TILE = (128, 64, 8, 3)  # queries, keys, warps, stages
 NOTHING = tl.constexpr(-1e30)
 
 
@@ -81,7 +82,7 @@ def expanded_attention(
     key_dim = q_THD.shape[-1] - rope
     sizes = [max(16, triton.next_power_of_2(size)) for size in (key_dim, rope, value_dim)]
     wide = q_THD.dtype == torch.float32
-    block_q, block_s, warps, stages = (32, 16, 4, 1) if wide else (128, 64, 8, 3)
+    block_q, block_s, warps, stages = (32, 16, 4, 1) if wide else TILE
     _attend[(pieces.blocks_B.shape[0], heads, BLOCK_QUERIES // block_q)](
         q_THD, expanded_SHU, rope_SP, pieces.pieces, pieces.blocks_B, out_THV, lse_TH, scale / math.log(2),
         *q_THD.stride()[:2], *expanded_SHU.stride()[:2], rope_SP.stride(0), *out_THV.stride()[:2], lse_TH.stride(0),

@@ -19,6 +19,7 @@ from pagerunner.ops.latent_attention import LatentRows
 
 MAX_SPLITS = 64
 MIN_SPLIT = 128  # keys of a split, so that the merge stays cheap
+MAX_HEADS = 64  # of a program
 TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}  # keys, warps and stages, by heads
 NOTHING = tl.constexpr(-1e30)  # a log-sum-exp of no keys, and a score that nothing reaches
 
@@ -140,7 +141,7 @@ def latent_attention(
     tokens, heads, latent = q_THC.shape
     device, wide = q_THC.device, q_THC.dtype == torch.float32
     out_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
-    block_h = min(64, max(16, triton.next_power_of_2(heads)))
+    block_h = min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
     if wide:
         block_h = 16
     block_n, warps, stages = (32, 8, 1) if wide else TILES[block_h]

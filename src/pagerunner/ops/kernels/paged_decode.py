@@ -25,9 +25,7 @@ def softcapped(scores, softcap):
 
 
 @triton.jit
-def load_tile(
-    ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr
-):
+def load_tile(ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
     """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
     d = tl.arange(0, DP)
     if D == DP:
@@ -80,7 +78,9 @@ def _merged_parts(
             place = ((first + piece) * 2 + (1 if piece == 0 else 0)) * K + head
             mask = (g < G) & (piece < pieces)
             at = place * G + g
-            weight = tl.math.exp2(tl.load(sums_ptr + at * 2, mask=mask, other=LOWEST, cache_modifier=".cg") - highest)
+            weight = tl.math.exp2(
+                tl.load(sums_ptr + at * 2, mask=mask, other=LOWEST, cache_modifier=".cg") - highest
+            )
             weight = tl.where(mask, weight, 0.0)
             total += weight * tl.load(sums_ptr + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
             values = tl.load(
@@ -91,28 +91,60 @@ def _merged_parts(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width"])
+@triton.jit
+def prepared(at, stride_d: tl.constexpr, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
+    d = tl.arange(0, DP)
+    other = (d + D // 2) % D
+    inside = (d < D)[None, :]
+    x = tl.load(at + d[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
+    pair = tl.load(at + other[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * inverse * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        pair = pair * inverse * tl.load(norm_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
+    return x * cos[None, :] + pair * sin[None, :]
+
+
+@triton.jit
+def _unit(begin_ptr, unit_ptr, unit, num_units):
+    there = unit < num_units
+    begin = tl.load(begin_ptr + unit, mask=there, other=0)
+    end = tl.load(begin_ptr + unit + 1, mask=there, other=0)
+    token = tl.load(unit_ptr + unit * 4, mask=there, other=0)
+    slot = tl.load(unit_ptr + unit * 4 + 1, mask=there, other=-1)
+    oldest = tl.load(unit_ptr + unit * 4 + 2, mask=there, other=0)
+    stop = tl.load(unit_ptr + unit * 4 + 3, mask=there, other=0)
+    return begin, end, token, slot, oldest, stop
+
+
+@triton.jit(do_not_specialize=["num_units", "width", "least"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
-    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, counter_ptr,
+    cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, least, counter_ptr,
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    RING: tl.constexpr, OWN: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     FP8: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
-    and one past last key in pages. With OWN, the token itself is read from the projection, as it may be in no page.
+    and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
+    projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that finishes
+    a unit also stores its key and value.
     """
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
-    per = tl.cdiv(total_tiles, S)
+    per = tl.maximum(tl.cdiv(total_tiles, S), least)
     tile = piece * per
     left = tl.minimum(per, total_tiles - tile)
     unit = 0
-    if left > 0:
+    if (tile > 0) & (left > 0):
         for start in range(0, num_units, 256):
             at = start + tl.arange(0, 256)
             ends = tl.load(begin_ptr + 1 + at, mask=at < num_units, other=0x7FFFFFFF)
@@ -125,16 +157,19 @@ def decode_kernel(
     rows = (g < G)[:, None]
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
+    begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
     while left > 0:
-        begin = tl.load(begin_ptr + unit)
-        end = tl.load(begin_ptr + unit + 1)
-        token = tl.load(unit_ptr + unit * 4)
-        slot = tl.load(unit_ptr + unit * 4 + 1)
-        oldest = tl.load(unit_ptr + unit * 4 + 2)
-        stop = tl.load(unit_ptr + unit * 4 + 3)
+        next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
+            begin_ptr, unit_ptr, unit + 1, num_units
+        )
         run = tl.minimum(left, end - tile)
-        q_at = q_ptr + tl.cast(token, tl.int64) * q_st + (head * G + g)[:, None] * q_sh + d[None, :]
-        q = tl.load(q_at, mask=rows & (d < D)[None, :], other=0.0).to(TO)
+        q_at = q_ptr + tl.cast(token, tl.int64) * q_st + (head * G + g)[:, None] * q_sh
+        angle = tl.cast(token, tl.int64) * stride_rope
+        if FUSED:
+            wide_q = prepared(q_at, 1, rows, q_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+            q = wide_q.to(q_ptr.dtype.element_ty).to(TO)
+        else:
+            q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(TO)
         row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
         highest = tl.full([M], LOWEST, tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -183,7 +218,7 @@ def decode_kernel(
             if SHARED:
                 if slot >= 0:
                     count = tl.load(shared_count_ptr)
-                    for split in range(count):
+                    for split in range(0, count):
                         at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
                         other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
                         other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
@@ -193,10 +228,27 @@ def decode_kernel(
                         highest, total, acc = _merge(highest, total, acc, other, other_total, other_acc)
             if OWN:
                 if slot >= 0:
-                    own_k = tl.load(k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh + d, mask=d < D, other=0.0)
+                    k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
                     own_v = tl.load(v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh + dv, mask=dv < DV, other=0.0)
-                    own_q = tl.load(q_at, mask=rows & (d < D)[None, :], other=0.0).to(tl.float32)
-                    score = tl.sum(own_q * own_k.to(tl.float32)[None, :], 1) * scale
+                    if FUSED:
+                        one = tl.arange(0, 1)[:, None]
+                        own_k = prepared(
+                            k_at + one, 1, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM
+                        ).to(k_ptr.dtype.element_ty)
+                        entry = tl.load(entry_ptr + token)
+                        if entry >= 0:
+                            inside = tl.load(offset_ptr + token)
+                            slot_k = kp_ptr + entry * kp_se + inside * kp_ss + d[None, :]
+                            slot_v = vp_ptr + entry * vp_se + inside * vp_ss + dv
+                            tl.store(slot_k, own_k.to(kp_ptr.dtype.element_ty), mask=(d < D)[None, :])
+                            tl.store(slot_v, own_v.to(vp_ptr.dtype.element_ty), mask=dv < DV)
+                        own_k = own_k.to(kp_ptr.dtype.element_ty).to(tl.float32)
+                        own_v = own_v.to(vp_ptr.dtype.element_ty).to(tl.float32)
+                        own_q = wide_q.to(q_ptr.dtype.element_ty).to(tl.float32)
+                    else:
+                        own_k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                        own_q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(tl.float32)
+                    score = tl.sum(own_q * own_k, 1) * scale
                     if SOFTCAP:
                         score = softcapped(score, softcap)
                     ones = tl.full([M], 1.0, tl.float32)
@@ -214,6 +266,8 @@ def decode_kernel(
         tile += run
         left -= run
         unit += 1
+        begin, end, token, slot = next_begin, next_end, next_token, next_slot
+        oldest, stop = next_oldest, next_stop
 
 
 @triton.jit

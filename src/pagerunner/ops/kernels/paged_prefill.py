@@ -16,17 +16,23 @@ from pagerunner.ops.kernels.paged_decode import LOG2E, LOWEST, load_tile, softca
 
 @triton.jit
 def _new_tiles(
-    q, highest, total, acc, k_ptr, k_st, v_ptr, v_st, first, last, num_new, query_M, oldest_M, scale, softcap,
+    q, highest, total, acc, k_ptr, k_st, v_ptr, v_st, k_desc, v_desc, token, column_k, column_v, first, last, num_new, query_M, oldest_M, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
+    MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, last) of the row's new tokens; without MASKED, all of them are there and visible (but for REACH)."""
+    """Keys [first, last) of the row's new tokens; without MASKED, all of them are there and visible (but for REACH), and
+    may be copied in bulk.
+    """
     n = tl.arange(0, BN)
     for start in range(first, last, BN):
         at = start + n
         there = at < num_new
-        k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, 1, there, D, DP, None, TO)
-        v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, 1, there, DV, DVP, None, TO)
+        if TMA and not MASKED:
+            k = k_desc.load([token + start, column_k])
+            v = v_desc.load([token + start, column_v])
+        else:
+            k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, 1, there, D, DP, None, TO)
+            v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, 1, there, DV, DVP, None, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = softcapped(scores * scale, softcap) * LOG2E
@@ -96,11 +102,12 @@ def _past_tiles(
 def prefill_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
-    table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, block_ptr, num_rows,
+    k_desc, v_desc, table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, block_ptr, num_rows,
     sinks_ptr, scale, softcap, window, chunk,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
+    TO: tl.constexpr,
 ):  # fmt: skip
     """`block` [R + 1] are prefix sums of the rows' blocks, of BM // GP queries each."""
     BT: tl.constexpr = BM // GP
@@ -160,12 +167,14 @@ def prefill_kernel(
         begin = tl.maximum(oldest - past, 0) // BN * BN
         diagonal = tl.maximum(first // BN * BN, begin)
         highest, total, acc = _new_tiles(
-            q, highest, total, acc, k_at, k_st, v_at, v_st, begin, diagonal, num_new, query_M, oldest_M - past,
-            scale, softcap, D, DP, DV, DVP, BN, False, REACH, SOFTCAP, TO,
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, begin, diagonal,
+            num_new, query_M, oldest_M - past, scale, softcap,
+            D, DP, DV, DVP, BN, False, REACH, SOFTCAP, TMA, TO,
         )  # fmt: skip
         highest, total, acc = _new_tiles(
-            q, highest, total, acc, k_at, k_st, v_at, v_st, diagonal, tl.minimum(first + BT, num_new), num_new,
-            query_M, oldest_M - past, scale, softcap, D, DP, DV, DVP, BN, True, REACH, SOFTCAP, TO,
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, diagonal,
+            tl.minimum(first + BT, num_new), num_new, query_M, oldest_M - past, scale, softcap,
+            D, DP, DV, DVP, BN, True, REACH, SOFTCAP, TMA, TO,
         )  # fmt: skip
 
         if SINKS:
