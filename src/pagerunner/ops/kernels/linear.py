@@ -66,8 +66,14 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
             second_up = tl.load(up_place + BK, mask=mask, other=0.0)
     if NORM != 0:
         weight = _norm_weight(norm_ptr, cols, cols < K, NORM)
+    if BIAS:
+        bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    if BIAS and GATED:
+        up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+    if ADD:  # now: behind the sum it would be waited for
+        old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
     for step in tl.static_range((K + BK - 1) // BK):
@@ -97,18 +103,18 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale
     if BIAS:
-        y += tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+        y += bias
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         u = tl.sum(up, 1)
         if NORM != 0:
             u *= scale
         if BIAS:
-            u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
+            u += up_bias
         y = _gate(y, u, dtype)
     y = y.to(dtype)
     if ADD:
-        y = (tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        y = (old + y.to(tl.float32)).to(dtype)
     tl.store(y_ptr + rows_O, y, mask=live)
 
 
@@ -137,8 +143,12 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
         first_up = tl.load(up_place, mask=mask, other=0.0)
     if NORM != 0:
         weight = _norm_weight(norm_ptr, inputs, inputs < K, NORM)
+    place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
+    inside_y = live[:, None] & valid[None, :]
     if PDL:
         gdc_wait()
+    if ADD:
+        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     x_place = x_ptr + tokens[None, None, :] * x_stride + inputs[:, :, None]
     acc = tl.zeros((S, BN, BM), tl.float32)
     up = acc
@@ -180,10 +190,8 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
             u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
         y = _gate(y, u, dtype)
     y = y.to(dtype)
-    place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
-    inside_y = live[:, None] & valid[None, :]
     if ADD:
-        y = (tl.load(place, mask=inside_y, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        y = (old + y.to(tl.float32)).to(dtype)
     tl.store(place, y, mask=inside_y)
 
 
