@@ -14,7 +14,7 @@ INF = math.inf
 
 
 def test_greedy_takes_the_lowest_of_the_best(monkeypatch):
-    monkeypatch.setattr(kernels, "GREEDY_BLOCK", 8)
+    monkeypatch.setattr(kernels, "ROW_BLOCK", 8)
     logits = torch.randn(7, 21)
     logits[1, [5, 12, 20]] = 9.0
     logits[2] = -INF
@@ -56,10 +56,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kept", [8, 64], ids=["some candidates stay in place", "all are copied aside"])
+@pytest.mark.parametrize("kept", [8, 64], ids=["some rows stay in place", "all are copied aside"])
 def test_the_same_uniform_draws_the_same_token(monkeypatch, kept):
     monkeypatch.setattr(kernels, "KEPT", kept)
     monkeypatch.setattr(kernels, "DRAW_BLOCK", 16)
+    monkeypatch.setattr(kernels, "ROW_BLOCK", 16)
     generator = torch.Generator().manual_seed(kept)
     for _ in range(3):
         logits = torch.randn(len(ROWS), 50, generator=generator) * 2

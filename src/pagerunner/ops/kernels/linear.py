@@ -213,8 +213,8 @@ class FewConfig(NamedTuple):
     stages: int
 
 
-MAX_ROWS = 1
 MAX_FEW = 16
+MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
 
 
 @functools.cache
@@ -222,20 +222,24 @@ def rows_config(inputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows."""
     block = min(4096, padded(inputs + 1) // 2)
     warps = 2 if block <= 1024 else 4 if block == 2048 == inputs or gated else 8
-    return RowsConfig(max(1, 64 * 32 * warps // block // (2 if gated else 1)), block, warps, 1)
+    features = max(1, 64 * 32 * warps // block // (2 if gated else 1))
+    return RowsConfig(features, block, warps, 2 if block < inputs <= 2 * block else 1)
 
 
 @functools.cache
-def few_config(tokens: int, features: int, inputs: int, gated: bool) -> FewConfig:
+def few_config(inputs: int, behind_norm: bool) -> FewConfig:
     """The block for `_few_kernel`, by measurement (docs/performance.md)."""
-    return FewConfig(16, min(256 if not gated else 128, max(16, padded(inputs) // 4)), 4, 3)
+    return FewConfig(16, min(128 if behind_norm else 256, max(16, padded(inputs) // 4)), 4, 3)
 
 
 def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether the kernels here serve so many tokens and read these layouts; cuBLAS serves all."""
-    if x_TI.dim() != 2 or not 0 < x_TI.shape[0] <= MAX_FEW:
+    """Whether the kernels here are for so many tokens and weights and read these layouts; cuBLAS is for all."""
+    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
-    return x_TI.stride(1) == 1 and weight_OI.is_contiguous() and x_TI.dtype == weight_OI.dtype
+    tokens = x_TI.shape[0]
+    if tokens == 1:
+        return True
+    return 1 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS and x_TI.dtype != torch.float32
 
 
 def run_rows(
@@ -288,7 +292,7 @@ def run_few(
     """Launch `_few_kernel` for up to 16 tokens."""
     tokens, inputs = x_TI.shape
     features = out_TO.shape[1]
-    config = config or few_config(tokens, features, inputs, gated)
+    config = config or few_config(inputs, norm is not None)
     _few_kernel[(blocks(features, config.features),)](
         x_TI,
         x_TI if norm is None else norm.weight_I,
@@ -326,7 +330,7 @@ def _run(
     gated: bool = False,
     add: bool = False,
 ) -> torch.Tensor:
-    run = run_rows if x_TI.shape[0] <= MAX_ROWS else run_few
+    run = run_rows if x_TI.shape[0] == 1 else run_few
     return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
 
 
