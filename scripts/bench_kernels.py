@@ -14,6 +14,7 @@ import argparse
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -230,10 +231,20 @@ def set_table() -> None:
     kernels.rows_config = usual
 
 
+def cold_table() -> None:
+    """Seconds to compile what a step of 0.6B launches, with an empty cache (set TRITON_CACHE_DIR)."""
+    for tokens in (1, 2, 64):
+        run = step("0.6b", tokens, "fused")
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        print(f"0.6b T={tokens}: first step {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def chain_table() -> None:
     """Milliseconds per step."""
     dependent = kernels.dependent
-    for model, tokens in itertools.product(MODELS, (1, 2, 16, 64, 8192)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 16, 64, 256, 8192)):
         hidden, inner, layers, heads, kv_heads, dim = MODELS[model]
         per_layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
         line = f"{model} T={tokens:<3} floor {(per_layer * layers + VOCAB * hidden) * 2 / BYTES_PER_US / 1000:.3f}"
@@ -335,6 +346,8 @@ def main() -> None:
         best_table(few_tasks())
     if "ops" in sections:
         ops_table()
+    if "cold" in sections:
+        cold_table()
     if "sets" in sections:
         set_table()
     if "sampling" in sections:
