@@ -32,7 +32,7 @@ BYTES_PER_US = 4.35e6
 VOCAB = 151_936
 # (hidden, inner, layers, query heads, key/value heads, head size)
 MODELS = {"0.6b": (1024, 3072, 28, 16, 8, 128), "8b": (4096, 12_288, 36, 32, 8, 128)}
-ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096), (1, 2, 4, 8), (1, 2))]
+ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096), (1, 2, 4, 8))]
 FEW = [FewConfig(*c) for c in itertools.product((16, 32), (64, 128, 256), (4, 8), (3,))]
 
 
@@ -103,10 +103,10 @@ class Kind:
 
 
 def fits(config: RowsConfig, inputs: int, gated: bool) -> bool:
-    """Whether each thread reads 64 or 128 weights ahead, in blocks as long as the rows allow."""
-    each = config.features * config.inputs * (2 if gated else 1) / (config.warps * 32) * config.ahead
+    """Whether each thread reads 64 or 128 weights at a time, in blocks as long as the rows allow."""
+    each = config.features * config.inputs * (2 if gated else 1) / (config.warps * 32)
     steps = -(-inputs // config.inputs)
-    return each in (64, 128) and config.inputs < 2 * inputs and steps <= 3 and steps >= config.ahead
+    return each in (64, 128) and config.inputs < 2 * inputs and steps <= 3
 
 
 def few_fits(config: FewConfig, inputs: int, gated: bool) -> bool:
@@ -195,28 +195,28 @@ def step(model: str, tokens: int, how: str) -> Callable[[], object]:
 # Blocks by (inputs, gated) that `sets` compares over a whole step of one token.
 SETS = {
     "one warp": {
-        (1024, False): (4, 1024, 1, 1),
-        (2048, False): (2, 2048, 1, 1),
-        (1024, True): (2, 1024, 1, 1),
-        (3072, False): (4, 1024, 1, 2),
+        (1024, False): (4, 1024, 1),
+        (2048, False): (2, 2048, 1),
+        (1024, True): (2, 1024, 1),
+        (3072, False): (4, 1024, 1),
     },
     "two warps": {
-        (1024, False): (8, 1024, 2, 1),
-        (2048, False): (4, 2048, 2, 1),
-        (1024, True): (4, 1024, 2, 1),
-        (3072, False): (4, 2048, 2, 2),
+        (1024, False): (8, 1024, 2),
+        (2048, False): (4, 2048, 2),
+        (1024, True): (4, 1024, 2),
+        (3072, False): (4, 2048, 2),
     },
     "four warps": {
-        (1024, False): (16, 1024, 4, 1),
-        (2048, False): (8, 2048, 4, 1),
-        (1024, True): (8, 1024, 4, 1),
-        (3072, False): (8, 2048, 4, 2),
+        (1024, False): (16, 1024, 4),
+        (2048, False): (8, 2048, 4),
+        (1024, True): (8, 1024, 4),
+        (3072, False): (8, 2048, 4),
     },
     "64 weights": {
-        (1024, False): (4, 1024, 2, 1),
-        (2048, False): (4, 2048, 4, 1),
-        (1024, True): (2, 1024, 2, 1),
-        (3072, False): (8, 2048, 8, 2),
+        (1024, False): (4, 1024, 2),
+        (2048, False): (4, 2048, 4),
+        (1024, True): (2, 1024, 2),
+        (3072, False): (8, 2048, 8),
     },
 }
 

@@ -13,8 +13,13 @@ from pagerunner.ops.sample import Filters, draw, greedy
 INF = math.inf
 
 
+@pytest.fixture(autouse=True)
+def _any_number_of_rows(monkeypatch):
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", 1)
+
+
 def test_greedy_takes_the_lowest_of_the_best(monkeypatch):
-    monkeypatch.setattr(kernels, "ROW_BLOCK", 8)
+    monkeypatch.setattr(kernels, "GREEDY_BLOCK", 8)
     logits = torch.randn(7, 21)
     logits[1, [5, 12, 20]] = 9.0
     logits[2] = -INF
@@ -56,11 +61,10 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kept", [8, 64], ids=["some rows stay in place", "all are copied aside"])
+@pytest.mark.parametrize("kept", [8, 64], ids=["some candidates stay in place", "all are copied aside"])
 def test_the_same_uniform_draws_the_same_token(monkeypatch, kept):
     monkeypatch.setattr(kernels, "KEPT", kept)
     monkeypatch.setattr(kernels, "DRAW_BLOCK", 16)
-    monkeypatch.setattr(kernels, "ROW_BLOCK", 16)
     generator = torch.Generator().manual_seed(kept)
     for _ in range(3):
         logits = torch.randn(len(ROWS), 50, generator=generator) * 2
@@ -92,3 +96,10 @@ def test_the_end_of_the_distribution_and_rows_that_have_none():
     assert best[0] == 2 and best[1] == -INF and best[2].isnan() and best[3] == INF
     plain, _ = draw.kernel(logits, Filters(), uniform)
     assert plain[0] == 2
+
+
+def test_few_rows_are_left_to_the_library(monkeypatch):
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", 3)
+    monkeypatch.setattr(kernels, "_draw_kernel", None)
+    uniform = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    assert draw.kernel(torch.zeros(2, 10), Filters(), uniform)[0].tolist() == [1, 9]

@@ -41,12 +41,9 @@ def _gate(y, up, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_features"])
 def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr,
-                 BK: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                 BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
                  BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN output features of one token; with GATED also the BN features that belong to them further down.
-
-    The first AHEAD (1 or 2) blocks of weights are read before the predecessor has ended.
-    """
+    """BN output features of one token; with GATED also the BN features that belong to them further down."""
     if PDL:
         gdc_launch_dependents()
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -56,14 +53,9 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     up_place = w_place + num_features.to(tl.int64) * K
     mask = live[:, None] & (cols < K)[None, :]
     first_w = tl.load(w_place, mask=mask, other=0.0)
-    first_up, second_w, second_up = first_w, first_w, first_w
+    first_up = first_w
     if GATED:
         first_up = tl.load(up_place, mask=mask, other=0.0)
-    if AHEAD == 2:
-        mask = live[:, None] & (cols < K - BK)[None, :]
-        second_w = tl.load(w_place + BK, mask=mask, other=0.0)
-        if GATED:
-            second_up = tl.load(up_place + BK, mask=mask, other=0.0)
     if NORM != 0:
         weight = _norm_weight(norm_ptr, cols, cols < K, NORM)
     if BIAS:
@@ -81,8 +73,6 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         inside = k < K
         if step == 0:
             w, u = first_w, first_up
-        elif step < AHEAD:
-            w, u = second_w, second_up
         else:
             mask = live[:, None] & inside[None, :]
             w = tl.load(w_place + step * BK, mask=mask, other=0.0)
@@ -196,12 +186,11 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
 
 
 class RowsConfig(NamedTuple):
-    """Output features and input features of a block, its warps, and how many blocks are read ahead (1 or 2)."""
+    """Output features and input features of a block, and its warps."""
 
     features: int
     inputs: int
     warps: int
-    ahead: int
 
 
 class FewConfig(NamedTuple):
@@ -223,7 +212,7 @@ def rows_config(inputs: int, gated: bool) -> RowsConfig:
     block = min(4096, padded(inputs + 1) // 2)
     warps = 2 if block <= 1024 else 4 if block == 2048 == inputs or gated else 8
     features = max(1, 64 * 32 * warps // block // (2 if gated else 1))
-    return RowsConfig(features, block, warps, 2 if block < inputs <= 2 * block else 1)
+    return RowsConfig(features, block, warps)
 
 
 @functools.cache
@@ -267,7 +256,6 @@ def run_rows(
         K=inputs,
         BN=config.features,
         BK=config.inputs,
-        AHEAD=min(config.ahead, blocks(inputs, config.inputs)),
         NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
         GATED=gated,
         ADD=add,
