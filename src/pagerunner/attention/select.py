@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pagerunner.attention.base import AttentionBackend, DeviceBackend
+from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
@@ -18,54 +19,73 @@ from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
 Backend = AttentionBackend | DeviceBackend
-KindBackend = RecurrentBackend | LatentBackend | PagedRecurrentBackend | PagedLatentBackend
+KindBackend = RecurrentBackend | LatentBackend | PagedRecurrentBackend | PagedLatentBackend | FlashInferLatentBackend
+Candidate = Callable[[], Backend | KindBackend]
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref": TorchBackend}
-# What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
-AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
-ANYWHERE = ("torch_ref",)
-# Groups of these kinds have backends of their own: one that reads tables, which serves CUDA devices and whoever asks for
-# such a backend by name, and one that doesn't.
-KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], Callable[[], KindBackend]]] = {
-    "recurrent": (PagedRecurrentBackend, RecurrentBackend),
-    "latent": (PagedLatentBackend, LatentBackend),
+# What is tried for groups of keys and values, in this order, by what the user asks for ("auto": by the kind of device).
+# FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only.
+BACKENDS: dict[str, tuple[Candidate, ...]] = {
+    "triton": (PagedBackend,),
+    "flashinfer": (FlashInferBackend, PagedBackend),
+    "torch_ref": (TorchBackend,),
+}
+AUTO: dict[str, tuple[Candidate, ...]] = {"cuda": (PagedBackend, TorchBackend)}
+ANYWHERE: tuple[Candidate, ...] = (TorchBackend,)
+# The same for groups of other kinds. Their first backends read tables, the last ones don't.
+KIND_BACKENDS: dict[str, dict[str, tuple[Candidate, ...]]] = {
+    "recurrent": {
+        "cuda": (PagedRecurrentBackend, RecurrentBackend),
+        "triton": (PagedRecurrentBackend,),
+        "flashinfer": (PagedRecurrentBackend,),
+        "torch_ref": (RecurrentBackend,),
+    },
+    "latent": {
+        "cuda": (PagedLatentBackend, LatentBackend),
+        "triton": (PagedLatentBackend,),
+        "flashinfer": (FlashInferLatentBackend, PagedLatentBackend),
+        "torch_ref": (LatentBackend,),
+    },
 }
 
 
 def select_backends(
     groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
 ) -> list[Backend | KindBackend]:
-    """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
-
-    Recurrent and latent groups have backends of their own.
+    """One backend per group: the first candidate that can serve all of the group's layers. The reasons are logged.
 
     Raises:
-        ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
+        ConfigError: `wanted` is unknown or serves no group, or nothing can serve a group; the message says why not.
     """
     if wanted != "auto" and wanted not in BACKENDS:
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
-    names = AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,)
-    made = {name: BACKENDS[name]() for name in names}
-    tables = any(getattr(backend, "reads_tables", False) for backend in made.values())
-    return [_first_that_serves(group, _candidates(group.kind, made, tables), device, dtype) for group in groups]
+    found, refusals = [], []
+    for group in groups:
+        backend, reasons = _first_that_serves(group, _candidates(group.kind, wanted, device), device, dtype)
+        logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
+        found.append(backend)
+        refusals += reasons
+    if wanted == "flashinfer" and not any(backend.name.startswith(wanted) for backend in found):
+        reasons = "; ".join(dict.fromkeys(refusals)) or "the model has recurrent layers only"
+        raise ConfigError(f"attention_backend {wanted!r} can't serve any layer of this model: {reasons}.")
+    return found
 
 
-def _candidates(kind: str, made: dict[str, Backend], tables: bool) -> Mapping[str, Backend | KindBackend]:
+def _candidates(kind: str, wanted: str, device: torch.device) -> tuple[Candidate, ...]:
     if kind in KIND_BACKENDS:
-        own = [make() for make in KIND_BACKENDS[kind][0 if tables else 1 :]]
-        return {backend.name: backend for backend in own}
-    return made
+        own = KIND_BACKENDS[kind]
+        return own.get(device.type if wanted == "auto" else wanted, own["torch_ref"])
+    return AUTO.get(device.type, ANYWHERE) if wanted == "auto" else BACKENDS[wanted]
 
 
 def _first_that_serves(
-    group: GroupPlan, made: Mapping[str, Backend | KindBackend], device: torch.device, dtype: torch.dtype
-) -> Backend | KindBackend:
+    group: GroupPlan, candidates: Sequence[Candidate], device: torch.device, dtype: torch.dtype
+) -> tuple[Backend | KindBackend, list[str]]:
     reasons = []
-    for name, backend in made.items():
+    for make in candidates:
+        backend = make()
         reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)
         if reason is None:
-            logger.info("attention of group %s: %s (%s)", group.name, name, "; ".join(reasons) or "first choice")
-            return backend
-        reasons.append(f"not {name}: {reason}")
+            return backend, reasons
+        reasons.append(f"not {backend.name}: {reason}")
     raise ConfigError(f"No attention backend can serve group {group.name} on {device.type}: {'; '.join(reasons)}.")

@@ -25,7 +25,9 @@ def softcapped(scores, softcap):
 
 
 @triton.jit
-def load_tile(ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
+def load_tile(
+    ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr
+):
     """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
     d = tl.arange(0, DP)
     if D == DP:
@@ -78,9 +80,7 @@ def _merged_parts(
             place = ((first + piece) * 2 + (1 if piece == 0 else 0)) * K + head
             mask = (g < G) & (piece < pieces)
             at = place * G + g
-            weight = tl.math.exp2(
-                tl.load(sums_ptr + at * 2, mask=mask, other=LOWEST, cache_modifier=".cg") - highest
-            )
+            weight = tl.math.exp2(tl.load(sums_ptr + at * 2, mask=mask, other=LOWEST, cache_modifier=".cg") - highest)
             weight = tl.where(mask, weight, 0.0)
             total += weight * tl.load(sums_ptr + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
             values = tl.load(
@@ -92,7 +92,19 @@ def _merged_parts(
 
 
 @triton.jit
-def prepared(at, stride_d: tl.constexpr, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+def prepared(
+    at,
+    stride_d: tl.constexpr,
+    mask,
+    norm_ptr,
+    angle,
+    cos_ptr,
+    sin_ptr,
+    eps,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
     d = tl.arange(0, DP)
     other = (d + D // 2) % D
@@ -218,7 +230,7 @@ def decode_kernel(
             if SHARED:
                 if slot >= 0:
                     count = tl.load(shared_count_ptr)
-                    for split in range(0, count):
+                    for split in range(count):
                         at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
                         other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
                         other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
