@@ -23,16 +23,17 @@ KindBackend = RecurrentBackend | LatentBackend | PagedRecurrentBackend | PagedLa
 Candidate = Callable[[], Backend | KindBackend]
 logger = logging.getLogger(__name__)
 
-# What is tried for groups of keys and values, in this order, by what the user asks for ("auto": by the kind of device).
-# FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only.
-BACKENDS: dict[str, tuple[Candidate, ...]] = {
-    "triton": (PagedBackend,),
-    "flashinfer": (FlashInferBackend, PagedBackend),
-    "torch_ref": (TorchBackend,),
+# For groups of keys and values. FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only.
+BACKENDS: dict[str, Candidate] = {
+    "triton": PagedBackend,
+    "flashinfer": FlashInferBackend,
+    "torch_ref": TorchBackend,
 }
-AUTO: dict[str, tuple[Candidate, ...]] = {"cuda": (PagedBackend, TorchBackend)}
-ANYWHERE: tuple[Candidate, ...] = (TorchBackend,)
-# The same for groups of other kinds. Their first backends read tables, the last ones don't.
+# What is tried in this order: for "auto" by the kind of device, else by the name asked for.
+AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
+ANYWHERE = ("torch_ref",)
+NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
+# The same for groups of other kinds.
 KIND_BACKENDS: dict[str, dict[str, tuple[Candidate, ...]]] = {
     "recurrent": {
         "cuda": (PagedRecurrentBackend, RecurrentBackend),
@@ -75,7 +76,8 @@ def _candidates(kind: str, wanted: str, device: torch.device) -> tuple[Candidate
     if kind in KIND_BACKENDS:
         own = KIND_BACKENDS[kind]
         return own.get(device.type if wanted == "auto" else wanted, own["torch_ref"])
-    return AUTO.get(device.type, ANYWHERE) if wanted == "auto" else BACKENDS[wanted]
+    names = AUTO.get(device.type, ANYWHERE) if wanted == "auto" else NAMED.get(wanted, (wanted,))
+    return tuple(BACKENDS[name] for name in names)
 
 
 def _first_that_serves(
