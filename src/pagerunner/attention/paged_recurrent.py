@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.capability import lacks
 from pagerunner.attention.recurrent import Recurrence, Tensors
 from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.state_rows import StateRows, StateSaves
+
+SHARED_MEMORY = (98_304, 131_072)  # bytes that the largest program takes: in half precision, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class PagedRecurrentBackend:
         """Serves every recurrent state, on CUDA devices through Triton's kernels."""
         if spec.kind != "recurrent":
             return f"it serves recurrent state, not {spec.kind}"
-        return "Triton is not installed" if device == "cuda" and not has_triton() else None
+        return lacks(device, SHARED_MEMORY[dtype == torch.float32])
 
     def new_state(self, shape: GraphShape | None) -> SaveState:
         """See DeviceBackend."""
