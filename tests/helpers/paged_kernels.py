@@ -115,9 +115,7 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
     work = HeadWork(heads, case.kv_heads, cos, sin, weights[0], weights[1], 1e-5)
     group, rows = batch.groups[0], batch.rows
-    entry, offset = (
-        torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset)
-    )
+    entry, offset = (torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset))
     where = TableRows(
         group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
     )

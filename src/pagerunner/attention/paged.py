@@ -135,9 +135,7 @@ class PagedBackend:
 
 def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:
     rows = batch.rows
-    return TableRows(
-        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
-    )
+    return TableRows(group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T)
 
 
 def _is_first(layer: LayerKV, batch: ForwardBatch) -> bool:

@@ -129,7 +129,9 @@ def schedule_kernel(
         for start in range(0, num_rows, BLOCK):
             row = start + tl.arange(0, BLOCK)
             there = row < num_rows
-            queries = tl.load(starts_ptr + row + 1, mask=there, other=0) - tl.load(starts_ptr + row, mask=there, other=0)
+            queries = tl.load(starts_ptr + row + 1, mask=there, other=0) - tl.load(
+                starts_ptr + row, mask=there, other=0
+            )
             count = tl.where(queries > 1, tl.cdiv(queries, BT), 0)
             tl.store(block_ptr + 1 + row, blocks + tl.cumsum(count, 0), mask=there)
             blocks += tl.sum(count, 0)

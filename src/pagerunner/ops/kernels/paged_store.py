@@ -65,7 +65,9 @@ def _heads(
 
 
 @triton.jit
-def _put(ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+def _put(
+    ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr
+):
     head = tl.arange(0, ROWS)
     d = tl.arange(0, HALF_P)
     there = (head < count)[:, None]
@@ -75,7 +77,9 @@ def _put(ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, H
 
 
 @triton.jit
-def _put_fp8(ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+def _put_fp8(
+    ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr
+):
     _put(ptr, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), count, stride_h, ROWS, D, HALF, HALF_P)
 
 
