@@ -191,7 +191,7 @@ class _Call:
     def run_decode(self, schedule: _Schedule) -> None:
         device, tiles = self.q.device, self.decode
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
-        slices = max(1, -(-_multiprocessors(device) * tiles.programs // self.kv_heads))
+        slices = max(1, _multiprocessors(device) * tiles.programs // self.kv_heads)
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
         rows = self.rows
