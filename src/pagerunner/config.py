@@ -30,6 +30,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
     `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
+    `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
+    the largest of them in tokens.
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """
 
@@ -53,6 +55,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     enable_sleep_mode: bool = False
     max_in_flight: int | None = None
     poison_fresh_pages: bool = False
@@ -78,6 +81,12 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        sizes = self.cudagraph_capture_sizes
+        if isinstance(sizes, list):
+            sizes = tuple(sizes)
+            msgspec.structs.force_setattr(self, "cudagraph_capture_sizes", sizes)
+        if sizes is not None and any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+            raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.block_size not in (1, 2, 4, 8) and (self.block_size < 16 or self.block_size % 16):
@@ -115,6 +124,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     load_format: Literal["auto", "dummy"]
     skip_tokenizer_init: bool
     enforce_eager: bool
+    cudagraph_capture_sizes: tuple[int, ...] | None
     enable_sleep_mode: bool
     max_in_flight: int
     poison_fresh_pages: bool

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from pagerunner import limits
@@ -16,6 +17,7 @@ from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
 from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup import StartUp
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
@@ -46,7 +48,8 @@ class LLM:
         resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
-        self._frontend = build_frontend(args, resolved.config.max_model_len)
+        self._config = resolved.config
+        self._frontend = build_frontend(args, self._core.memory_plan.max_model_len)
         self._outputs = self._frontend.outputs
         self._ids = count()
         self._streams: dict[str, deque[RequestOutput]] = {}
@@ -56,9 +59,33 @@ class LLM:
         """How the memory is divided: groups, pages, capacity, and everything that is allocated beside them."""
         return self._core.memory_plan
 
+    @property
+    def device(self) -> str:
+        """Where the model runs: "cpu" or "cuda"."""
+        return self._config.device
+
+    @property
+    def dtype(self) -> str:
+        """What weights and activations are computed in: "bfloat16", "float16" or "float32"."""
+        return self._config.dtype
+
+    @property
+    def startup(self) -> StartUp:
+        """What the start took: seconds by phase, and on a CUDA device memory by use."""
+        return self._core.startup
+
     def stats(self) -> SchedulerStats:
         """Counters and gauges: requests, pages in use, prefix queries and hits, preemptions."""
         return self._core.stats()
+
+    def memory_state(self) -> dict[str, Any]:
+        """Who holds the page memory now, as plain JSON values.
+
+        `groups` list each group's slabs and cached pages, `requests` each running request's pages, as runs [first, count]
+        of ids; see `memory/ownership.py`. Between calls of `generate` nothing runs; a `stream` may be looked at midway.
+        """
+        state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state())
+        return state
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError when it was switched off."""
@@ -87,6 +114,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters are bad; nothing has run.
             EngineSleepingError: call `wake_up` first.
+            EngineDeadError: a step has failed; make a new LLM.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         if any(isinstance(item, int) for item in items):

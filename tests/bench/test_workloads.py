@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pagerunner.bench.runner import latency, throughput
-from pagerunner.bench.workloads import SHAPES, BenchRequest, uniform_workload, workload, write_model
+from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
 from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.types import CompletionOutput, RequestOutput
 
@@ -16,6 +16,11 @@ PUBLISHED = {
     ("W1", 4096, 0): ([3484, 2057, 3043], 128, 128, [2259, 3111, 1125]),
     ("W2", 4096, 0): ([3484, 2057, 3043], 5180, 2407, [1933, 3196, 3939]),
     ("W3", 32000, 1): ([26404, 30727, 2221], 16896, 512, [9293, 17480, 31522]),
+    ("mixed256", 151936, 0): ([6311, 6890, 663], 148779, 140084, [194, 7201, 277]),
+    ("decode1", 151936, 0): ([2201, 9325, 1033], 128, 512, [25, 8822, 8849]),
+    ("prefill8k", 151936, 0): ([3867, 4969, 1690], 65536, 8, [8900, 3724, 842]),
+    ("prefix2k", 151936, 0): ([926, 1500, 1390], 532480, 16384, [2320, 4389, 3582]),
+    ("decode64", 151936, 0): ([4185, 5874, 8684], 8192, 16384, [2973, 9571, 1217]),
 }
 
 
@@ -50,13 +55,14 @@ def test_workloads_are_the_published_ones(key):
     assert (prompts[0][:3], sum(map(len, prompts)), outputs, prompts[-1][-3:]) == PUBLISHED[key]
 
 
-@pytest.mark.parametrize("name", ["W1", "W2", "W3"])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_repetitions_differ_in_ids_and_not_in_lengths(name):
-    first, second = workload(name, 4096, 0), workload(name, 4096, 1)
+    first, second = workload(name, 12000, 0), workload(name, 12000, 1)
     sizes = [[(len(r.prompt_token_ids), r.output_len) for r in requests] for requests in (first, second)]
     assert sizes[0] == sizes[1]
     assert first != second
-    assert first == workload(name, 4096, 0)
+    assert not {tuple(r.prompt_token_ids) for r in first} & {tuple(r.prompt_token_ids) for r in second}
+    assert first == workload(name, 12000, 0)
 
 
 def test_shapes_of_the_workloads():
@@ -78,12 +84,18 @@ def test_ids_stay_in_the_vocabulary():
 def test_a_tiny_vocabulary_is_refused():
     with pytest.raises(ConfigError, match="the vocabulary has only 300"):
         workload("W1", 300)
+    with pytest.raises(ConfigError, match="mixed256 draws token ids up to 10000; the vocabulary has only 4096"):
+        workload("mixed256", 4096)
 
 
 def test_model_files_name_the_shape(tmp_path):
     config = json.loads((write_model("tiny", tmp_path / "m") / "config.json").read_text())
     assert config["model_type"] == "qwen3" and config["tie_word_embeddings"]
     assert all(config[name] == value for name, value in SHAPES["tiny"].items())
+    for shape, hidden, tied in (("qwen3-0.6b", 1024, True), ("qwen3-8b", 4096, False)):
+        config = json.loads((write_model(shape, tmp_path / shape) / "config.json").read_text())
+        assert (config["hidden_size"], config["tie_word_embeddings"], config["vocab_size"]) == (hidden, tied, 151936)
+        assert (config["max_position_embeddings"], config["torch_dtype"]) == (40960, "bfloat16")
     with pytest.raises(ConfigError, match="unknown shape"):
         write_model("huge", tmp_path)
 
@@ -93,7 +105,9 @@ def test_throughput_uses_fresh_prompts_each_round_and_reports_the_last():
     report = throughput(llm, lambda salt: workload("W1", 4096, salt), label="x", repetitions=3, warmups=1)
     assert len(llm.prompts) == 4 and len({str(prompts) for prompts in llm.prompts}) == 4
     assert (len(report.seconds), report.prompt_tokens, report.output_tokens, report.cached_tokens) == (3, 128, 128, 3)
-    assert report.elapsed == sorted(report.seconds)[1]
+    assert (report.elapsed, report.best) == (sorted(report.seconds)[1], min(report.seconds))
+    measured = [prompts[0]["prompt_token_ids"] for prompts in llm.prompts[1:]]
+    assert measured == [workload("W1", 4096, salt)[0].prompt_token_ids for salt in range(3)]
     assert report.output_tokens_per_second == pytest.approx(128 / report.elapsed)
 
 

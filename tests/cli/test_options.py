@@ -49,10 +49,12 @@ def test_no_flags_give_the_engines_own_defaults():
 def test_flags_reach_the_fields_of_their_name():
     args = args_of(
         *("--max-model-len", "auto", "--kv-cache-memory-bytes", "2GiB", "--no-enable-prefix-caching"),
+        *("--cudagraph-capture-sizes", "1,2,16"),
         *("--enforce-eager", "--gpu-memory-utilization", "0.5", "--dtype", "bfloat16", "--block-size=32"),
     )
     assert (args.max_model_len, args.kv_cache_memory_bytes) == ("auto", 2 * 2**30)
     assert (args.enable_prefix_caching, args.enforce_eager) == (False, True)
+    assert args.cudagraph_capture_sizes == (1, 2, 16)
     assert (args.gpu_memory_utilization, args.dtype, args.block_size) == (0.5, "bfloat16", 32)
 
 
@@ -74,6 +76,7 @@ def test_flags_and_prompts_mix():
         (["--zzz"], "unknown flag --zzz"),
         (["--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes: 'lots' is not a size such as 10GiB"),
         (["--max-num-seqs", "many"], "--max-num-seqs: 'many' is not a whole number"),
+        (["--cudagraph-capture-sizes", "1,0"], "--cudagraph-capture-sizes: must be at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens: must be at least 1, got 0"),
         (["--block-size"], "--block-size: expected one argument"),
         (["--max-model"], "unknown flag --max-model"),

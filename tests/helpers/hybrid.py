@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
@@ -46,8 +47,10 @@ class HybridHarness:
         page_tokens: int = 16,
         num_pages: int = 64,
         num_states: int = 40,
+        recurrent: Any = None,
     ) -> None:
         self.model, self.page_tokens = model, page_tokens
+        self.recurrent = recurrent or RecurrentBackend()
         specs = config.layer_specs(dtype)
         layers: dict[int, Any] = {}
         self.memory: list[torch.Tensor] = []
@@ -122,7 +125,8 @@ class HybridHarness:
         states = torch.tensor([[row.state] for row, _ in work])
         start = torch.tensor([0, *query_lens]).cumsum(0)
         none = torch.zeros(len(work), dtype=torch.int64)
-        full, recurrent = TorchBackend(), RecurrentBackend()
+        full = TorchBackend()
+        rows = StepRows.of(query_lens, seq_lens, range(len(work)))
         groups = (
             GroupBatch(
                 table,
@@ -133,20 +137,29 @@ class HybridHarness:
                 full,
                 full.plan(query_lens, seq_lens, table, size, start),
             ),
-            GroupBatch(
-                states,
-                none,
-                torch.zeros_like(entries),
-                torch.zeros_like(entries),
-                size,
-                recurrent,
-                recurrent.plan(query_lens, seq_lens, states, size, start),
-            ),
+            self._recurrent_group(rows, query_lens, seq_lens, states, start, saves),
         )
-        rows = StepRows.of(query_lens, seq_lens, range(len(work)))
         return ForwardBatch(
             tokens, positions, start, start[1:] - 1, query_lens, seq_lens, groups, self.layers, saves, rows=rows
         )
+
+    def _recurrent_group(
+        self,
+        rows: StepRows,
+        query_lens: list[int],
+        seq_lens: list[int],
+        states: torch.Tensor,
+        start: torch.Tensor,
+        saves: tuple[StateSave, ...],
+    ) -> GroupBatch:
+        size, backend = self.page_tokens, self.recurrent
+        if hasattr(backend, "new_state"):
+            inputs = PlanInputs(rows, query_lens, seq_lens, range(len(states)), states, size, None, saves)
+            metadata = backend.plan(inputs, backend.new_state(None))
+        else:
+            metadata = backend.plan(query_lens, seq_lens, states, size, start)
+        none = torch.zeros(sum(query_lens), dtype=torch.int64)
+        return GroupBatch(states, none[: len(states)], none, none, size, backend, metadata)
 
     def generate(self, rows: list[Row], new_tokens: int, *, chunk: int = 10**9) -> None:
         """Greedy generation of all rows together; `chunk` bounds the tokens of a step (at least one per row)."""

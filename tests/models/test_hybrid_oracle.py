@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
 from helpers.forward import load
 from helpers.hybrid import HybridHarness, Row
+from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.errors import CheckpointError
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -65,6 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+BACKENDS = [RecurrentBackend, PagedRecurrentBackend]
 CHUNKED = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba"]
 
 
@@ -97,11 +100,12 @@ def prompts(lengths: list[int], vocab: int = 512) -> list[list[int]]:
     return [[ids.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
-def test_every_variant(checkpoints: Any, name: str) -> None:
+def test_every_variant(checkpoints: Any, name: str, backend: Any) -> None:
     model, config, reference = checkpoints(name)
-    harness = HybridHarness(model, config)
+    harness = HybridHarness(model, config, recurrent=backend())
     texts = prompts([1, 33, 150])
     rows = [harness.start(text) for text in texts]
     harness.generate(rows, 6, chunk=64)
@@ -123,12 +127,13 @@ def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, c
         check(reference, text, row)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CHUNKED)
 @torch.inference_mode()
-def test_a_row_resumes_from_any_snapshot_that_a_step_saved(checkpoints: Any, name: str) -> None:
+def test_a_row_resumes_from_any_snapshot_that_a_step_saved(checkpoints: Any, name: str, backend: Any) -> None:
     model, config, reference = checkpoints(name)
     prefix, first, second, other = prompts([96, 20, 9, 40])
-    harness = HybridHarness(model, config)
+    harness = HybridHarness(model, config, recurrent=backend())
     row, neighbour = harness.start(prefix + first), harness.start(other)
     positions = [64, 112, 16, 96]
     harness.step([(neighbour, 39), (row, 112)], {1: positions})
@@ -162,11 +167,12 @@ def test_half_precision_is_as_close_to_float32_as_the_reference_is(tmp_path: Pat
         assert error < 2 * reference_error + 1e-3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @torch.inference_mode()
-def test_a_decoding_row_saves_its_state(checkpoints: Any) -> None:
+def test_a_decoding_row_saves_its_state(checkpoints: Any, backend: Any) -> None:
     model, config, reference = checkpoints("qwen3_5")
     (text, other) = prompts([32, 31])
-    harness = HybridHarness(model, config)
+    harness = HybridHarness(model, config, recurrent=backend())
     row, neighbour = harness.start(text), harness.start(other)
     harness.step([(row, 31), (neighbour, 30)])
     harness.step([(neighbour, 1), (row, 1)], {1: [32]})

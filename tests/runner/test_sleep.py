@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
-from pagerunner.errors import ConfigError
+import pytest
+import torch
+
+from helpers.fake_driver import FakeDriver, FakeHost
+from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.runner.arena import CpuArena
-from pagerunner.runner.sleep import Sleeper
+from pagerunner.runner.cuda_arena import CudaArena
+from pagerunner.runner.host_copy import HostCopy
+from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
 
 
 class _Reload:
@@ -26,7 +32,7 @@ def parts() -> tuple[CpuArena, _Reload, Sleeper]:
     arena.reserve("weights", 128)
     arena.reserve("kv", 256)
     reload = _Reload()
-    return arena, reload, Sleeper(arena, reload)
+    return arena, reload, Sleeper(arena, WeightsInPlace(reload))
 
 
 @pytest.mark.parametrize(
@@ -86,3 +92,161 @@ def test_bad_levels_and_tags_are_named(parts: tuple[CpuArena, _Reload, Sleeper])
     with pytest.raises(ConfigError, match="'gpu'"):
         sleeper.wake_up(["gpu"])
     assert sleeper.state == "running"
+
+
+class _Parts:
+    """A card's arena with weights of 40 pages that sleep keeps on the host."""
+
+    def __init__(self, available: int = 1 << 40) -> None:
+        self.driver = FakeDriver(256 * 4096)
+        self.host = FakeHost()
+        self.arena = CudaArena(self.driver, 8 * 4096)
+        self.weights = self.arena.reserve("weights", 40 * 4096)
+        self.kv = self.arena.reserve("kv", 100 * 4096, mapped=4096)
+        self.arena.grow("kv", 80 * 4096)
+        self.values = torch.randint(0, 255, (40 * 4096,), dtype=torch.uint8)
+        self.available = available
+        self.reloads = 0
+        self.reload()
+        self.reloads = 0
+        self.copies: list[HostCopy] = []
+        self.scratch = _Scratch()
+        self.sleeper = Sleeper(self.arena, WeightsOnHost(self.reload, self.make_copy), self.scratch)
+
+    def reload(self) -> None:
+        self.reloads += 1
+        self.weights.copy_(self.values)
+
+    def make_copy(self) -> HostCopy:
+        self.copies.append(HostCopy(self.weights, self.host, lambda: self.available, 3 * 4096))
+        return self.copies[-1]
+
+
+class _Scratch:
+    def __init__(self) -> None:
+        self.given = 0
+        self.gone = False
+
+    def give_back(self) -> None:
+        self.given += 1
+
+    def take_again(self) -> None:
+        if self.gone:
+            raise CapacityError("activations don't fit.")
+        self.given = 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_card_frees_everything_and_wakes_with_the_same_weights(level: int) -> None:
+    parts = _Parts()
+    free = parts.driver.memory()[0]
+    parts.sleeper.sleep(level)
+    assert (parts.driver.used, parts.scratch.given) == (0, 1)
+    parts.sleeper.wake_up()
+    assert (parts.driver.memory()[0], parts.scratch.given, parts.sleeper.state) == (free, 0, "running")
+    assert torch.equal(parts.weights, parts.values)
+    assert parts.reloads == (1 if level == 2 else 0)
+
+
+def test_the_host_copy_is_made_once_and_given_back_by_level_2() -> None:
+    parts = _Parts()
+    for _ in range(3):
+        parts.sleeper.sleep(1)
+        parts.sleeper.wake_up()
+    assert len(parts.copies) == 1 and len(parts.host.pinned) == 14
+    parts.sleeper.sleep(2)
+    for thread in threading.enumerate():
+        if thread.name == "pagerunner-host-copy-free":
+            thread.join()
+    assert not parts.host.pinned
+    parts.sleeper.wake_up(["weights"])
+    parts.sleeper.sleep(1)
+    parts.values.zero_()  # level 1 reads no files
+    parts.sleeper.wake_up()
+    assert len(parts.copies) == 2 and int(parts.weights.max()) > 0
+
+
+def test_sleep_waits_for_a_copy_in_the_making_and_level_2_only_for_its_piece() -> None:
+    parts = _Parts()
+    parts.copies[0].finish()
+    gate = parts.host.gate = threading.Event()
+    copy = parts.make_copy()
+    copy.start()
+    assert not copy.complete
+    threading.Timer(0.05, gate.set).start()
+    copy.drop()
+    copy._thread.join()  # type: ignore[union-attr]
+    assert not copy.complete, "the rest of the copy is not made"
+
+
+def test_too_little_host_memory_refuses_level_1_with_the_numbers_and_leaves_the_engine_running() -> None:
+    parts = _Parts(available=2 * 2**30 + 100)
+    with pytest.raises(CapacityError, match=r"160\.00 KiB are wanted, and 100 B can be had.*level 2"):
+        parts.sleeper.sleep(1)
+    assert (parts.sleeper.state, parts.driver.used) == ("running", 120 * 4096)
+    parts.available = 1 << 40
+    parts.sleeper.sleep(1)
+    parts.sleeper.wake_up()
+    assert torch.equal(parts.weights, parts.values)
+
+
+def test_a_copy_that_cannot_be_locked_still_serves() -> None:
+    parts = _Parts()
+    parts.copies[0].finish()
+    parts.host.fail_pin = 2
+    copy = parts.make_copy()
+    copy.finish()
+    parts.weights.zero_()
+    copy.restore()
+    assert torch.equal(parts.weights, parts.values)
+    copy.drop()
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])
+def test_memory_that_is_gone_at_waking_leaves_the_engine_asleep_until_it_is_back(tags: list[str] | None) -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(1)
+    parts.driver.others = parts.driver.total - 30 * 4096
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=r"120\.00 KiB of the device's .*wake_up can be tried again"):
+            parts.sleeper.wake_up(tags)
+        assert (parts.sleeper.state, parts.driver.used) == ("failed", 0)
+    parts.driver.others = 0
+    parts.sleeper.wake_up(tags)
+    assert parts.sleeper.state == ("running" if tags is None else "parked")
+    parts.sleeper.wake_up()
+    assert torch.equal(parts.weights, parts.values)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_may_wake_when_pages_cannot_and_are_not_read_twice(level: int) -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(level)
+    parts.driver.others = parts.driver.total - 50 * 4096
+    with pytest.raises(CapacityError, match="for pages"):
+        parts.sleeper.wake_up()
+    assert parts.arena.mapped_bytes() == {"weights": 40 * 4096, "kv": 0}
+    parts.driver.others = 0
+    parts.sleeper.wake_up()
+    assert parts.reloads == (1 if level == 2 else 0)
+    assert torch.equal(parts.weights, parts.values)
+
+
+def test_activations_that_do_not_fit_are_missed_at_waking() -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(1)
+    parts.scratch.gone = True
+    with pytest.raises(CapacityError, match="activations don't fit. The engine stays asleep"):
+        parts.sleeper.wake_up()
+    assert parts.sleeper.state == "failed"
+    parts.scratch.gone = False
+    parts.sleeper.wake_up()
+    assert parts.sleeper.state == "running"
+
+
+def test_a_deeper_level_while_asleep_discards_what_was_kept() -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(1)
+    parts.sleeper.sleep(2)
+    parts.sleeper.wake_up()
+    assert parts.reloads == 1 and torch.equal(parts.weights, parts.values)

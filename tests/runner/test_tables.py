@@ -4,27 +4,52 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
+import torch
 
-from pagerunner.runner.tables import PageTables
+from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import TableWrite
 
 
-def make(width: int) -> PageTables:
-    plan = SimpleNamespace(max_num_seqs=2, groups=(SimpleNamespace(table_width=width),))
-    return PageTables(plan)  # type: ignore[arg-type]
+def make(*widths: int) -> PageTables:
+    groups = tuple(SimpleNamespace(table_width=width, page_tokens=16) for width in widths)
+    return PageTables(SimpleNamespace(max_num_seqs=2, groups=groups))  # type: ignore[arg-type]
 
 
-def look(tables: PageTables, slot: int, pages: list[int]) -> list[int]:
-    return tables.lookup(0, np.full(len(pages), slot), np.array(pages)).tolist()
+def apply(tables: PageTables, writes: list[TableWrite]) -> None:
+    places = tables.places(writes)
+    tables.write(torch.tensor(list(places)), torch.tensor(list(places.values())))
+
+
+def look(tables: PageTables, slot: int, pages: list[int], group: int = 0) -> list[int]:
+    return tables.lookup(group, torch.full((len(pages),), slot), torch.tensor(pages)).tolist()
 
 
 def test_page_numbers_beyond_the_width_take_the_place_of_those_before() -> None:
     tables = make(4)
-    tables.apply([TableWrite(0, 1, 0, [10, 11, 12])])
+    apply(tables, [TableWrite(0, 1, 0, [10, 11, 12])])
     assert look(tables, 1, [0, 1, 2]) == [10, 11, 12]
-    tables.apply([TableWrite(0, 1, 3, [13, 14])])  # wraps
+    apply(tables, [TableWrite(0, 1, 3, [13, 14])])  # wraps
     assert look(tables, 1, [1, 2, 3, 4]) == [11, 12, 13, 14]
-    tables.apply([TableWrite(0, 1, 41, [-1, 52, 53])])
+    apply(tables, [TableWrite(0, 1, 41, [-1, 52, 53])])
     assert look(tables, 1, [41, 42, 43]) == [-1, 52, 53]
     assert look(tables, 0, [0, 1, 2, 3]) == [0] * 4
+
+
+def test_groups_have_tables_of_their_own() -> None:
+    tables = make(3, 5)
+    apply(tables, [TableWrite(0, 1, 2, [7]), TableWrite(1, 0, 4, [8, 9]), TableWrite(1, 1, 0, [5])])
+    assert tables.of(0).tolist() == [[0, 0, 0], [0, 0, 7]]
+    assert tables.of(1).tolist() == [[9, 0, 0, 0, 8], [5, 0, 0, 0, 0]]
+    assert tables.num_bytes == 8 * 2 * 8
+
+
+def test_of_two_entries_for_one_place_the_later_one_is_written() -> None:
+    tables = make(4)
+    apply(tables, [TableWrite(0, 0, 0, [1, 2, 3]), TableWrite(0, 0, 1, [4]), TableWrite(0, 0, 4, [5])])
+    assert tables.of(0)[0].tolist() == [5, 4, 3, 0]
+
+
+def test_no_token_is_stored_for_a_slot_of_minus_one() -> None:
+    last = LastTokens(3, "cpu")
+    last.store(torch.tensor([2, -1, 0, -1]), torch.tensor([7, 8, 9, 10]))
+    assert last.tokens[:3].tolist() == [9, 0, 7]

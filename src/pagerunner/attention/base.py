@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.rope import RopeAngles
+from pagerunner.types import StateSave
 
 Positions = TypeVar("Positions", int, torch.Tensor)
 
@@ -47,7 +48,7 @@ class GraphShape:
 class PlanInputs:
     """One step, one group, as `DeviceBackend.plan` sees it. The host lists hold the step's real rows, without padding.
 
-    `page_table` is the group's table of all slots; see GroupBatch.
+    `page_table` is the group's table of all slots; see GroupBatch. `state_saves` are the step's in this group.
     """
 
     rows: StepRows
@@ -57,6 +58,7 @@ class PlanInputs:
     page_table: torch.Tensor
     page_tokens: int
     reach: Reach | None
+    state_saves: Sequence[StateSave] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,17 @@ class DeviceBackend(Protocol):
         ...
 
 
+def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
+    """Whether a backend is a DeviceBackend, not one planned on the host from gathered tables."""
+    return getattr(backend, "reads_tables", False)
+
+
 class AttentionBackend(Protocol):
-    """Attention over paged keys and values, planned on the host from gathered tables. Shape letters: T tokens of the step, R rows, P pages of a row, H query
-    heads, K key/value heads, D head size.
+    """Attention over paged keys and values, planned on the host from gathered tables. Shape letters: T tokens of the step,
+    R rows, P pages of a row, H query heads, K key/value heads, D head size.
+
+    A backend (a DeviceBackend too) that takes pages of certain sizes only also has `page_sizes`, in tokens: it is given larger
+    pages as several of those (`GroupPlan.for_kernels`).
     """
 
     name: str

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.causal_conv import causal_conv
-from pagerunner.ops.gdn import gated_delta_chunks, gated_delta_step
-from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_step
+from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows
+from pagerunner.ops.gdn import decay_logs, gated_delta_chunks, gated_delta_rows, gated_delta_step, split_heads
+from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_rows, mamba2_step, split_parts
+from pagerunner.ops.state_rows import StateRows
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -32,6 +33,10 @@ class Recurrence(Protocol):
 
     def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """L tokens of one row: inputs [L, ..] and states [*shape] to outputs [L, ..] and new states."""
+        ...
+
+    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+        """All rows of a step: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`."""
         ...
 
 
@@ -64,15 +69,18 @@ class GatedDelta:
         out, state = gated_delta_chunks(q, k, v, self._log_decay(decays_LH), rates_LH.sigmoid(), states[1])
         return out.to(x_LC.dtype), (conv.squeeze(0), state)
 
+    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+        """See Recurrence."""
+        x_TC, rates_TH, decays_TH = inputs
+        mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, None, rows)
+        decay = (self.decay_log_H, self.decay_bias_H)
+        return gated_delta_rows(mixed_TC, rates_TH, decays_TH, *decay, pages[1], self.num_key_heads, rows)
+
     def _heads(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys = self.num_key_heads * self.key_dim
-        q_TKd, k_TKd = mixed_TC[:, : 2 * keys].unflatten(1, (2, self.num_key_heads, self.key_dim)).unbind(1)
-        v_THd = mixed_TC[:, 2 * keys :].unflatten(1, (-1, self.value_dim))
-        repeats = v_THd.shape[1] // self.num_key_heads
-        return q_TKd.repeat_interleave(repeats, 1), k_TKd.repeat_interleave(repeats, 1), v_THd
+        return split_heads(mixed_TC, self.num_key_heads, self.decay_log_H.shape[0], self.key_dim)
 
     def _log_decay(self, decays_TH: torch.Tensor) -> torch.Tensor:
-        return -self.decay_log_H.float().exp() * F.softplus(decays_TH.float() + self.decay_bias_H)
+        return decay_logs(decays_TH, self.decay_log_H, self.decay_bias_H)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +114,14 @@ class Mamba2:
         out, state = mamba2_chunks(x, self._steps(steps_LH), self._decay(), b, c, self.skip_H, states[1])
         return out.to(x_LC.dtype), (conv.squeeze(0), state)
 
+    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+        """See Recurrence."""
+        x_TC, steps_TH = inputs
+        mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, self.conv_bias_C, rows)
+        return mamba2_rows(mixed_TC, steps_TH, self.decay_log_H, self.step_bias_H, self.skip_H, pages[1], rows)
+
     def _parts(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shared = self.num_groups * self.state_size
-        x, b, c = mixed_TC.split((mixed_TC.shape[1] - 2 * shared, shared, shared), 1)
-        group = (self.num_groups, self.state_size)
-        return x.unflatten(1, (-1, self.head_dim)), b.unflatten(1, group), c.unflatten(1, group)
+        return split_parts(mixed_TC, self.decay_log_H.shape[0], self.head_dim, self.state_size)
 
     def _steps(self, steps_TH: torch.Tensor) -> torch.Tensor:
         return F.softplus(steps_TH.float() + self.step_bias_H)

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
 from pagerunner.attention.base import AttentionBackend, DeviceBackend
+from pagerunner.attention.compressed import CompressedBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
+from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
+from pagerunner.memory.specs import Spec
 
 Backend = AttentionBackend | DeviceBackend
-KindBackend = RecurrentBackend | LatentBackend
+KindBackend = RecurrentBackend | LatentBackend | CompressedBackend | PagedRecurrentBackend | PagedLatentBackend
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref": TorchBackend}
 # What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
 AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
 ANYWHERE = ("torch_ref",)
-# Groups of these kinds have a backend of their own, which does not depend on what the user asks for.
-KIND_BACKENDS: dict[str, Callable[[], KindBackend]] = {"recurrent": RecurrentBackend, "latent": LatentBackend}
+# Groups of these kinds have backends of their own: one that reads tables, which serves CUDA devices and whoever asks for
+# such a backend by name, and those that don't.
+KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {
+    "recurrent": (PagedRecurrentBackend, RecurrentBackend),
+    "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
+}
 
 
 def select_backends(
@@ -32,7 +40,7 @@ def select_backends(
 ) -> list[Backend | KindBackend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
-    Recurrent and latent groups have a backend of their own, whatever is wanted.
+    Recurrent and latent groups have backends of their own.
 
     Raises:
         ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
@@ -41,13 +49,36 @@ def select_backends(
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
     names = AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,)
     made = {name: BACKENDS[name]() for name in names}
-    return [_first_that_serves(group, _candidates(group.kind, made), device, dtype) for group in groups]
+    tables = any(getattr(backend, "reads_tables", False) for backend in made.values())
+    return [_first_that_serves(group, _candidates(group.kind, made, tables), device, dtype) for group in groups]
 
 
-def _candidates(kind: str, made: dict[str, Backend]) -> Mapping[str, Backend | KindBackend]:
+def kernel_tokens(
+    specs: Sequence[Spec], page_tokens: int, wanted: str, device: torch.device, dtype: torch.dtype
+) -> dict[Hashable, int]:
+    """The page size, in tokens, that the backend of each lifetime of keys and values reads, where it doesn't take `page_tokens`.
+
+    A backend that takes certain sizes only says so in `page_sizes`; the largest that divides `page_tokens` is chosen, and
+    the smallest of all if none does (the plan then refuses it by number).
+    """
+    found: dict[Hashable, int] = {}
+    for lifetime in {spec.lifetime for spec in specs if spec.kind not in KIND_BACKENDS}:
+        own = [spec for spec in specs if spec.lifetime == lifetime]
+        for name in AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,):
+            backend = BACKENDS[name]() if name in BACKENDS else None
+            if backend is None or any(backend.unsupported(spec, device.type, dtype) for spec in own):
+                continue
+            sizes: tuple[int, ...] = getattr(backend, "page_sizes", ())
+            if sizes and page_tokens not in sizes:
+                found[lifetime] = max((size for size in sizes if page_tokens % size == 0), default=min(sizes))
+            break
+    return found
+
+
+def _candidates(kind: str, made: dict[str, Backend], tables: bool) -> Mapping[str, Backend | KindBackend]:
     if kind in KIND_BACKENDS:
-        own = KIND_BACKENDS[kind]()
-        return {own.name: own}
+        own = [make() for make in KIND_BACKENDS[kind][0 if tables else 1 :]]
+        return {backend.name: backend for backend in own}
     return made
 
 

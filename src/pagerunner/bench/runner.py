@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pagerunner.bench.floors import Floor
 from pagerunner.bench.workloads import BenchRequest
 from pagerunner.errors import PagerunnerError
 from pagerunner.types import RequestOutput, SamplingParams
@@ -28,7 +29,9 @@ class Generator(Protocol):
 
 
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the repetitions; times in seconds, rates per second. Prefix hits are tokens of one repetition."""
+    """Medians over the repetitions, and the best of them; times in seconds, rates per second. Prefix hits are tokens of one
+    repetition. `floor` is what the card allows, where that is known.
+    """
 
     label: str
     num_requests: int
@@ -40,17 +43,23 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
+    best: float
+    best_output_tokens_per_second: float
+    best_total_tokens_per_second: float
+    floor: Floor | None = None
 
     def text(self) -> str:
         """Lines for a person."""
+        floor = "" if self.floor is None else f"\n{self.floor.text()}"
         runs = ", ".join(f"{value:.3f}" for value in self.seconds)
         return (
             f"{self.label}: {self.num_requests} requests, {self.prompt_tokens} prompt tokens "
             f"({self.cached_tokens} from the prefix cache), {self.output_tokens} output tokens\n"
-            f"  seconds: {self.elapsed:.3f} (median of {runs})\n"
-            f"  requests/s: {self.requests_per_second:.2f}\n"
-            f"  output tokens/s: {self.output_tokens_per_second:.1f}\n"
-            f"  total tokens/s: {self.total_tokens_per_second:.1f}"
+            f"  seconds: best {self.best:.3f}, median {self.elapsed:.3f} ({runs})\n"
+            f"  requests/s: {self.num_requests / self.best:.2f}, median {self.requests_per_second:.2f}\n"
+            f"  output tokens/s: {self.best_output_tokens_per_second:.1f}, "
+            f"median {self.output_tokens_per_second:.1f}\n"
+            f"  total tokens/s: {self.best_total_tokens_per_second:.1f}, median {self.total_tokens_per_second:.1f}{floor}"
         )
 
 
@@ -84,17 +93,20 @@ def throughput(
     warmups: int,
     rounds: Callable[[int], Iterable[int]] = range,
 ) -> ThroughputReport:
-    """Run `make(salt)` with a fresh salt per round, `warmups` rounds unmeasured. `rounds` may draw a progress bar."""
+    """Run `make(salt)` with a fresh salt per round: `warmups` rounds unmeasured, then `repetitions` with salts from 0 on.
+
+    `rounds` may draw a progress bar.
+    """
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     for index in rounds(warmups + repetitions):
-        requests = make(index)
+        requests = make(_salt(index, warmups, repetitions))
         elapsed, outputs = _timed(llm, requests)
         if index >= warmups:
             seconds.append(elapsed)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    median = statistics.median(seconds)
+    median, best = statistics.median(seconds), min(seconds)
     return ThroughputReport(
         label=label,
         num_requests=len(outputs),
@@ -106,6 +118,9 @@ def throughput(
         requests_per_second=len(outputs) / median,
         output_tokens_per_second=generated / median,
         total_tokens_per_second=(generated + prompt_tokens) / median,
+        best=best,
+        best_output_tokens_per_second=generated / best,
+        best_total_tokens_per_second=(generated + prompt_tokens) / best,
     )
 
 
@@ -122,7 +137,7 @@ def latency(
     seconds: list[float] = []
     first: Sequence[BenchRequest] = []
     for index in rounds(warmups + repetitions):
-        requests = make(index)
+        requests = make(_salt(index, warmups, repetitions))
         first = first or requests
         elapsed, _ = _timed(llm, requests)
         if index >= warmups:
@@ -136,6 +151,10 @@ def latency(
         average=statistics.fmean(seconds),
         percentiles={percent: _percentile(seconds, percent) for percent in PERCENTILES},
     )
+
+
+def _salt(index: int, warmups: int, repetitions: int) -> int:
+    return index - warmups if index >= warmups else repetitions + index
 
 
 def _timed(llm: Generator, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:

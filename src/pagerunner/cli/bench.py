@@ -1,15 +1,21 @@
-"""`pagerunner bench throughput|latency`: the fixed workloads, or requests of given lengths."""
+"""`pagerunner bench throughput|latency|startup|sleep`: the fixed workloads, or requests of given lengths; or the engine itself."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagerunner.bench.ceilings import measure_ceilings
+from pagerunner.bench.floors import Ceilings, DenseModel
 from pagerunner.bench.runner import LatencyReport, ThroughputReport, latency, throughput
+from pagerunner.bench.sleep import SleepReport, device_free_bytes, measure_sleep
+from pagerunner.bench.startup import StartupReport, measure_startup
 from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
 from pagerunner.cli.options import (
     BENCH_EXCLUDED,
@@ -21,18 +27,37 @@ from pagerunner.cli.options import (
     positive,
     reported,
 )
-from pagerunner.cli.session import note, open_llm, show_progress
-from pagerunner.config import EngineArgs
+from pagerunner.cli.session import find_model, note, open_llm, show_progress
+from pagerunner.config import DTYPE_BYTES, EngineArgs
 from pagerunner.errors import ConfigError
 
-_DEFAULTS = {"throughput": (3, 1), "latency": (10, 3)}
+if TYPE_CHECKING:
+    from pagerunner.llm import LLM
+
+Report = ThroughputReport | LatencyReport | StartupReport | SleepReport
+_MEASURES = ("throughput", "latency", "startup", "sleep")
+_DEFAULTS = {"throughput": (3, 1), "latency": (10, 3), "startup": (1, 0)}
+# Which measures a flag of requests is for.
+_REQUEST_FLAGS = {
+    "workload": ("throughput",),
+    "num_prompts": ("throughput",),
+    "batch_size": ("latency",),
+    "input_len": ("throughput", "latency"),
+    "output_len": ("throughput", "latency"),
+    "num_iters": ("throughput", "latency", "startup"),
+    "num_iters_warmup": ("throughput", "latency"),
+    "ceilings": ("throughput",),
+}
 
 
 def build_parser() -> Parser:
     """The verb's flags."""
-    parser = Parser("pagerunner bench", "Measure throughput or latency: greedy, end of sequence ignored.")
-    parser.add_argument("what", metavar="throughput|latency", help="many requests at once, or one batch at a time")
-    parser.add_argument("--model", help="model directory (default: random weights of --shape)")
+    parser = Parser(
+        "pagerunner bench", "Measure throughput, latency, start-up or sleep: greedy, end of sequence ignored."
+    )
+    what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
+    parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
+    parser.add_argument("--model", help="model directory, or a demo's name (default: random weights of --shape)")
     parser.add_argument("--shape", default="tiny", help=f"{', '.join(SHAPES)} (default: %(default)s)")
     names = "; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
     parser.add_argument("--workload", metavar="NAME", help=names)
@@ -41,8 +66,9 @@ def build_parser() -> Parser:
     parser.add_argument("--batch-size", type=count, metavar="N", help="latency: requests of a batch (default: 8)")
     parser.add_argument("--input-len", type=count, metavar="N", help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=count, metavar="N", help="tokens to generate (default: 128)")
-    parser.add_argument("--num-iters", type=count, metavar="N", help="measured repetitions (default: 3 or 10)")
+    parser.add_argument("--num-iters", type=count, metavar="N", help="measured repetitions (default: 3, 10 or 1)")
     parser.add_argument("--num-iters-warmup", type=reported(not_negative), metavar="N", help="(default: 1 or 3)")
+    parser.add_argument("--ceilings", metavar="TB/S,TFLOP/S", help="what the device does at best (default: measured)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_options(parser, without=BENCH_EXCLUDED)
     add_common_options(parser)
@@ -51,44 +77,117 @@ def build_parser() -> Parser:
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure and print the report."""
-    if namespace.what not in _DEFAULTS:
-        raise ConfigError(f"bench measures throughput or latency, not {namespace.what!r}.")
-    label, source = _requests(namespace)
+    if namespace.what not in _MEASURES:
+        raise ConfigError(f"bench measures {', '.join(_MEASURES[:-1])} or {_MEASURES[-1]}, not {namespace.what!r}.")
+    for name, measures in _REQUEST_FLAGS.items():
+        if getattr(namespace, name) is not None and namespace.what not in measures:
+            raise ConfigError(_wrong_flag(name, namespace.what))
     with tempfile.TemporaryDirectory(prefix="pagerunner-bench-") as directory:
         args = _engine_args(namespace, Path(directory))
-        vocab_size = _vocab_size(args.model)
-        note(namespace, f"Loading {namespace.model or f'random weights of shape {namespace.shape}'} ...")
-        llm = open_llm(args, use_tqdm=show_progress(namespace))
-        measure: Callable[..., ThroughputReport | LatencyReport]
-        measure = throughput if namespace.what == "throughput" else latency
-        repetitions, warmups = _DEFAULTS[namespace.what]
-        report = measure(
-            llm,
-            lambda salt: source(vocab_size, salt),
-            label=f"{namespace.model or namespace.shape} {label}",
-            repetitions=namespace.num_iters or repetitions,
-            warmups=warmups if namespace.num_iters_warmup is None else namespace.num_iters_warmup,
-            rounds=_progress(namespace),
-        )
+        report: Report
+        if namespace.what == "startup":
+            report = _startup(namespace, args)
+        elif namespace.what == "sleep":
+            report = _sleep(namespace, args)
+        else:
+            report = _requests_report(namespace, args)
     print(msgspec.json.encode(report).decode() if namespace.json else report.text())
     return 0
 
 
+def _wrong_flag(name: str, what: str) -> str:
+    flag = "--" + name.replace("_", "-")
+    instead = {"num_prompts": "--batch-size", "batch_size": "--num-prompts"}.get(name)
+    if instead is not None and what in ("throughput", "latency"):
+        return f"{flag} doesn't apply to bench {what}; use {instead}."
+    if name == "workload" and what == "latency":
+        return "bench latency times batches of equal requests; --workload is for bench throughput."
+    return f"{flag} doesn't apply to bench {what}; leave it out."
+
+
+def _startup(namespace: argparse.Namespace, args: EngineArgs) -> StartupReport:
+    note(namespace, "Starting with empty kernel caches, then with warm ones ...")
+    values = {name: getattr(args, name) for name in args.__struct_fields__}
+    return measure_startup(
+        values, label=_model_name(namespace), repetitions=namespace.num_iters or _DEFAULTS["startup"][0]
+    )
+
+
+def _sleep(namespace: argparse.Namespace, args: EngineArgs) -> SleepReport:
+    llm = _open(namespace, msgspec.structs.replace(args, enable_sleep_mode=True))
+    free = device_free_bytes if llm.device == "cuda" else _host_free_bytes
+    return measure_sleep(llm, free, label=_model_name(namespace))
+
+
+def _host_free_bytes() -> int:
+    from pagerunner.engine.machine import available_memory
+
+    return available_memory()
+
+
+def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
+    label, source = _requests(namespace)
+    vocab_size = _vocab_size(args.model)
+    llm = _open(namespace, args)
+    measure: Callable[..., ThroughputReport | LatencyReport]
+    measure = throughput if namespace.what == "throughput" else latency
+    repetitions, warmups = _DEFAULTS[namespace.what]
+    report = measure(
+        llm,
+        lambda salt: source(vocab_size, salt),
+        label=f"{_model_name(namespace)} {label}",
+        repetitions=namespace.num_iters or repetitions,
+        warmups=warmups if namespace.num_iters_warmup is None else namespace.num_iters_warmup,
+        rounds=_progress(namespace),
+    )
+    if isinstance(report, ThroughputReport):
+        return _with_floor(namespace, args, llm, report, source(vocab_size, 0))
+    return report
+
+
+def _with_floor(
+    namespace: argparse.Namespace,
+    args: EngineArgs,
+    llm: LLM,
+    report: ThroughputReport,
+    requests: Sequence[BenchRequest],
+) -> ThroughputReport:
+    """The report with what the card allows, if it has a card, or ceilings are given, and the model's floors are known."""
+    if namespace.ceilings is None and llm.device != "cuda":
+        return report
+    config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
+    token_bytes = sum(part.spec.page_bytes(16) for group in llm.memory_plan.groups for part in group.layers) // 16
+    dense = DenseModel.read(config, DTYPE_BYTES[llm.dtype], token_bytes)
+    if dense is None:
+        return report
+    ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
+    floor = dense.floor(requests, report.cached_tokens, ceilings, report.best)
+    return msgspec.structs.replace(report, floor=floor)
+
+
+def _open(namespace: argparse.Namespace, args: EngineArgs) -> LLM:
+    note(namespace, f"Loading {namespace.model or f'random weights of shape {namespace.shape}'} ...")
+    return open_llm(args, use_tqdm=show_progress(namespace))
+
+
+def _model_name(namespace: argparse.Namespace) -> str:
+    return str(namespace.model or namespace.shape)
+
+
 def _requests(namespace: argparse.Namespace) -> tuple[str, Callable[[int, int], Sequence[BenchRequest]]]:
-    lengths = {"--input-len": namespace.input_len, "--output-len": namespace.output_len}
     count_flag = "--num-prompts" if namespace.what == "throughput" else "--batch-size"
-    other_flag = "--batch-size" if namespace.what == "throughput" else "--num-prompts"
-    if getattr(namespace, other_flag[2:].replace("-", "_")) is not None:
-        raise ConfigError(f"{other_flag} doesn't apply to bench {namespace.what}; use {count_flag}.")
-    lengths[count_flag] = getattr(namespace, count_flag[2:].replace("-", "_"))
+    lengths = {
+        "--input-len": namespace.input_len,
+        "--output-len": namespace.output_len,
+        count_flag: namespace.num_prompts if namespace.what == "throughput" else namespace.batch_size,
+    }
     given = [flag for flag, value in lengths.items() if value is not None]
     name = namespace.workload
     if name is not None:
         if given:
             raise ConfigError(f"--workload {name} fixes the requests; leave out {', '.join(given)}.")
-        if namespace.what == "latency":
-            raise ConfigError("bench latency times batches of equal requests; --workload is for bench throughput.")
-        workload(name, 1000)
+        if name not in WORKLOADS:
+            raise ConfigError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}.")
         return name, lambda vocab_size, salt: workload(name, vocab_size, salt)
     count = lengths[count_flag] or (32 if namespace.what == "throughput" else 8)
     input_len, output_len = namespace.input_len or 32, namespace.output_len or 128
@@ -98,7 +197,7 @@ def _requests(namespace: argparse.Namespace) -> tuple[str, Callable[[int, int], 
 
 def _engine_args(namespace: argparse.Namespace, directory: Path) -> EngineArgs:
     if namespace.model is not None:
-        return engine_args(namespace, namespace.model, skip_tokenizer_init=True)
+        return engine_args(namespace, find_model(namespace.model)[0], skip_tokenizer_init=True)
     model = write_model(namespace.shape, directory)
     return engine_args(namespace, str(model), load_format="dummy", skip_tokenizer_init=True)
 

@@ -33,6 +33,7 @@ ENGINE_HELP: dict[str, str] = {
     "seed": "seed of requests that don't bring one, and of dummy weights",
     "load_format": "auto, safetensors, or dummy for small random weights",
     "enforce_eager": "don't capture CUDA graphs",
+    "cudagraph_capture_sizes": "numbers of requests to capture decode steps for, for example 1,2,4,8",
     "enable_sleep_mode": "keep weights and pages where sleep can free them",
     "max_in_flight": "steps scheduled before the first one's tokens are read",
     "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
@@ -109,6 +110,10 @@ def _whole(text: str, number: str, factor: int) -> int:
 
 def _parse_length(text: str) -> int | str:
     return "auto" if text == "auto" else parse_number(text)
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(positive(size) for size in text.split(","))
 
 
 def positive(text: str) -> int:
@@ -214,6 +219,8 @@ def _converter(name: str, annotation: Any) -> tuple[Callable[[str], Any], str]:
     members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     if name == "max_model_len":
         return reported(_parse_length), "TOKENS"
+    if name.endswith("_sizes"):
+        return reported(_parse_sizes), "N,N,..."
     if name.endswith("_bytes"):
         return reported(parse_bytes), "SIZE"
     if int in members:

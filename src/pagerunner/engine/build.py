@@ -1,28 +1,43 @@
-"""The composition root: the one place where an engine's parts meet."""
+"""The composition root: the one place where an engine's parts meet.
+
+On a CPU the memory plan is made beforehand. On a CUDA device it is made last: addresses are reserved for an upper
+bound, the weights loaded, one slab of pages mapped, the largest step warmed up, the graphs captured; what is then really
+free becomes pages.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
+from pagerunner.engine.machine import available_memory
 from pagerunner.engine.resolve import Resolved, resolve
+from pagerunner.engine.startup import StartMeter, final_plan
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_table
-from pagerunner.models.loader import build_model, dummy_weights, load_weights, materialize, weights_bytes
-from pagerunner.runner.arena import CpuArena
+from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
+from pagerunner.models.staging import PinnedStager, copy_now
+from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.cuda_arena import CudaArena
+from pagerunner.runner.cuda_driver import CudaDriver, Driver
+from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
+from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, HostMemory
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
-from pagerunner.runner.sleep import Sleeper
+from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
+from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.scheduler import Scheduler
 
@@ -39,17 +54,67 @@ def build_core(args: EngineArgs, progress: Progress | None = None) -> EngineCore
     return build_from(resolve(args), progress)
 
 
-def build_from(resolved: Resolved, progress: Progress | None = None) -> EngineCore:
-    """An engine core from a resolved configuration."""
-    config, plan = resolved.config, resolved.plan
-    executor = _build_executor(resolved, progress)
-    logger.info("memory plan:\n%s", plan_table(plan))
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A CUDA device as start-up and sleep use it."""
+
+    driver: Driver
+    host: HostMemory
+    scratch: Scratch
+
+    @classmethod
+    def first(cls) -> Card:
+        """The first one that torch sees."""
+        device = torch.device("cuda", 0)
+        return cls(CudaDriver(0), CudaHostMemory(device), TorchCache(device))
+
+
+def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
+    """An engine core from a resolved configuration. `card` stands for the device that it was resolved for, if it was."""
+    config, plan, memory = resolved.config, resolved.plan, resolved.card
+    if memory is None:
+        card = None
+    elif card is None:
+        card = Card.first()
+    meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
+    meter.add_seconds("config", resolved.seconds)
+    arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
+    model, weights, fill_weights = _load_model(resolved, arena, meter, progress)
+    with meter.phase("pages"):
+        kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
+    with meter.phase("tables", "tables and sampling state"):
+        runner = _make_runner(resolved, model, kv_bytes)
+    if card is not None or runner.num_graphs:
+        with meter.phase("warm-up", "activations and kernels"):
+            runner.warm_up()
+        with meter.phase("capture", "graphs"):
+            runner.capture()
+    if card is not None and memory is not None:
+        plan = final_plan(
+            plan,
+            meter.taken,
+            memory,
+            card.driver.memory()[0],
+            resolved.gpu_memory_utilization,
+            fixed=resolved.fixed_pages,
+            auto=resolved.auto_length,
+        )
+        config = msgspec.structs.replace(config, max_model_len=plan.max_model_len)
+    with meter.phase("pages"):
+        arena.grow("kv", plan.kv_bytes)
+    if card is not None and config.enable_sleep_mode:
+        sleeper = _sleeper(arena, card, weights, fill_weights)
+    else:
+        sleeper = Sleeper(arena, WeightsInPlace(fill_weights))
+    startup = meter.report()
+    logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
         build_scheduler(config, plan),
-        executor,
+        InlineExecutor(runner, sleeper),
         plan,
         max_in_flight=config.max_in_flight,
         enable_sleep_mode=config.enable_sleep_mode,
+        startup=startup,
     )
 
 
@@ -69,31 +134,64 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
     )
 
 
-def _build_executor(resolved: Resolved, progress: Progress | None) -> InlineExecutor:
-    config, plan = resolved.config, resolved.plan
-    device = torch.device(config.device)
-    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
-    arena = CpuArena()
-    model = build_model(resolved.model, config.dtype, config.device)
-    materialize(model, arena.reserve("weights", weights_bytes(model)))
+def graph_engine(device: torch.device) -> GraphEngine | None:
+    """What records graphs on a device; None on the CPU, where there is nothing to gain."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def _load_model(
+    resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None
+) -> tuple[Model, torch.Tensor, Callable[[], None]]:
+    """The model, the arena's region that holds its weights, and what fills that region again."""
+    config = resolved.config
+    with meter.phase("model", "constants"):
+        model = build_model(resolved.model, config.dtype, config.device)
 
     def fill_weights() -> None:
         if config.load_format == "dummy":
             dummy_weights(model, config.seed)
-        else:
-            load_weights(model, Path(config.model_path), progress)
+            return
+        device = torch.device(config.device)
+        copy = PinnedStager(device) if device.type == "cuda" else copy_now
+        load_weights(model, Path(config.model_path), progress, copy)
 
-    fill_weights()
-    pages = Pages(plan, arena.reserve("kv", plan.kv_bytes), poison=config.poison_fresh_pages)
-    tables = PageTables(plan)
+    with meter.phase("weights"):
+        weights = arena.reserve("weights", weights_bytes(model))
+        materialize(model, weights)
+        fill_weights()
+    return model, weights, fill_weights
+
+
+def _sleeper(arena: Arena, card: Card, weights: torch.Tensor, fill_weights: Callable[[], None]) -> Sleeper:
+    """Sleep with a host copy of the weights, which begins to be made now."""
+
+    def make_copy() -> HostCopy:
+        return HostCopy(weights, card.host, available_memory)
+
+    return Sleeper(arena, WeightsOnHost(fill_weights, make_copy), card.scratch)
+
+
+def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:
+    """The runner with its tables and state, none of which depends on how many slabs get mapped."""
+    config, plan = resolved.config, resolved.plan
+    device = torch.device(config.device)
+    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
+    pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
+    seen = plan.for_kernels()
+    tables = PageTables(seen, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
-    runner = ModelRunner(
+    return ModelRunner(
         model=model,
         pages=pages,
         tables=tables,
         last_tokens=last_tokens,
-        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends),
+        builder=BatchBuilder(seen, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
         sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
-        max_num_seqs=config.max_num_seqs,
+        staging=Staging(device, config.max_in_flight + 1),
+        graphs=GraphSettings(
+            engine=None if config.enforce_eager else graph_engine(device),
+            decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
+            mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
+            max_model_len=plan.max_model_len,
+        ),
     )
-    return InlineExecutor(runner, Sleeper(arena, fill_weights))

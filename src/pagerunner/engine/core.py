@@ -8,7 +8,10 @@ from typing import Literal
 
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
-from pagerunner.errors import ConfigError, EngineSleepingError
+from pagerunner.engine.faults import step_fault
+from pagerunner.engine.startup import StartUp
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
+from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
@@ -27,13 +30,16 @@ class EngineCore:
         *,
         max_in_flight: int,
         enable_sleep_mode: bool,
+        startup: StartUp | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
+        self._death: str | None = None
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.memory_plan = memory_plan
+        self.startup = startup if startup is not None else StartUp()
         self.num_steps = 0
 
     def add(self, request: EngineRequest) -> None:
@@ -42,7 +48,9 @@ class EngineCore:
         Raises:
             InvalidRequestError: it could never run; the message has the numbers.
             EngineSleepingError: the engine sleeps.
+            EngineDeadError: a step has failed.
         """
+        self._check_alive()
         if self.is_sleeping:
             raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
         self._scheduler.add(request)
@@ -54,10 +62,21 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work)
+        return self._death is None and not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work)
 
     def step(self) -> list[RequestUpdate]:
-        """Launch what may be launched, then commit the oldest step in flight."""
+        """Launch what may be launched, then commit the oldest step in flight.
+
+        Raises EngineDeadError when a step fails, now and whenever it is called again: what the device has computed and
+        what the scheduler believes may no longer agree.
+        """
+        self._check_alive()
+        try:
+            return self._step()
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _step(self) -> list[RequestUpdate]:
         while len(self._in_flight) < self._max_in_flight:
             plan = self._scheduler.schedule()
             if plan is None:
@@ -74,9 +93,31 @@ class EngineCore:
         self.num_steps += 1
         return self._scheduler.commit(plan, pending.result())
 
+    def _drain(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        try:
+            while self._in_flight:
+                updates += self._commit_oldest()
+        except Exception as error:
+            raise self._die(error) from error
+        return updates
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        self._death = step_fault(error)
+        self._in_flight.clear()
+        return EngineDeadError(self._death)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler and the memory manager."""
         return self._scheduler.stats()
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
+        return self._scheduler.memory_state()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""
@@ -104,12 +145,12 @@ class EngineCore:
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
         if level not in (0, 1, 2):
             raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+        self._check_alive()
         updates: list[RequestUpdate] = []
         if mode == "wait":
             while self.has_work:
                 updates += self.step()
-        while self._in_flight:
-            updates += self._commit_oldest()
+        updates += self._drain()
         if mode == "abort":
             updates += self._scheduler.abort(self._scheduler.request_ids)
         elif level > 0:
@@ -121,4 +162,5 @@ class EngineCore:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back; the engine runs again when every region is mapped."""
+        self._check_alive()
         self._executor.wake_up(tags)

@@ -2,21 +2,98 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from pagerunner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+OLDEST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies; NVIDIA's Ampere generation
 
 
-def resolve_device(asked: str) -> Literal["cpu"]:
-    """The device to run on. Raises ConfigError for one that this version does not run on."""
+@dataclass(frozen=True, slots=True)
+class CudaFacts:
+    """What decides whether a CUDA device can be used. `reason` says why torch sees none."""
+
+    name: str | None
+    capability: tuple[int, int] = (0, 0)
+    triton: bool = False
+    bindings: bool = False
+    reason: str = ""
+
+    def fault(self) -> str | None:
+        """What is missing, and what works without it; None if nothing is."""
+        without = 'device="cpu" works without it'
+        if self.name is None:
+            return f"torch sees no CUDA device ({self.reason}); {without}."
+        if self.capability < OLDEST_CAPABILITY:
+            have, need = ".".join(map(str, self.capability)), ".".join(map(str, OLDEST_CAPABILITY))
+            return f'{self.name} has compute capability {have}, and at least {need} is needed; device="cpu" works here.'
+        if not self.triton:
+            return f"the package triton, which compiles the kernels, is not installed; install it, or {without}."
+        if not self.bindings:
+            return f"the package cuda-bindings, which maps device memory, is not installed; install it, or {without}."
+        return None
+
+
+def cuda_facts() -> CudaFacts:
+    """What this machine's first visible CUDA device and the installed packages are."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        return CudaFacts(None, reason="no device or driver" if built else "this torch is built without CUDA")
+    try:
+        bindings = importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # there is no package cuda at all
+        bindings = False
+    return CudaFacts(
+        torch.cuda.get_device_name(0),
+        torch.cuda.get_device_capability(0),
+        triton=importlib.util.find_spec("triton") is not None,
+        bindings=bindings,
+    )
+
+
+def resolve_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> Literal["cpu", "cuda"]:
+    """The device to run on: "auto" takes CUDA where it can be used, and says why not where there is a card.
+
+    Raises:
+        ConfigError: CUDA is asked for and can't be used; the message says what is missing.
+    """
+    if asked == "cpu":
+        return "cpu"
+    found = facts()
+    fault = found.fault()
+    if fault is None:
+        return "cuda"
     if asked == "cuda":
-        raise ConfigError('device="cuda" is not supported by this version, which runs on the CPU; use device="cpu".')
+        raise ConfigError(f'device="cuda" can\'t be used: {fault}')
+    if found.name is not None:
+        logger.warning("Running on the CPU: %s", fault)
     return "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a CUDA device: all there are, and those free before the engine takes any."""
+
+    total: int
+    free: int
+
+
+def device_memory() -> DeviceMemory:
+    """The memory of the CUDA device in use now."""
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(total, free)
 
 
 def available_memory() -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.layers.module import Module
+from pagerunner.ops.linear import linear
 
 
 class Embedding(Module):
@@ -24,4 +25,4 @@ class Embedding(Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Scores of every token, [S, V], for models whose output weights are these."""
-        return F.linear(hidden_SD, self.weights["weight"])
+        return linear(hidden_SD, self.weights["weight"])

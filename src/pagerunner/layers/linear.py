@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
 from pagerunner.quant.base import Unquantized, WeightMethod
 
 
@@ -31,6 +32,14 @@ class Linear(Module):
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
         return self.method.apply(x_TI, self.weights)
+
+    def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> None:
+        """Add the layer's output to `residual` in place."""
+        self.method.apply_add_(x_TI, self.weights, residual_TO)
+
+    def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Apply the layer to `norm(x)`."""
+        return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
 
 
 class FusedLinear(Linear):

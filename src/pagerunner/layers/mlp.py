@@ -8,6 +8,7 @@ import torch
 
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.activation import silu_and_mul
 
 
@@ -31,3 +32,12 @@ class GatedMLP(Module):
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
         return self.down_proj(self.activation(self.gate_up_proj(x_TD)))
+
+    def add_(self, x_TD: torch.Tensor, norm: RMSNorm) -> None:
+        """Add the layer's output for `norm(x)` to x in place."""
+        if self.activation is silu_and_mul:
+            projection = self.gate_up_proj
+            inner = projection.method.apply_to_norm_silu(x_TD, norm.parameters, projection.weights)
+        else:
+            inner = self.activation(self.gate_up_proj.of_norm(x_TD, norm))
+        self.down_proj.add_(inner, x_TD)

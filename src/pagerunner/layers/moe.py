@@ -8,6 +8,7 @@ import torch
 
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.moe import moe_experts, route_softmax_topk
 
@@ -63,3 +64,7 @@ class SparseMLP(Module):
         """Apply the layer."""
         weights_TA, experts_TA = route_softmax_topk(self.gate(x_TD), self.active, normalise=self.normalise)
         return self.experts(x_TD, weights_TA, experts_TA)
+
+    def add_(self, x_TD: torch.Tensor, norm: RMSNorm) -> None:
+        """Add the layer's output for `norm(x)` to x in place."""
+        x_TD.add_(self(norm(x_TD)))

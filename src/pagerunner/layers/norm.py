@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from pagerunner.layers.module import Module
-from pagerunner.ops.norm import add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
     """Root-mean-square norm with a weight per feature."""
 
+    offset = False
+
     def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
+
+    @property
+    def parameters(self) -> Norm:
+        """What operations that include the norm need of it."""
+        return Norm(self.weights["weight"], self.eps, self.offset)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
@@ -25,8 +34,23 @@ class RMSNorm(Module):
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
 
 
+class LayerNorm(Module):
+    """A norm of mean and variance, with a weight and a bias per feature."""
+
+    def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weights = {name: torch.empty(features, dtype=dtype, device="meta") for name in ("weight", "bias")}
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The norm of `x`."""
+        return F.layer_norm(x_TD, x_TD.shape[-1:], self.weights["weight"], self.weights["bias"], self.eps)
+
+
 class OffsetRMSNorm(RMSNorm):
     """A root-mean-square norm whose weights count from 1."""
+
+    offset = True
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
@@ -34,4 +58,4 @@ class OffsetRMSNorm(RMSNorm):
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        return offset_rms_norm(residual_TD.add_(x_TD), self.weights["weight"], self.eps)
+        return add_offset_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)

@@ -35,9 +35,9 @@ class Attention(Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
-    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of the normed hidden states."""
-        qkv = self.qkv_proj(x_TD)
+    def add_(self, x_TD: torch.Tensor, norm: RMSNorm, angles: RopeAngles, batch: ForwardBatch) -> None:
+        """Add the attention of `norm(x)` to x in place."""
+        qkv = self.qkv_proj.of_norm(x_TD, norm)
         prep = HeadPrep(
             self.num_heads,
             self.num_kv_heads,
@@ -47,7 +47,7 @@ class Attention(Module):
             self.q_norm.eps,
         )
         out_THd = self.attend.from_projection(qkv.view(qkv.shape[0], -1, self.head_dim), prep, batch)
-        return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
+        self.o_proj.add_(out_THd.reshape(qkv.shape[0], -1), x_TD)
 
 
 class DecoderLayer(Module):
@@ -60,12 +60,10 @@ class DecoderLayer(Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
 
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
-        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+    def add_(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> None:
+        """Add the layer's output to the residual stream `x` in place."""
+        self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
+        self.mlp.add_(x_TD, self.post_attention_layernorm)
 
 
 class Decoder(Module):
@@ -82,10 +80,9 @@ class Decoder(Module):
         """The normed hidden state of every token, [T, D]."""
         angles = self.rotary(batch.positions)
         x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
         for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
+            layer.add_(x_TD, angles, batch)
+        return self.norm(x_TD)
 
 
 class Qwen3ForCausalLM(Module):
@@ -103,6 +100,6 @@ class Qwen3ForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV.float()
+        return logits_SV

@@ -41,12 +41,10 @@ class DecoderLayer(Module):
                 normalise=config.normalise_weights,
             )
 
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
-        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+    def add_(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> None:
+        """Add the layer's output to the residual stream `x` in place."""
+        self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
+        self.mlp.add_(x_TD, self.post_attention_layernorm)
 
 
 class Decoder(Module):
@@ -63,10 +61,9 @@ class Decoder(Module):
         """The normed hidden state of every token, [T, D]."""
         angles = self.rotary(batch.positions)
         x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
         for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
+            layer.add_(x_TD, angles, batch)
+        return self.norm(x_TD)
 
 
 class Qwen3MoeForCausalLM(Module):
@@ -84,6 +81,6 @@ class Qwen3MoeForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV.float()
+        return logits_SV

@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pagerunner.ops.dispatch import gpu_kernel
 
+
+@gpu_kernel("activation")
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, where each row holds the gate's features and then the up projection's."""
     inner = gate_up_T2I.shape[-1] // 2
     return F.silu(gate_up_T2I[..., :inner]).mul_(gate_up_T2I[..., inner:])
 
 
+@gpu_kernel("activation")
 def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` with gelu's tanh form, laid out as in `silu_and_mul`."""
     inner = gate_up_T2I.shape[-1] // 2
     return F.gelu(gate_up_T2I[..., :inner], approximate="tanh").mul_(gate_up_T2I[..., inner:])
 
 
+@gpu_kernel("activation")
 def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     """gpt-oss's `gate * sigmoid(1.702 * gate) * (up + 1)`, where gate and up features alternate.
 
@@ -27,6 +32,14 @@ def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     return gate.mul_(torch.sigmoid(gate * 1.702)).mul_(up.add_(1))
 
 
+def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu_and_mul` with the gate at most `limit` and up within +-`limit` (DeepSeek-V4)."""
+    inner = gate_up_T2I.shape[-1] // 2
+    gate, up = gate_up_T2I[..., :inner].clamp(max=limit), gate_up_T2I[..., inner:].clamp(-limit, limit)
+    return F.silu(gate).mul_(up)
+
+
+@gpu_kernel("activation")
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     """`cap * tanh(x / cap)` in place."""
     return x.div_(cap).tanh_().mul_(cap)

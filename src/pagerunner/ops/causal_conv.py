@@ -1,13 +1,16 @@
 """Depthwise causal convolution over a few past tokens, as recurrent layers use before their recurrence.
 
 The state is the last `width - 1` inputs, oldest first, zeros before the first token. Shape letters: B rows, L tokens of
-a row, C channels, W taps.
+a row, C channels, W taps, T tokens of a step, E page table entries.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.state_rows import StateRows, run_span, spans
 
 
 def causal_conv(
@@ -27,3 +30,23 @@ def causal_conv(
     if bias_C is not None:
         total += bias_C
     return F.silu(total).to(x_BLC.dtype), seen[:, length:].to(state_BWC.dtype)
+
+
+@gpu_kernel("causal_conv")
+def causal_conv_rows(
+    x_TC: torch.Tensor,
+    state_EWC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+) -> torch.Tensor:
+    """`causal_conv` of every row of a step, from and into its state in pages; [T, C], of padding finite."""
+    out_TC = torch.zeros_like(x_TC)
+    for span in spans(rows):
+
+        def run(part: slice, state_WC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, state = causal_conv(x_TC[part].unsqueeze(0), state_WC.unsqueeze(0), weight_CW, bias_C)
+            return out.squeeze(0), state.squeeze(0)
+
+        run_span(span, state_EWC, run, out_TC)
+    return out_TC

@@ -10,14 +10,18 @@ Within a chunk of C tokens, with G the running sum of log a, the corrections d s
     (I + A) D = b (V - e^G K S0),    A[t, i] = b_t e^(G_t - G_i) k_t.k_i  for i < t
 
 so that a chunk is a few matrix products. All of it but G is float32, whatever the inputs. Shape letters: B rows, L
-tokens, H value heads, K key size, V value size; key heads are given once per value head.
+tokens, H value heads, K key size, V value size, T tokens of a step, E page table entries; key heads are given once per
+value head, but for `gated_delta_rows`.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-CHUNK = 64
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.state_rows import CHUNK, StateRows, run_span, spans
+
 _EPSILON = 1e-6
 
 
@@ -84,3 +88,47 @@ def gated_delta_chunks(
         kept = k * (total_HC[:, -1:] - total_HC).float().exp().unsqueeze(-1)
         state_HKV = torch.matmul(kept.transpose(-1, -2), change).addcmul_(state_HKV, fade[:, -1:])
     return torch.cat(outputs, 1).transpose(0, 1), state_HKV
+
+
+def decay_logs(logits: torch.Tensor, decay_log_H: torch.Tensor, bias_H: torch.Tensor) -> torch.Tensor:
+    """`-e^decay_log * softplus(logits + bias)`, float32, [.., H]."""
+    return -decay_log_H.float().exp() * F.softplus(logits.float() + bias_H)
+
+
+def split_heads(
+    mixed_TC: torch.Tensor, key_heads: int, heads: int, key_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, once per value head, and values, of what the convolution gave out."""
+    keys = key_heads * key_dim
+    q_TKd, k_TKd = mixed_TC[:, : 2 * keys].unflatten(1, (2, key_heads, key_dim)).unbind(1)
+    v_THd = mixed_TC[:, 2 * keys :].unflatten(1, (heads, -1))
+    repeats = heads // key_heads
+    return q_TKd.repeat_interleave(repeats, 1), k_TKd.repeat_interleave(repeats, 1), v_THd
+
+
+@gpu_kernel("gdn")
+def gated_delta_rows(
+    mixed_TC: torch.Tensor,
+    rates_TH: torch.Tensor,
+    decays_TH: torch.Tensor,
+    decay_log_H: torch.Tensor,
+    decay_bias_H: torch.Tensor,
+    state_EHKV: torch.Tensor,
+    key_heads: int,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Every row of a step, from and into its state in pages; [T, H, V] in mixed's dtype, of padding finite.
+
+    `mixed` holds queries and keys of `key_heads` heads and values of H side by side; `rates` and `decays` are logits.
+    """
+    heads, key_dim, value_dim = state_EHKV.shape[1:]
+    q, k, v = split_heads(mixed_TC, key_heads, heads, key_dim)
+    log_decay_TH, rate_TH = decay_logs(decays_TH, decay_log_H, decay_bias_H), rates_TH.sigmoid()
+    out_THV = mixed_TC.new_zeros(mixed_TC.shape[0], heads, value_dim)
+    for span in spans(rows):
+
+        def run(part: slice, state_HKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return gated_delta_chunks(q[part], k[part], v[part], log_decay_TH[part], rate_TH[part], state_HKV)
+
+        run_span(span, state_EHKV, run, out_THV)
+    return out_THV

@@ -7,16 +7,17 @@ G the running sum of log a, the same is a masked product of the chunk's own toke
     Y = (C B^T * e^(G_t - G_i), i <= t) (dt X) + e^G C S0^T + D X
 
 All of it but the sum is float32, whatever the inputs. Shape letters: B rows, L tokens, H heads, P head size, G groups, N
-state size.
+state size, T tokens of a step, C channels, E page table entries.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.gdn import running_sum, within_chunk_decay
-
-CHUNK = 64
+from pagerunner.ops.state_rows import CHUNK, StateRows, run_span, spans
 
 
 def _per_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -70,3 +71,39 @@ def mamba2_chunks(
         kept = x * (total_HC[:, -1:] - total_HC).float().exp().unsqueeze(-1)
         state_HPN = torch.matmul(kept.transpose(-1, -2), b).addcmul_(state_HPN, fade[:, -1:])
     return torch.cat(outputs, 1).transpose(0, 1).addcmul_(x_LHP, d_H.float().unsqueeze(-1)), state_HPN
+
+
+def split_parts(
+    mixed_TC: torch.Tensor, heads: int, head_dim: int, state_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, H, P], B and C [T, G, N] of what the convolution gave out."""
+    inner = heads * head_dim
+    b_TGN, c_TGN = mixed_TC[:, inner:].unflatten(1, (2, -1, state_size)).unbind(1)
+    return mixed_TC[:, :inner].unflatten(1, (heads, head_dim)), b_TGN, c_TGN
+
+
+@gpu_kernel("mamba2")
+def mamba2_rows(
+    mixed_TC: torch.Tensor,
+    steps_TH: torch.Tensor,
+    decay_log_H: torch.Tensor,
+    step_bias_H: torch.Tensor,
+    skip_H: torch.Tensor,
+    state_EHPN: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Every row of a step, from and into its state in pages; [T, H, P] in mixed's dtype, of padding finite.
+
+    `mixed` holds x, B and C side by side; `steps` are step sizes before their bias and softplus.
+    """
+    heads, head_dim, state_size = state_EHPN.shape[1:]
+    x, b, c = split_parts(mixed_TC, heads, head_dim, state_size)
+    dt_TH, a_H = F.softplus(steps_TH.float() + step_bias_H), -decay_log_H.float().exp()
+    out_THP = torch.zeros_like(x)
+    for span in spans(rows):
+
+        def run(part: slice, state_HPN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return mamba2_chunks(x[part], dt_TH[part], a_H, b[part], c[part], skip_H, state_HPN)
+
+        run_span(span, state_EHPN, run, out_THP)
+    return out_THP

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from pagerunner.ops.dispatch import gpu_kernel
+
 
 def route_softmax_topk(logits_TE: torch.Tensor, active: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, A] in the logits' dtype and experts [T, A]: the largest of a float32 softmax over all experts.
@@ -29,6 +31,7 @@ def route_topk_softmax(logits_TE: torch.Tensor, active: int) -> tuple[torch.Tens
     return top_TA.softmax(-1), experts_TA
 
 
+@gpu_kernel("moe")
 def moe_experts(
     x_TD: torch.Tensor,
     weights_TA: torch.Tensor,

@@ -11,6 +11,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from pagerunner.ops.dispatch import gpu_kernel
+
 
 @functools.cache
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
@@ -23,6 +25,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
+@gpu_kernel("norm")
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, as a new tensor of x's dtype."""
     scaled = x_TD * _inverse_rms(x_TD, eps)
@@ -31,17 +34,28 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return scaled.mul_(weight_D)
 
 
+@gpu_kernel("norm")
 def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the norm of the sum."""
-    return rms_norm(residual_TD.add_(x_TD), weight_D, eps)
+    return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
 
 
+@gpu_kernel("norm")
 def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
     scaled = x_TD * _inverse_rms(x_TD, eps)
     return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
 
 
+@gpu_kernel("norm")
+def add_offset_rms_norm_(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `x` to `residual` in place and return the `offset_rms_norm` of the sum."""
+    return offset_rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
+
+
+@gpu_kernel("norm")
 def qk_norm_(
     qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
 ) -> None:
@@ -54,11 +68,13 @@ def qk_norm_(
     qk_TND[:, num_q_heads:].mul_(k_weight_D)
 
 
+@gpu_kernel("norm")
 def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm(x) * silu(gate)`, the product in float32."""
-    return rms_norm(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
+    return rms_norm.twin(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
 
 
+@gpu_kernel("norm")
 def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm(x * silu(gate))`, all but the weight in float32."""
     gated = x_TD.float() * F.silu(gate_TD.float())

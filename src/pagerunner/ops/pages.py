@@ -1,4 +1,6 @@
-"""Reading and writing token slots of paged keys and values.
+"""Whole pages, filled and copied; and reading and writing token slots of paged keys and values.
+
+Whole pages are ranges of bytes in one buffer. Their places and sizes are multiples of 16 bytes.
 
 A layer's pages are a strided view [entries, page_tokens, heads, head_dim] whose inner three dimensions are dense.
 Seen as rows of `unit` elements, where `unit` divides both a token slot and the distance between entries, a token slot
@@ -12,6 +14,28 @@ import math
 from typing import NamedTuple
 
 import torch
+
+from pagerunner.ops.dispatch import gpu_kernel
+
+
+@gpu_kernel("pages")
+def fill_pages(memory: torch.Tensor, fills_N3: torch.Tensor, most_bytes: int) -> None:
+    """Set ranges of `memory` (uint8). Each row of `fills` is an offset, a size and the value of every byte there.
+
+    All sizes are at most `most_bytes`.
+    """
+    for offset, size, value in fills_N3.tolist():
+        memory[offset : offset + size].fill_(value)
+
+
+@gpu_kernel("pages")
+def copy_pages(memory: torch.Tensor, copies_N3: torch.Tensor, most_bytes: int) -> None:
+    """Copy ranges within `memory` (uint8). Each row of `copies` is a source, a target and a size of at most `most_bytes`.
+
+    No range that is written overlaps another range, so the order doesn't matter.
+    """
+    for source, target, size in copies_N3.tolist():
+        memory[target : target + size] = memory[source : source + size]
 
 
 class SlotLayout(NamedTuple):

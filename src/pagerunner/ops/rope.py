@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.ops.dispatch import gpu_kernel
+
 
 class RopeAngles(NamedTuple):
     """Cosines, and sines with the sign of the rotation in them (first half negative), both [T, 1, D]."""
@@ -20,6 +22,7 @@ class RopeAngles(NamedTuple):
     sin_T1D: torch.Tensor
 
 
+@gpu_kernel("rope")
 def rope_angles(
     positions_T: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> RopeAngles:
@@ -33,12 +36,14 @@ def rope_angles(
     return RopeAngles(cos_T1D, sin_T1D)
 
 
+@gpu_kernel("rope")
 def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """Rotate every head of `x` in place by its token's angles."""
     swapped = x_TND.roll(x_TND.shape[-1] // 2, -1)
     x_TND.mul_(angles.cos_T1D).addcmul_(swapped, angles.sin_T1D)
 
 
+@gpu_kernel("rope")
 def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """Rotate every head of `x` in place where its pairs are adjacent elements instead of halves (DeepSeek, GPT-J)."""
     half = x_TND.shape[-1] // 2

@@ -2,7 +2,8 @@
 
 Nothing else lives here. Tables, sampling state and constants are ordinary tensors, so a sleeping engine cannot lose
 them. On the CPU a region is one buffer whose storage is really given back while it is unmapped; tensors that view the
-buffer stay valid across unmap and map, but their contents do not.
+buffer stay valid across unmap and map, but their contents do not. On a GPU a region is a range of addresses
+(runner/cuda_arena.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,34 @@ TAGS: tuple[Tag, ...] = ("weights", "kv")
 
 
 class Arena(Protocol):
-    """Memory regions by tag. A region is reserved once, then mapped and unmapped any number of times."""
+    """Memory regions by tag. A region is reserved once, then mapped and unmapped any number of times.
 
-    def reserve(self, tag: Tag, num_bytes: int) -> torch.Tensor:
-        """Reserve and map a region; returns its bytes, uint8 of shape [num_bytes], valid while it is mapped."""
+    What is mapped is a region's beginning, as much as `reserve` and `grow` asked for; that much `map` brings back.
+    """
+
+    def reserve(self, tag: Tag, num_bytes: int, mapped: int | None = None) -> torch.Tensor:
+        """Reserve a region and map its first `mapped` bytes (None: all of it).
+
+        Returns all its bytes, uint8 of shape [num_bytes]; only those that are mapped may be touched.
+
+        Raises:
+            RuntimeError: the tag is reserved already.
+            CapacityError: the device's memory can't back it; nothing is reserved then.
+        """
+        ...
+
+    def grow(self, tag: Tag, num_bytes: int) -> None:
+        """Map at least the first `num_bytes` bytes of a reserved region, now and by every later `map`.
+
+        Raises CapacityError when the device has too little memory; the region is then as it was.
+        """
         ...
 
     def map(self, tag: Tag) -> None:
-        """Back the region with memory. Contents are undefined. Idempotent."""
+        """Back the region with memory. Contents are undefined. Idempotent.
+
+        Raises CapacityError when the device has too little memory; the region is then as it was.
+        """
         ...
 
     def unmap(self, tag: Tag) -> None:
@@ -36,18 +57,24 @@ class Arena(Protocol):
 
 
 class CpuArena:
-    """An arena of plain host buffers."""
+    """An arena of plain host buffers. A reserved region is mapped whole: untouched host memory costs nothing."""
 
     def __init__(self) -> None:
         self._regions: dict[Tag, tuple[torch.Tensor, int]] = {}
 
-    def reserve(self, tag: Tag, num_bytes: int) -> torch.Tensor:
-        """See Arena.reserve. Raises RuntimeError when the tag is reserved already."""
+    def reserve(self, tag: Tag, num_bytes: int, mapped: int | None = None) -> torch.Tensor:
+        """See Arena.reserve."""
         if tag in self._regions:
             raise RuntimeError(f"region {tag!r} is reserved already")
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         self._regions[tag] = (buffer, num_bytes)
         return buffer
+
+    def grow(self, tag: Tag, num_bytes: int) -> None:
+        """See Arena.grow."""
+        if num_bytes > self._regions[tag][1]:
+            raise RuntimeError(f"region {tag!r} has {self._regions[tag][1]} bytes, not {num_bytes}")
+        self.map(tag)
 
     def map(self, tag: Tag) -> None:
         """See Arena.map."""

@@ -1,51 +1,34 @@
-"""BatchBuilder: a StepPlan becomes the tensors of a ForwardBatch."""
+"""BatchBuilder: a staged step becomes the tensors of a ForwardBatch, on the device.
+
+Backends that read page tables on the device get the tables of all slots; for the others, tables are gathered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from pagerunner.attention.base import AttentionBackend, Reach
+from pagerunner.attention.base import AttentionBackend, DeviceBackend, GraphShape, PlanInputs, Reach, reads_tables
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.planner import MemoryPlan
+from pagerunner.ops.batch import StepTensors, build_rows
+from pagerunner.runner.staging import StagedStep
 from pagerunner.runner.tables import LastTokens, PageTables
-from pagerunner.types import StateSave, StepRow
+from pagerunner.types import StateSave
 
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of a plan as arrays: slots, query starts [R + 1], and per token its row's slot and its position."""
-
-    slots: np.ndarray
-    query_start: np.ndarray
-    token_slots: np.ndarray
-    positions: np.ndarray
-    query_lens: list[int]
-    seq_lens: list[int]
-
-
-def _arrays(rows: Sequence[StepRow]) -> _Rows:
-    slots = np.array([row.slot for row in rows], dtype=np.int64)
-    starts = np.array([row.start for row in rows], dtype=np.int64)
-    query_lens = [row.num_tokens for row in rows]
-    query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(query_lens, out=query_start[1:])
-    total = int(query_start[-1])
-    if total == len(rows):  # one token a row: a pure decode step
-        token_slots, positions = slots, starts
-    else:
-        token_slots = np.repeat(slots, query_lens)
-        positions = np.arange(total, dtype=np.int64) + np.repeat(starts - query_start[:-1], query_lens)
-    seq_lens = [row.start + row.num_tokens for row in rows]
-    return _Rows(slots, query_start, token_slots, positions, query_lens, seq_lens)
+GroupBackend = AttentionBackend | RecurrentBackend | DeviceBackend
 
 
 class BatchBuilder:
-    """Builds batches for one memory plan; reads tables and last tokens, owns neither."""
+    """Builds batches for one memory plan; reads tables and last tokens, owns neither.
+
+    Steps have at most `max_tokens` tokens. `tensors` are what batches consist of: every step, in a graph or not, uses
+    the same ones, so a batch is valid until the next step is built.
+    """
 
     def __init__(
         self,
@@ -53,7 +36,8 @@ class BatchBuilder:
         tables: PageTables,
         last_tokens: LastTokens,
         layers: tuple[LayerMemory, ...],
-        backends: Sequence[AttentionBackend | RecurrentBackend],
+        backends: Sequence[GroupBackend],
+        max_tokens: int,
     ) -> None:
         self._groups = plan.groups
         self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
@@ -61,118 +45,183 @@ class BatchBuilder:
         self._last_tokens = last_tokens
         self._layers = layers
         self._backends = backends
+        device = last_tokens.tokens.device
+        self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
+        self._no_page_R = torch.zeros(plan.max_num_seqs, dtype=torch.int64, device=device)
+        self._states = self.new_states(None)
+        self._host_planners = [
+            (index, backend)
+            for index, backend in enumerate(backends)
+            if reads_tables(backend) and backend.plans_on_host
+        ]
+        self.max_tokens = max_tokens
 
-    def build(
-        self, rows: Sequence[StepRow], logits_index: np.ndarray, state_saves: Sequence[StateSave] = ()
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step."""
+        return self.tensors.slots_R.shape[0]
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether every group's backend reads tables on the device, so that steps may run in graphs."""
+        return all(reads_tables(backend) for backend in self._backends)
+
+    def new_states(self, shape: GraphShape | None) -> list[Any]:
+        """Fresh state of each group's backend: for one graph, or for eager steps."""
+        return [backend.new_state(shape) if reads_tables(backend) else None for backend in self._backends]
+
+    def clear(self) -> None:
+        """Make every row and token of `tensors` padding."""
+        own = self.tensors
+        for tensor in (own.row_T, own.sample_slots_R, own.write_entry_GT):
+            tensor.fill_(-1)
+        others = (
+            own.token_ids_T,
+            own.positions_T,
+            own.write_offset_GT,
+            own.slots_R,
+            own.query_start_R1,
+            own.seq_lens_R,
+        )
+        for tensor in others:
+            tensor.zero_()
+
+    def fill(self, step: StagedStep, rows: int, tokens: int) -> None:
+        """Put the step into `tensors`, padded to `rows` rows and `tokens` tokens."""
+        where = step.where._replace(padded_rows=rows, padded_tokens=tokens)
+        build_rows(step.packed, where, self._tables.all, self._last_tokens.tokens, self.tensors)
+
+    def eager(self, step: StagedStep, state_saves: Sequence[StateSave] = ()) -> ForwardBatch:
+        """The batch of a step outside graphs."""
+        self.fill(step, step.where.rows, step.where.tokens)
+        rows = self._rows(
+            step.where.rows,
+            step.where.tokens,
+            max_query_len=max(step.query_lens),
+            max_seq_len=max(step.seq_lens),
+            one_token=step.where.one_token,
+        )
+        groups = tuple(
+            self._group(index, self._inputs(index, rows, step, state_saves), self._states[index])
+            if reads_tables(backend)
+            else self._gathered_group(index, step)
+            for index, backend in enumerate(self._backends)
+        )
+        return self._batch(
+            rows, step.query_lens, step.seq_lens, groups, step.query_start_R1, step.logits_index_S, state_saves
+        )
+
+    def captured(self, shape: GraphShape, *, one_token: bool, states: Sequence[Any]) -> ForwardBatch:
+        """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.
+
+        Every backend must read tables on the device; `states` are theirs, for this graph only.
+        """
+        rows = self._rows(
+            shape.rows,
+            shape.tokens,
+            max_query_len=1 if one_token else shape.tokens,
+            max_seq_len=shape.max_seq_len,
+            one_token=one_token,
+        )
+        groups = tuple(self._group(index, self._inputs(index, rows, None), state) for index, state in enumerate(states))
+        query_start = self.tensors.query_start_R1[: shape.rows + 1]
+        return self._batch(rows, [], [], groups, query_start, query_start[:0], ())
+
+    def plan_replay(
+        self, batch: ForwardBatch, step: StagedStep, states: Sequence[Any], state_saves: Sequence[StateSave]
+    ) -> None:
+        """Let backends that plan on the host prepare a graph's state for this step."""
+        for index, backend in self._host_planners:
+            backend.plan(self._inputs(index, batch.rows, step, state_saves), states[index])
+
+    def _rows(self, rows: int, tokens: int, *, max_query_len: int, max_seq_len: int, one_token: bool) -> StepRows:
+        own = self.tensors
+        return StepRows(
+            slots_R=own.slots_R[:rows],
+            query_start_R1=own.query_start_R1[: rows + 1],
+            seq_lens_R=own.seq_lens_R[:rows],
+            row_T=own.row_T[:tokens],
+            positions_T=own.positions_T[:tokens],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            one_token=one_token,
+        )
+
+    def _batch(
+        self,
+        rows: StepRows,
+        query_lens: list[int],
+        seq_lens: list[int],
+        groups: tuple[GroupBatch, ...],
+        query_start: torch.Tensor,
+        logits_index_S: torch.Tensor,
+        state_saves: Sequence[StateSave],
     ) -> ForwardBatch:
-        """The batch of `rows`; logits are wanted at the token indices `logits_index`."""
-        arrays = _arrays(rows)
         return ForwardBatch(
-            token_ids=self._token_ids(rows, arrays),
-            positions=torch.from_numpy(arrays.positions),
-            query_start=torch.from_numpy(arrays.query_start),
-            logits_index=torch.from_numpy(logits_index),
-            query_lens=arrays.query_lens,
-            seq_lens=arrays.seq_lens,
-            groups=tuple(
-                self._recurrent_group(index, arrays) if group.kind == "recurrent" else self._group(index, arrays)
-                for index, group in enumerate(self._groups)
-            ),
+            token_ids=self.tensors.token_ids_T[: rows.num_tokens],
+            positions=rows.positions_T,
+            query_start=query_start,
+            logits_index=logits_index_S,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            groups=groups,
             kv=self._layers,
             state_saves=tuple(state_saves),
-            rows=StepRows.of(arrays.query_lens, arrays.seq_lens, arrays.slots.tolist()),
+            rows=rows,
         )
 
-    def _token_ids(self, rows: Sequence[StepRow], arrays: _Rows) -> torch.Tensor:
-        known: list[int] = []
-        unknown_slots: list[int] = []
-        unknown_at: list[int] = []
-        for row in rows:
-            known += row.tokens
-            if len(row.tokens) < row.num_tokens:
-                unknown_at.append(len(known))
-                unknown_slots.append(row.slot)
-                known.append(0)
-        token_ids = torch.tensor(known, dtype=torch.int64)
-        if unknown_slots:
-            sampled = self._last_tokens.load(torch.tensor(unknown_slots))
-            if len(unknown_slots) == len(known):
-                return sampled
-            token_ids[torch.tensor(unknown_at)] = sampled
-        return token_ids
-
-    def _group(self, index: int, arrays: _Rows) -> GroupBatch:
-        reach = self._reaches[index]
-        if reach is not None:
-            return self._forgetting_group(index, arrays, reach)
-        page_tokens = self._groups[index].page_tokens
-        backend = self._backends[index]
-        width = -(-max(arrays.seq_lens) // page_tokens)
-        page_table = torch.from_numpy(self._tables.gather(index, arrays.slots, width))
-        entries = self._tables.lookup(index, arrays.token_slots, arrays.positions // page_tokens)
-        metadata = backend.plan(
-            arrays.query_lens, arrays.seq_lens, page_table, page_tokens, torch.from_numpy(arrays.query_start)
+    def _inputs(
+        self, index: int, rows: StepRows, step: StagedStep | None, state_saves: Sequence[StateSave] = ()
+    ) -> PlanInputs:
+        return PlanInputs(
+            rows=rows,
+            query_lens=step.query_lens if step is not None else (),
+            seq_lens=step.seq_lens if step is not None else (),
+            slots=step.slots if step is not None else (),
+            page_table=self._tables.of(index),
+            page_tokens=self._groups[index].page_tokens,
+            reach=self._reaches[index],
+            state_saves=[save for save in state_saves if save.group == index],
         )
+
+    def _group(self, index: int, inputs: PlanInputs, state: Any) -> GroupBatch:
+        backend, rows = self._backends[index], inputs.rows
         return GroupBatch(
-            page_table=page_table,
-            first_page=torch.zeros(len(arrays.slots), dtype=torch.int64),
-            write_entry=torch.from_numpy(entries),
-            write_offset=torch.from_numpy(arrays.positions % page_tokens),
-            page_tokens=page_tokens,
+            page_table=inputs.page_table,
+            first_page=self._no_page_R[: rows.num_rows],
+            write_entry=self.tensors.write_entry_GT[index, : rows.num_tokens],
+            write_offset=self.tensors.write_offset_GT[index, : rows.num_tokens],
+            page_tokens=inputs.page_tokens,
             backend=backend,
-            metadata=metadata,
+            metadata=backend.plan(inputs, state),
         )
 
-    def _forgetting_group(self, index: int, arrays: _Rows, reach: Reach) -> GroupBatch:
+    def _gathered_group(self, index: int, step: StagedStep) -> GroupBatch:
         """Tables from the first page that a row reads on. A page that no later step reads may be missing (entry -1)."""
-        page_tokens, rule = self._groups[index].page_tokens, self._groups[index].rule
-        backend = self._backends[index]
-        ends = arrays.seq_lens
-        starts = [end - queries for end, queries in zip(ends, arrays.query_lens, strict=True)]
-        spans = [rule.span(start, end) for start, end in zip(starts, ends, strict=True)]
-        first_pages = [first for first, _ in spans]
-        first = np.array(first_pages, dtype=np.int64)
-        columns = np.arange(max(stop - first for first, stop in spans), dtype=np.int64)
-        page_table = torch.from_numpy(
-            self._tables.lookup(index, arrays.slots[:, None], first[:, None] + columns[None, :])
-        )
-        pages = arrays.positions // page_tokens
-        entries = self._tables.lookup(index, arrays.token_slots, pages)
-        metadata = backend.plan(
-            arrays.query_lens,
-            ends,
-            page_table,
-            page_tokens,
-            torch.from_numpy(arrays.query_start),
-            reach,
-            first_pages,
-        )
+        group, reach, backend = self._groups[index], self._reaches[index], self._backends[index]
+        num_rows, num_tokens = step.where.rows, step.where.tokens
+        first_page = self._no_page_R[:num_rows]
+        extra: tuple[Any, ...] = ()
+        if reach is None:
+            width = 1 if group.kind == "recurrent" else -(-max(step.seq_lens) // group.page_tokens)
+            page_table = self._tables.of(index)[:, :width].index_select(0, step.slots_R)
+        else:
+            spans = [
+                group.rule.span(end - queries, end) for end, queries in zip(step.seq_lens, step.query_lens, strict=True)
+            ]
+            first_pages = [first for first, _ in spans]
+            first_page = torch.from_numpy(np.array(first_pages, dtype=np.int64)).to(first_page.device)
+            columns = torch.arange(max(stop - first for first, stop in spans), device=first_page.device)
+            page_table = self._tables.lookup(index, step.slots_R[:, None], first_page[:, None] + columns)
+            extra = (reach, first_pages)
         return GroupBatch(
             page_table=page_table,
-            first_page=torch.from_numpy(first),
-            write_entry=torch.from_numpy(entries),
-            write_offset=torch.from_numpy(arrays.positions % page_tokens),
-            page_tokens=page_tokens,
+            first_page=first_page,
+            write_entry=self.tensors.write_entry_GT[index, :num_tokens],
+            write_offset=self.tensors.write_offset_GT[index, :num_tokens],
+            page_tokens=group.page_tokens,
             backend=backend,
-            metadata=metadata,
-        )
-
-    def _recurrent_group(self, index: int, arrays: _Rows) -> GroupBatch:
-        """One page per row, which its tokens go through rather than to: there is nothing to write token by token."""
-        page_tokens = self._groups[index].page_tokens
-        backend = self._backends[index]
-        page_table = torch.from_numpy(self._tables.gather(index, arrays.slots, 1))
-        none_R = torch.zeros(len(arrays.slots), dtype=torch.int64)
-        none_T = torch.zeros(len(arrays.positions), dtype=torch.int64)
-        metadata = backend.plan(
-            arrays.query_lens, arrays.seq_lens, page_table, page_tokens, torch.from_numpy(arrays.query_start)
-        )
-        return GroupBatch(
-            page_table=page_table,
-            first_page=none_R,
-            write_entry=none_T,
-            write_offset=none_T,
-            page_tokens=page_tokens,
-            backend=backend,
-            metadata=metadata,
+            metadata=backend.plan(
+                step.query_lens, step.seq_lens, page_table, group.page_tokens, step.query_start_R1, *extra
+            ),
         )

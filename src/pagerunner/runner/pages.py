@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,8 @@ from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.specs import SCALE_BYTES, RecurrentState
 from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.ops.pages import copy_pages, fill_pages
+from pagerunner.runner.staging import StagedStep, Triple
 from pagerunner.types import PageCopy
 
 TORCH_DTYPES = {
@@ -22,27 +24,46 @@ TORCH_DTYPES = {
 POISON_BYTE = 0xFF  # every float format reads NaN from bytes of all ones
 
 
-def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LayerKV:
-    """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
+def layer_view(
+    kv_bytes: torch.Tensor,
+    group: GroupPlan,
+    index: int,
+    piece: LayerSlice,
+    static_scales: tuple[float, float] | None = None,
+) -> LayerKV:
+    """One layer's K and V as views [num_entries, kernel_tokens, num_kv_heads, head_dim] whose first stride is the unit.
 
     The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
+    `static_scales` (of keys, of values) are those of a layer whose spec has them.
     """
     spec = piece.spec
     dtype = TORCH_DTYPES[spec.dtype]
     typed = kv_bytes.view(dtype)
-    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
 
     def view(offset_bytes: int, head_dim: int) -> torch.Tensor:
         row = spec.num_kv_heads * head_dim
-        size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
+        size = (num_entries, group.kernel_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
-    scales = None
-    if spec.has_page_scales:
-        first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
-        scales = kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
+    static = spec.quantised and spec.static_scales
+    if static:
+        if static_scales is None:
+            raise ValueError(f"layer {piece.layer} needs static scales")
+        scales = torch.tensor(static_scales, dtype=torch.float32, device=kv_bytes.device).expand(num_entries, 2)
+    else:
+        scales = _page_scales(kv_bytes, group, piece)
     values = piece.offset + spec.value_offset(group.page_tokens)
-    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales)
+    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales, static)
+
+
+def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) -> torch.Tensor | None:
+    spec = piece.spec
+    if not spec.has_page_scales:
+        return None
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
+    first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
+    return kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
 
 
 def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:
@@ -62,52 +83,124 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
 
 
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
-    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
+    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit.
+
+    Indexer keys are another such view.
+    """
     spec = piece.spec
     if (
         not isinstance(spec, LatentSpec)
-        or spec.quantised
-        or spec.indexer_dim
-        or spec.rope_dtype not in (None, spec.dtype)
+        or spec.scale_bytes
+        or spec.indexer_scale_bytes
+        or any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype))
     ):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
     dtype = TORCH_DTYPES[spec.dtype]
-    vector = spec.latent_dim + spec.rope_dim
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
-    size = (num_entries, spec.slots(group.page_tokens), vector)
-    strides = (group.unit // dtype.itemsize, vector, 1)
-    return LatentKV(index, kv_bytes.view(dtype).as_strided(size, strides, piece.offset // dtype.itemsize))
+
+    def view(offset_bytes: int, elements: int) -> torch.Tensor:
+        size = (num_entries, spec.slots(group.page_tokens), elements)
+        strides = (group.unit // dtype.itemsize, elements, 1)
+        return kv_bytes.view(dtype).as_strided(size, strides, offset_bytes // dtype.itemsize)
+
+    indexer = None
+    if spec.indexer_dim:
+        indexer = view(piece.offset + spec.indexer_offset(group.page_tokens), spec.indexer_dim)
+    vectors = view(piece.offset, spec.latent_dim + spec.rope_dim)
+    return LatentKV(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
+
+
+def window_view(
+    kv_bytes: torch.Tensor,
+    group: GroupPlan,
+    index: int,
+    piece: LayerSlice,
+    static_scales: tuple[float, float] | None = None,
+) -> LayerKV:
+    """One layer of a window: keys and values, or vectors that serve as both, as one head."""
+    if not isinstance(piece.spec, LatentSpec):
+        return layer_view(kv_bytes, group, index, piece, static_scales)
+    found = latent_view(kv_bytes, group, index, piece)
+    vectors = found.latent.unsqueeze(2)
+    return LayerKV(index, vectors, vectors, found.scales)
 
 
 # by the kind of the layer's spec; the others are keys and values
-_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_STATE_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_KEY_VIEWS = {"window": window_view}
 
 
 class Pages:
     """Owns the views of the KV region, and zeroes, poisons and copies whole pages in it."""
 
-    def __init__(self, plan: MemoryPlan, kv_bytes: torch.Tensor, *, poison: bool) -> None:
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        kv_bytes: torch.Tensor,
+        *,
+        poison: bool,
+        static_scales: Mapping[int, tuple[float, float]] | None = None,
+    ) -> None:
+        """`static_scales`: of keys and of values, for the layers whose specs have them."""
         self._bytes = kv_bytes
         self._groups = plan.groups
         self._poison = poison
+        static = static_scales or {}
         layers: dict[int, LayerMemory] = {}
         for index, group in enumerate(plan.groups):
             for piece in group.layers:
-                layers[piece.layer] = _VIEWS.get(piece.spec.kind, layer_view)(kv_bytes, group, index, piece)
+                state_view = _STATE_VIEWS.get(piece.spec.kind)
+                if state_view is not None:
+                    layers[piece.layer] = state_view(kv_bytes, group, index, piece)
+                else:
+                    view = _KEY_VIEWS.get(piece.spec.kind, layer_view)
+                    layers[piece.layer] = view(kv_bytes, group, index, piece, static.get(piece.layer))
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
-    def prepare(self, copies: Sequence[PageCopy], zero: Sequence[Sequence[int]]) -> None:
-        """Copy pages in list order, then clear the fresh ones (byte offsets by group); all before the first kernel.
-
-        Copies come first: a page that a copy reads may be handed out afresh in the same step. A poisoned run fills
-        fresh pages with NaN patterns where a normal one leaves what was there; groups whose kernels read before they
-        write get zeros in both.
-        """
+    def copies(self, copies: Sequence[PageCopy]) -> list[list[Triple]]:
+        """Copies as (source, target, bytes), divided into launches: within one, the order of copies doesn't matter."""
+        launches: list[list[Triple]] = []
         for copy in copies:
-            size = self._groups[copy.group].page_bytes
-            self._bytes[copy.target : copy.target + size].copy_(self._bytes[copy.source : copy.source + size])
-        for group, offsets in zip(self._groups, zero, strict=False):
+            new = (copy.source, copy.target, self._groups[copy.group].page_bytes)
+            if not launches or any(_depends(new, old) for old in launches[-1]):
+                launches.append([])
+            launches[-1].append(new)
+        return launches
+
+    def fills(self, fresh: Sequence[Sequence[int]]) -> list[Triple]:
+        """What fresh pages (byte offsets by group) are filled with, as (offset, bytes, value).
+
+        A poisoned run fills them with NaN patterns where a normal one leaves what was there; groups whose kernels read
+        before they write get zeros in both.
+        """
+        found: list[Triple] = []
+        for group, offsets in zip(self._groups, fresh, strict=False):
             if group.zero_fresh or self._poison:
-                fill = 0 if group.zero_fresh else POISON_BYTE
-                for offset in offsets:
-                    self._bytes[offset : offset + group.page_bytes].fill_(fill)
+                value = 0 if group.zero_fresh else POISON_BYTE
+                found += [(offset, group.page_bytes, value) for offset in offsets]
+        return found
+
+    def prepare(self, step: StagedStep) -> None:
+        """Copy pages in list order, then clear the fresh ones; all before the first kernel.
+
+        Copies come first: a page that a copy reads may be handed out afresh in the same step.
+        """
+        for copies_N3, most_bytes in step.copies:
+            copy_pages(self._bytes, copies_N3, most_bytes)
+        if step.fills is not None:
+            fill_pages(self._bytes, *step.fills)
+
+
+def _depends(new: Triple, old: Triple) -> bool:
+    """Whether one copy writes what the other reads or writes."""
+    source, target, size = new
+    old_source, old_target, old_size = old
+
+    def meet(first: int, first_size: int, second: int, second_size: int) -> bool:
+        return first < second + second_size and second < first + first_size
+
+    return (
+        meet(source, size, old_target, old_size)
+        or meet(target, size, old_source, old_size)
+        or meet(target, size, old_target, old_size)
+    )

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.sample import greedy
 from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.sampling.sampler import Sampled, Sampler
+from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.tables import LastTokens, PageTables
-from pagerunner.types import EngineRequest, StepPlan, StepResult, StepRow, TokenLogprobs
+from pagerunner.types import (
+    EngineRequest,
+    SamplingParams,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
 
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once
+BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
 
 
 class CausalLM(Protocol):
@@ -26,7 +38,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [S, V] of hidden states."""
+        """Logits [S, V] of hidden states, in the dtype of the weights."""
         ...
 
 
@@ -77,7 +89,8 @@ class ModelRunner:
         last_tokens: LastTokens,
         builder: BatchBuilder,
         sampler: Sampler,
-        max_num_seqs: int,
+        staging: Staging,
+        graphs: GraphSettings,
     ) -> None:
         self._model = model
         self._pages = pages
@@ -85,7 +98,10 @@ class ModelRunner:
         self._last_tokens = last_tokens
         self._builder = builder
         self._sampler = sampler
-        self._requests: list[EngineRequest | None] = [None] * max_num_seqs
+        self._staging = staging
+        self._max_model_len = graphs.max_model_len
+        self._graphs = StepGraphs(graphs, builder, self._work)
+        self._scored: dict[int, EngineRequest] = {}  # by slot, requests that ask for their prompt's log-probabilities
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -93,46 +109,140 @@ class ModelRunner:
         one reads or reuses them.
         """
         for init in plan.admitted:
-            self._requests[init.slot] = init.request
+            self._scored.pop(init.slot, None)
+            if init.request.params.prompt_logprobs is not None:
+                self._scored[init.slot] = init.request
             self._sampler.init_slot(init)
-        self._tables.apply(plan.table_writes)
-        self._pages.prepare(plan.copies, plan.zero)
-        rows = plan.rows
-        sampled_rows = [index for index, row in enumerate(rows) if row.samples]
-        ends = np.cumsum([row.num_tokens for row in rows])
-        batch = self._builder.build(rows, ends[sampled_rows] - 1, plan.state_saves)
-        hidden_TD = self._model(batch)
-        sampled = self._sample(hidden_TD, batch, rows, sampled_rows) if sampled_rows else None
-        prompt_logprobs = self._prompt_logprobs(hidden_TD, rows, ends)
-        return PendingStep(plan, sampled_rows, sampled, prompt_logprobs)
+        pages, tables = self._pages, self._tables
+        step = self._staging.stage(
+            plan.rows, tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
+        )
+        if len(step.table_places_N):
+            tables.write(step.table_places_N, step.table_entries_N)
+        pages.prepare(step)
+        scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
+        captured = self._graphs.find(step) if step.stores_all and not scored else None
+        if captured is None:
+            hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
+            sampled = self._sample(hidden_TD, step)
+            return PendingStep(plan, step.sampled_rows, sampled, self._prompt_logprobs(hidden_TD, step, scored))
+        outputs = self._graphs.replay(captured, step, plan.state_saves)
+        sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
+        return PendingStep(plan, step.sampled_rows, sampled, {})
 
-    def _sample(
-        self, hidden_TD: torch.Tensor, batch: ForwardBatch, rows: Sequence[StepRow], sampled_rows: list[int]
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Run the largest steps, and each shape that will be captured, so that whatever happens at first use has
+        happened: kernels compiled, memory for temporary tensors taken. Writes to the first page of each group only.
+
+        To be called before the first request. `progress(done, total)` counts shapes.
+        """
+        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=1)
+        greedy = SamplingParams(temperature=0.0, max_tokens=1)
+        for slot in range(self._builder.max_rows):
+            request = EngineRequest(
+                request_id="", prompt_token_ids=[0], params=params if slot % 2 else greedy, seed=0, max_tokens=1
+            )
+            self._sampler.init_slot(SlotInit(slot, request, []))
+        for rows in self._first_steps():
+            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
+        self._tables.write(step.table_places_N, step.table_entries_N)
+        self._pages.prepare(step)
+        self._graphs.warm_up(progress)
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
+        return self._graphs.capture(progress)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs `capture` makes."""
+        return len(self._graphs.keys)
+
+    def _first_steps(self) -> Iterator[list[StepRow]]:
+        """As many tokens as a step can have, at the beginning of sequences and at their end; as many rows; and between
+        them whatever may make a kernel another one: numbers of rows and tokens that are 1, a multiple of 16, and not.
+        """
+        longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
+        yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
+        yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
+        for rows in (1, 3, 16):
+            if rows > most_rows:
+                break
+            for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
+                yield _even_rows(rows, min(tokens, most), longest, past=True)
+            yield _even_rows(rows, rows, longest, past=True)
+        yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
+        yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
+
+    def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
+        """What graphs do: the hidden states of a mixed step; of a decode step logits, most likely tokens and their logits."""
+        hidden_TD = self._model(batch)
+        if not decode:
+            return (hidden_TD,)
+        logits_SV = self._model.compute_logits(hidden_TD)
+        tokens_S, best_S = greedy(logits_SV)
+        self._last_tokens.store(self._builder.tensors.sample_slots_R[: batch.rows.num_rows], tokens_S)
+        return logits_SV, tokens_S, best_S
+
+    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep) -> Sampled | None:
+        """The tokens of a step of which hidden states are known; they may be padded."""
+        if not step.sampled_rows:
+            return None
+        every = len(step.sampled_rows) == hidden_TD.shape[0]
+        logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
+        slots = [step.slots[row] for row in step.sampled_rows]
+        if self._sampler.take_best(slots):
+            sampled = self._sampler.best(*greedy(logits_SV))
+        else:
+            sampled = self._sampler.sample(logits_SV, slots, [step.seq_lens[row] for row in step.sampled_rows])
+        self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
+        return sampled
+
+    def _sample_decoded(
+        self, logits_SV: torch.Tensor, tokens_S: torch.Tensor, best_S: torch.Tensor, step: StagedStep
     ) -> Sampled:
-        wanted = hidden_TD if len(sampled_rows) == hidden_TD.shape[0] else hidden_TD[batch.logits_index]
-        logits_SV = self._model.compute_logits(wanted)
-        slots = [rows[index].slot for index in sampled_rows]
-        positions = [rows[index].start + rows[index].num_tokens for index in sampled_rows]
-        sampled = self._sampler.sample(logits_SV, slots, positions)
-        self._last_tokens.store(torch.tensor(slots), sampled.token_ids)
+        """The tokens of a decode step that ran in a graph, where all rows are sampled and the best are stored already."""
+        rows = step.where.rows
+        if self._sampler.take_best(step.slots):
+            return self._sampler.best(tokens_S[:rows], best_S[:rows])
+        sampled = self._sampler.sample(logits_SV[:rows], list(step.slots), step.seq_lens)
+        self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled
 
     def _prompt_logprobs(
-        self, hidden_TD: torch.Tensor, rows: Sequence[StepRow], ends: np.ndarray
+        self, hidden_TD: torch.Tensor, step: StagedStep, scored: Sequence[int]
     ) -> dict[int, list[TokenLogprobs]]:
         found: dict[int, list[TokenLogprobs]] = {}
-        for index, row in enumerate(rows):
-            request = self._requests[row.slot]
-            if request is None or request.params.prompt_logprobs is None:
-                continue
+        if not scored:
+            return found
+        firsts = [0, *accumulate(step.query_lens)]
+        for index in scored:
+            row = step.rows[index]
+            request = self._scored[row.slot]
+            num = request.params.prompt_logprobs
             targets = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-            first = int(ends[index]) - row.num_tokens
             entries: list[TokenLogprobs] = []
             for at in range(0, len(targets), PROMPT_LOGPROBS_CHUNK):
                 chunk = targets[at : at + PROMPT_LOGPROBS_CHUNK]
-                logits = self._model.compute_logits(hidden_TD[first + at : first + at + len(chunk)])
+                first = firsts[index] + at
+                logits = self._model.compute_logits(hidden_TD[first : first + len(chunk)])
                 wanted = torch.tensor(chunk, device=logits.device)
-                entries += self._sampler.prompt_logprobs(logits, wanted, request.params.prompt_logprobs)
+                entries += self._sampler.prompt_logprobs(logits, wanted, num or 0)
             if entries:
                 found[index] = entries
         return found
+
+
+def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:
+    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens."""
+    rows: list[StepRow] = []
+    left = tokens
+    for slot in range(count):
+        size = min(-(-left // (count - slot)), longest)
+        if size:
+            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size, True))
+        left -= size
+    return rows

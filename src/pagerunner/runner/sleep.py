@@ -8,10 +8,14 @@ weights in host memory, level 2 frees both and reads the weights from the checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from pagerunner.errors import ConfigError
+import torch
+
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.report import human_bytes
 from pagerunner.runner.arena import TAGS, Arena, Tag
+from pagerunner.runner.host_copy import HostCopy
 
 SleepState = Literal["running", "parking", "parked", "waking", "failed"]
 _TAG_NAMES: dict[str, Tag] = {"weights": "weights", "kv": "kv", "kv_cache": "kv"}
@@ -28,53 +32,241 @@ def parse_tags(tags: Sequence[str] | None) -> tuple[Tag, ...]:
     return tuple(_TAG_NAMES[tag] for tag in tags)
 
 
-class Sleeper:
-    """The sleep state machine of one arena. `reload_weights` fills the weights region from the checkpoint."""
+class WeightsStore(Protocol):
+    """Where the weights are while their region is unmapped."""
 
-    def __init__(self, arena: Arena, reload_weights: Callable[[], None]) -> None:
+    frees_at_level_1: bool
+
+    def keep(self) -> None:
+        """Make sure that `restore` can bring the present weights back."""
+        ...
+
+    def leave(self) -> None:
+        """Stop reading the region: it will be unmapped, and not be restored but read from the checkpoint."""
+        ...
+
+    def discard(self) -> None:
+        """Give back what was kept, once the region is unmapped."""
+        ...
+
+    def restore(self) -> None:
+        """Begin to fill the mapped region with what was kept; `wait` waits for it."""
+        ...
+
+    def reload(self) -> None:
+        """Fill the mapped region from the checkpoint."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the region is filled."""
+        ...
+
+
+class WeightsInPlace:
+    """On a CPU the weights are in host memory anyway: level 1 leaves them where they are."""
+
+    frees_at_level_1 = False
+
+    def __init__(self, reload: Callable[[], None]) -> None:
+        self._reload = reload
+
+    def keep(self) -> None:
+        """See WeightsStore.keep."""
+
+    def leave(self) -> None:
+        """See WeightsStore.leave."""
+
+    def discard(self) -> None:
+        """See WeightsStore.discard."""
+
+    def restore(self) -> None:
+        """See WeightsStore.restore."""
+
+    def reload(self) -> None:
+        """See WeightsStore.reload."""
+        self._reload()
+
+    def wait(self) -> None:
+        """See WeightsStore.wait."""
+
+
+class WeightsOnHost:
+    """On a device the weights are kept in a host copy, begun at once and made again whenever they were reloaded."""
+
+    frees_at_level_1 = True
+
+    def __init__(self, reload: Callable[[], None], make_copy: Callable[[], HostCopy]) -> None:
+        """`make_copy` makes a copy, not yet begun, of the weights' region."""
+        self._reload = reload
+        self._make_copy = make_copy
+        self._copy = make_copy()
+        self._copy.start()
+
+    def keep(self) -> None:
+        """See WeightsStore.keep. Waits for a copy that is still being made. Raises CapacityError without host memory."""
+        self._copy.finish()
+
+    def leave(self) -> None:
+        """See WeightsStore.leave. At most one piece is waited for."""
+        self._copy.stop()
+
+    def discard(self) -> None:
+        """See WeightsStore.discard. The host memory goes back too."""
+        self._copy.drop()
+
+    def restore(self) -> None:
+        """See WeightsStore.restore."""
+        self._copy.restore()
+
+    def reload(self) -> None:
+        """See WeightsStore.reload."""
+        self._reload()
+        self._copy = self._make_copy()
+        self._copy.start()
+
+    def wait(self) -> None:
+        """See WeightsStore.wait."""
+        self._copy.wait()
+
+
+class Scratch(Protocol):
+    """Device memory that is neither weights nor pages and that an engine asleep can do without."""
+
+    def give_back(self) -> None:
+        """Free it."""
+        ...
+
+    def take_again(self) -> None:
+        """Take as much as was freed. Raises CapacityError when it can't be had."""
+        ...
+
+
+class NoScratch:
+    """Nothing is cached."""
+
+    def give_back(self) -> None:
+        """See Scratch.give_back."""
+
+    def take_again(self) -> None:
+        """See Scratch.take_again."""
+
+
+class TorchCache:
+    """What torch's allocator keeps for the activations of later steps. Pools of captured graphs are in use and stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._given = 0
+
+    def give_back(self) -> None:
+        """See Scratch.give_back."""
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        self._given += before - torch.cuda.memory_reserved(self._device)
+
+    def take_again(self) -> None:
+        """See Scratch.take_again. Memory that isn't there is missed now and not in the middle of a step."""
+        if not self._given:
+            return
+        try:
+            torch.empty(self._given, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self._device)
+            raise CapacityError(
+                f"{human_bytes(self._given)} of device memory are wanted for the activations of a step, but "
+                f"{human_bytes(free)} of the device's {human_bytes(total)} are free."
+            ) from error
+        self._given = 0
+
+
+class Sleeper:
+    """The sleep state machine of one arena."""
+
+    def __init__(self, arena: Arena, weights: WeightsStore, scratch: Scratch | None = None) -> None:
         self._arena = arena
-        self._reload_weights = reload_weights
+        self._weights = weights
+        self._scratch: Scratch = scratch if scratch is not None else NoScratch()
         self._asleep: set[Tag] = set()
         self._weights_lost = False
         self.level: int | None = None
         self.state: SleepState = "running"
 
     def sleep(self, level: int) -> None:
-        """Park at `level`. A deeper level while parked frees more; a lighter one changes nothing."""
+        """Park at `level`. A deeper level while parked frees more; a lighter one changes nothing.
+
+        Raises CapacityError when the weights can't be kept in host memory; the engine then goes on as it was.
+        """
         if level not in LEVELS:
             raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+        if level == 1 and self._weights.frees_at_level_1 and "weights" not in self._asleep:
+            self._weights.keep()
         self.state = "parking"
         try:
-            if level >= 1:
-                self._arena.unmap("kv")
-                self._asleep.add("kv")
-            if level == 2:
-                self._arena.unmap("weights")
-                self._asleep.add("weights")
-                self._weights_lost = True
+            self._park(level)
         except BaseException:
             self.state = "failed"
             raise
         self.level = level if self.level is None else max(level, self.level)
         self.state = "parked"
 
+    def _park(self, level: int) -> None:
+        losing = level == 2 and not self._weights_lost
+        if losing:
+            self._weights_lost = True
+            self._weights.leave()
+        if level >= 1:
+            self._unmap("kv")
+        if level == 2 or (level == 1 and self._weights.frees_at_level_1):
+            self._unmap("weights")
+        if level >= 1:
+            self._scratch.give_back()
+        if losing:
+            self._weights.discard()
+
+    def _unmap(self, tag: Tag) -> None:
+        self._asleep.add(tag)
+        self._arena.unmap(tag)
+
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Map the regions `tags` (all by default) again; the engine runs when none is left asleep."""
+        """Map the regions `tags` (all by default) again; the engine runs when none is left asleep.
+
+        Raises CapacityError when another process has taken the memory; what could be woken stays awake, the rest asleep.
+        """
         wanted = parse_tags(tags)
         if self.state == "running":
             return
         self.state = "waking"
         try:
-            for tag in wanted:
-                if tag in self._asleep:
-                    self._arena.map(tag)
-                    if tag == "weights" and self._weights_lost:
-                        self._reload_weights()
-                        self._weights_lost = False
-                    self._asleep.discard(tag)
+            self._wake([tag for tag in wanted if tag in self._asleep])
+            if not self._asleep:
+                self._scratch.take_again()
+        except (CapacityError, torch.OutOfMemoryError) as error:
+            self.state = "failed"
+            raise CapacityError(f"{error} The engine stays asleep, and wake_up can be tried again.") from error
         except BaseException:
             self.state = "failed"
             raise
         self.state = "parked" if self._asleep else "running"
         if not self._asleep:
             self.level = None
+
+    def _wake(self, tags: Sequence[Tag]) -> None:
+        """Weights first: while they are copied, the pages are mapped."""
+        restoring = False
+        if "weights" in tags:
+            self._arena.map("weights")
+            restoring = not self._weights_lost
+            if restoring:
+                self._weights.restore()
+            else:
+                self._weights.reload()
+                self._weights_lost = False
+                self._asleep.discard("weights")
+        try:
+            if "kv" in tags:
+                self._arena.map("kv")
+                self._asleep.discard("kv")
+        finally:
+            if restoring:
+                self._weights.wait()
+                self._asleep.discard("weights")

@@ -1,13 +1,14 @@
-"""Page tables and slots: the per-request device state, one fixed row per slot, never compacted."""
+"""Page tables and last tokens: the per-request state on the device, one fixed row per slot, never compacted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from pagerunner.memory.planner import MemoryPlan
+from pagerunner.ops.batch import TableSet, store_tokens
+from pagerunner.ops.tables import write_entries
 from pagerunner.types import TableWrite
 
 
@@ -15,48 +16,61 @@ class PageTables:
     """One table per memory group: int64 [max_num_seqs, table_width] of page table entries.
 
     Page n of a request is in column n % table_width: groups that forget pages have tables of fewer columns than a
-    sequence has pages. Other entries are leftovers of earlier pages; batches gather only what a sequence covers.
+    sequence has pages. Other entries are leftovers of earlier pages; kernels read only what a sequence covers.
     """
 
-    def __init__(self, plan: MemoryPlan) -> None:
-        shapes = [(plan.max_num_seqs, group.table_width) for group in plan.groups]
-        self._tables = [np.zeros(shape, dtype=np.int64) for shape in shapes]
+    def __init__(self, plan: MemoryPlan, device: torch.device | str = "cpu") -> None:
+        self._widths = [group.table_width for group in plan.groups]
+        sizes = [plan.max_num_seqs * width for width in self._widths]
+        self._firsts = [sum(sizes[:group]) for group in range(len(sizes))]
+        flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._tables = [part.view(plan.max_num_seqs, -1) for part in flat.split(sizes)]
+        shapes = [
+            (first, width, group.page_tokens)
+            for first, width, group in zip(self._firsts, self._widths, plan.groups, strict=True)
+        ]
+        self.all = TableSet(flat, torch.tensor(shapes, dtype=torch.int64, device=device))
 
-    def apply(self, writes: Sequence[TableWrite]) -> None:
-        """Put the plan's new entries into the tables."""
-        for write in writes:
-            table, entries = self._tables[write.group], write.entries
-            first = write.first % table.shape[1]
-            fits = table.shape[1] - first
-            table[write.slot, first : first + len(entries)] = entries[:fits]
-            if len(entries) > fits:
-                table[write.slot, : len(entries) - fits] = entries[fits:]
+    def of(self, group: int) -> torch.Tensor:
+        """A group's table of all slots."""
+        return self._tables[group]
 
-    def gather(self, group: int, slots: np.ndarray, width: int) -> np.ndarray:
-        """The first `width` entries of each slot's row: [len(slots), width]."""
-        return self._tables[group][slots, :width]
+    def places(self, writes: Sequence[TableWrite]) -> dict[int, int]:
+        """Where in the flat tensor of all tables the plan's new entries go; of two for one place the later one."""
+        found: dict[int, int] = {}
+        for group, slot, first, entries in writes:
+            width = self._widths[group]
+            row = self._firsts[group] + slot * width
+            column = first % width
+            fits = min(width - column, len(entries))
+            found.update(zip(range(row + column, row + column + fits), entries, strict=False))
+            if fits < len(entries):
+                found.update(zip(range(row, row + len(entries) - fits), entries[fits:], strict=True))
+        return found
 
-    def lookup(self, group: int, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    def write(self, places_N: torch.Tensor, entries_N: torch.Tensor) -> None:
+        """Put entries where `places` says."""
+        write_entries(self.all.entries, places_N, entries_N)
+
+    def lookup(self, group: int, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """The entry of page number `pages[i]` of slot `slots[i]`, for every i; shapes broadcast."""
-        table = self._tables[group]
-        return table[slots, pages % table.shape[1]]
+        return self._tables[group][slots, pages % self._widths[group]]
 
     @property
     def num_bytes(self) -> int:
         """Bytes held by all tables."""
-        return sum(table.nbytes for table in self._tables)
+        return self.all.entries.nbytes
 
 
 class LastTokens:
-    """The token each slot sampled last, on the device: a decode step reads its input here, not from the host."""
+    """The token each slot sampled last, on the device: a decode step reads its input here, not from the host.
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+    `tokens` has one more element than there are slots, which belongs to none.
+    """
 
-    def store(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """tokens[slots] = token_ids"""
-        self._tokens[slots] = token_ids
+    def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
+        self.tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
-    def load(self, slots: torch.Tensor) -> torch.Tensor:
-        """tokens[slots]"""
-        return self._tokens[slots]
+    def store(self, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+        """tokens[slots] = tokens, except for slots of -1."""
+        store_tokens(self.tokens, slots_S, tokens_S)

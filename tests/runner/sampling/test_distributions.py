@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagerunner.runner.sampling.filters import _first_above, invert
+from pagerunner.ops.sample import _first_above, invert
 from pagerunner.types import SamplingParams
 from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagerunner.ops.sample import Filters
 from pagerunner.runner.sampling.slots import SlotParams
 from pagerunner.runner.sampling.transfer import to_device
 
@@ -60,20 +61,12 @@ class HeldRow:
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Rows that draw. `index` is None when they are all rows of the step, in order.
-
-    `truncated` indexes into the random rows; `top_k` (V where off) and `top_p` (infinity where off) belong to them.
-    """
+    """Rows that draw. `index` is None when they are all rows of the step, in order."""
 
     params: list[SlotParams]
     row_numbers: list[int]
     index: torch.Tensor | None
-    temperature: torch.Tensor | None  # [n, 1] float32; None when all are 1
-    min_p: torch.Tensor | None  # [n, 1] float32
-    truncated: torch.Tensor | None
-    top_k: torch.Tensor | None  # [m] int64
-    top_p: torch.Tensor | None  # [m] float64
-    max_top_k: int  # V if a truncated row has no top-k
+    filters: Filters
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +195,18 @@ def _random_rows(params: Sequence[SlotParams], vocab_size: int, device: torch.de
         values = [get(p) for p in chosen]
         if all(value == off for value in values):
             return None
-        return to_device(values, torch.float32, device)[:, None]
+        return to_device(values, torch.float32, device)
 
     cut = [i for i, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]
-    ks = [chosen[i].top_k or vocab_size for i in cut]
-    ps = [chosen[i].top_p if chosen[i].top_p < 1.0 else float("inf") for i in cut]
-    return RandomRows(
-        params=chosen,
-        row_numbers=rows,
-        index=None if len(rows) == len(params) else to_device(rows, torch.int64, device),
-        temperature=column(lambda p: p.temperature, 1.0),
-        min_p=column(lambda p: p.min_p, 0.0),
-        truncated=to_device(cut, torch.int64, device) if cut else None,
-        top_k=to_device(ks, torch.int64, device) if cut else None,
-        top_p=to_device(ps, torch.float64, device) if cut else None,
-        max_top_k=max(ks, default=0),
+    ks = [p.top_k or vocab_size for p in chosen]
+    ps = [p.top_p if p.top_p < 1.0 else float("inf") for p in chosen]
+    filters = Filters(
+        temperature_N=column(lambda p: p.temperature, 1.0),
+        min_p_N=column(lambda p: p.min_p, 0.0),
+        top_k_N=to_device(ks, torch.int64, device) if cut else None,
+        top_p_N=to_device(ps, torch.float64, device) if cut else None,
+        truncated=to_device(cut, torch.int64, device) if cut and len(cut) < len(chosen) else None,
+        max_top_k=max((ks[i] for i in cut), default=0),
     )
+    index = None if len(rows) == len(params) else to_device(rows, torch.int64, device)
+    return RandomRows(chosen, rows, index, filters)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.runner.sampling.filters import draw
+from pagerunner.ops.sample import draw, greedy
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
@@ -90,6 +90,7 @@ class Sampler:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self._params: list[SlotParams | None] = [None] * max_num_seqs
+        self._takes_best = [False] * max_num_seqs
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
         self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
         # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
@@ -118,16 +119,25 @@ class Sampler:
         if params.bad_words is not None:
             self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
         self._params[slot] = params
+        self._takes_best[slot] = params.takes_best
+
+    def take_best(self, slots: Sequence[int]) -> bool:
+        """Whether each of the slots takes its most likely token and asks for nothing else, so that `best` will do."""
+        return all(map(self._takes_best.__getitem__, slots))
+
+    def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
+        """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
+        return Sampled(tokens_S, HostCopy((tokens_S, best_S), self._device), None, {})
 
     def sample(self, logits_SV: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
         """Sample one token per row. The logits are consumed: processors change them in place.
 
         Args:
-            logits_SV: float32 [S, V], row i for `slots[i]`.
+            logits_SV: [S, V] of any floating dtype, row i for `slots[i]`.
             slots: distinct slots that hold a request.
             positions: absolute position of each row's new token; the first one after the prompt is at prompt length.
         """
-        logits_SV = logits_SV.contiguous()
+        logits_SV = logits_SV.float().contiguous()
         layout = self._layout(slots)
         raw_LV = self._raw_rows(logits_SV, layout)
         self._process(logits_SV, layout, positions)
@@ -190,16 +200,14 @@ class Sampler:
         """Token ids [S] and the processed logit that shows whether the row had any: NaN or infinite if not."""
         random = layout.random
         if random is None:
-            tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-            return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1)
+            return greedy(logits_SV)
         uniform = [p.uniforms.at(positions[row]) for p, row in zip(random.params, random.row_numbers, strict=True)]
         uniform_N = to_device(uniform, torch.float64, self._device)
         if random.index is None:
-            return draw(logits_SV, random, uniform_N)
-        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random, uniform_N)
-        tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-        best_S = logits_SV.gather(1, tokens_S1).squeeze(-1)
-        return tokens_S1.squeeze(-1).index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
+            return draw(logits_SV, random.filters, uniform_N)
+        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random.filters, uniform_N)
+        tokens_S, best_S = greedy(logits_SV)
+        return tokens_S.index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
 
     def _remember(self, layout: Layout, tokens_S: torch.Tensor) -> None:
         """Penalties and bad words follow the sampled tokens on the device: the host may not know them yet."""

@@ -75,6 +75,12 @@ class SlotParams:
     bad_words: BadWords | None
     error: str | None = None
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the most likely token of the raw logits is all that the request asks for."""
+        asks = (self.error, self.logprobs, self.penalties, self.bias, self.allowed, self.bad_words)
+        return self.temperature == 0.0 and self.min_tokens == 0 and all(value is None for value in asks)
+
 
 def broken_slot(request: EngineRequest, error: str) -> SlotParams:
     """A slot whose request cannot be sampled: every token of it reports `error`."""

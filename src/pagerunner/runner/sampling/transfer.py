@@ -26,7 +26,7 @@ class HostCopy:
     def __init__(self, tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cpu":
-            self._tensors = tensors
+            self._tensors = tuple(tensor.clone() for tensor in tensors)
             return
         pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for host, source in zip(pinned, tensors, strict=True):

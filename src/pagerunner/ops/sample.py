@@ -1,24 +1,52 @@
-"""From processed logits to a drawn token: temperature, min-p, top-k, top-p and the inverse of the distribution.
+"""From logits to tokens: the most likely one, or one drawn behind temperature, min-p, top-k and top-p.
 
 Every filter is a threshold on the logit, so a token is kept or dropped by its logit alone: tokens that tie with the
 last one kept are kept too, and the result doesn't depend on any sorting order. Order of application: temperature,
 min-p, top-k, top-p on what is left (renormalised).
 
-Shape letters: N random rows, M truncated rows among them, V vocabulary, K candidates.
+Shape letters: S rows, N rows that draw, M truncated rows among them, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from pagerunner.runner.sampling.layout import RandomRows
+from pagerunner.ops.dispatch import gpu_kernel
 
 # How many of the most likely tokens are sorted before a row is sorted as a whole.
 CANDIDATES = (256, 4096)
 _BLOCK = 256
 
 
-def draw(logits_NV: torch.Tensor, random: RandomRows, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Filters(NamedTuple):
+    """What the rows that draw ask for. A None is a filter that no row uses.
+
+    `truncated` lists the rows with top-k or top-p; None means all of them, or none where `top_k_N` is None. `max_top_k` is the
+    largest top-k of those, V if one of them has none.
+    """
+
+    temperature_N: torch.Tensor | None = None  # float32
+    min_p_N: torch.Tensor | None = None  # float32
+    top_k_N: torch.Tensor | None = None  # int64, V where off
+    top_p_N: torch.Tensor | None = None  # float64, infinity where off
+    truncated: torch.Tensor | None = None  # [M] int64
+    max_top_k: int = 0
+
+
+@gpu_kernel("sample")
+def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token of each row, int64 [S], and its logit, float32 [S].
+
+    The lowest id wins a tie. In a row with NaN the first NaN is taken, so that the logit tells.
+    """
+    tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
+    return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1).float()
+
+
+@gpu_kernel("sample")
+def draw(logits_NV: torch.Tensor, filters: Filters, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from float32 logits; `uniform_N` is float64 in [0, 1).
 
     Returns token ids int64 [N] and the rows' largest logits [N]. Where the largest logit isn't finite there is no
@@ -26,14 +54,14 @@ def draw(logits_NV: torch.Tensor, random: RandomRows, uniform_N: torch.Tensor) -
     """
     best_N1 = logits_NV.amax(dim=-1, keepdim=True)
     scaled_NV = logits_NV - best_N1
-    if random.temperature is not None:
-        scaled_NV /= random.temperature
+    if filters.temperature_N is not None:
+        scaled_NV /= filters.temperature_N.unsqueeze(-1)
     weights_NV = scaled_NV.exp()
-    if random.min_p is not None:
+    if filters.min_p_N is not None:
         # The most likely token weighs exactly 1, so min_p is a bound on the weight itself.
-        weights_NV.masked_fill_(weights_NV < random.min_p, 0.0)
-    if random.truncated is not None:
-        _truncate(scaled_NV, weights_NV, random)
+        weights_NV.masked_fill_(weights_NV < filters.min_p_N.unsqueeze(-1), 0.0)
+    if filters.top_k_N is not None and filters.top_p_N is not None:
+        _truncate(scaled_NV, weights_NV, filters.top_k_N, filters.top_p_N, filters)
     return invert(weights_NV, uniform_N), best_N1.squeeze(-1)
 
 
@@ -71,16 +99,23 @@ def _first_above(cumulative_NK: torch.Tensor, target_N1: torch.Tensor) -> tuple[
     return index_N1, target_N1 - before_N1
 
 
-def _truncate(scaled_NV: torch.Tensor, weights_NV: torch.Tensor, random: RandomRows) -> None:
+def _truncate(
+    scaled_NV: torch.Tensor,
+    weights_NV: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    filters: Filters,
+) -> None:
     """Zero, in place, the weights that top-k and top-p drop."""
-    assert random.truncated is not None and random.top_k is not None and random.top_p is not None
-    every = len(random.params) == random.truncated.shape[0]
-    scaled_MV = scaled_NV if every else scaled_NV.index_select(0, random.truncated)
-    weights_MV = weights_NV if every else weights_NV.index_select(0, random.truncated)
-    bound_M1 = _bounds(scaled_MV, weights_MV, random.top_k, random.top_p, random.max_top_k)
-    weights_MV.masked_fill_(scaled_MV < bound_M1, 0.0)
-    if not every:
-        weights_NV.index_copy_(0, random.truncated, weights_MV)
+    rows = filters.truncated
+    if rows is None:
+        bound_N1 = _bounds(scaled_NV, weights_NV, top_k_N, top_p_N, filters.max_top_k)
+        weights_NV.masked_fill_(scaled_NV < bound_N1, 0.0)
+        return
+    scaled_MV, weights_MV = scaled_NV.index_select(0, rows), weights_NV.index_select(0, rows)
+    top_k_M, top_p_M = top_k_N.index_select(0, rows), top_p_N.index_select(0, rows)
+    bound_M1 = _bounds(scaled_MV, weights_MV, top_k_M, top_p_M, filters.max_top_k)
+    weights_NV.index_copy_(0, rows, weights_MV.masked_fill_(scaled_MV < bound_M1, 0.0))
 
 
 def _bounds(

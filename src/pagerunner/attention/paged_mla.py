@@ -1,0 +1,213 @@
+"""Multi-head latent attention whose kernels read page tables on the device, at home in graphs. See `attention.mla`.
+
+In graphs, and for short rows elsewhere, every token is a query in the latent space over its row's pages, its own step's
+vectors included. Long rows of eager steps have keys and values of all heads expanded from their pages, a bounded number
+at a time, because a (query, key) pair then multiplies a third as much.
+
+Shape letters: T tokens of the step, H heads, D query head size (N without rotary positions, then P rotary ones), C
+latent size, L vector size (C + P), V value head size, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.mla import UpProjection
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
+from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.dispatch import has_triton
+from pagerunner.ops.latent_attention import (
+    BLOCK_QUERIES,
+    LatentRows,
+    Pieces,
+    expanded_attention,
+    latent_attention,
+    store_latent_,
+)
+
+MAX_SHORT_QUERIES = 64  # longer rows are expanded
+MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into
+OLDEST_DEVICE = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedCall:
+    """Keys of long rows that are expanded together: their entries and slots [S], and who looks at them."""
+
+    entries_S: torch.Tensor
+    offsets_S: torch.Tensor
+    pieces: Pieces
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """`short_T`: the tokens that are queries in the latent space, None for all."""
+
+    short_T: torch.Tensor | None
+    calls: tuple[ExpandedCall, ...]
+
+
+@dataclass(slots=True)
+class LatentPlan:
+    """How a step is divided, made when a layer first asks; in a graph it isn't."""
+
+    inputs: PlanInputs | None
+    _made: dict[int, Division] = field(default_factory=dict)
+
+    def divide(self, elements: int) -> Division:
+        """`elements` are those of a key and a value of all heads."""
+        if self.inputs is None or max(self.inputs.query_lens) <= MAX_SHORT_QUERIES:
+            return Division(None, ())
+        step = max(1, MAX_EXPANDED_ELEMENTS // elements)
+        if step not in self._made:
+            self._made[step] = _divide(self.inputs, step)
+        return self._made[step]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    row: int
+    first_token: int
+    queries: int
+    start: int
+    first_key: int
+    keys: int
+
+
+def _divide(inputs: PlanInputs, step: int) -> Division:
+    """At most `step` keys a call. Only a call's first piece may continue what a call before began, and does so alone."""
+    device = inputs.page_table.device
+    short: list[int] = []
+    calls: list[list[_Piece]] = []
+    room, token = 0, 0
+    for row, (queries, length) in enumerate(zip(inputs.query_lens, inputs.seq_lens, strict=True)):
+        if queries <= MAX_SHORT_QUERIES:
+            short += range(token, token + queries)
+        else:
+            for first in range(0, length, step):
+                keys = min(step, length - first)
+                if keys > room or first:
+                    calls.append([])
+                    room = step
+                calls[-1].append(_Piece(row, token, queries, length - queries, first, keys))
+                room = 0 if first else room - keys
+        token += queries
+    chosen = torch.tensor(short, dtype=torch.int64).to(device) if short else torch.empty(0, dtype=torch.int64)
+    return Division(chosen, tuple(_call(pieces, inputs) for pieces in calls))
+
+
+def _call(pieces: Sequence[_Piece], inputs: PlanInputs) -> ExpandedCall:
+    device = inputs.page_table.device
+    position_S = np.concatenate([np.arange(p.first_key, p.first_key + p.keys) for p in pieces])
+    slot_S = np.repeat([inputs.slots[p.row] for p in pieces], [p.keys for p in pieces])
+    at_S = torch.from_numpy(position_S).to(device)
+    entries_S = inputs.page_table[torch.from_numpy(slot_S).to(device), at_S // inputs.page_tokens]
+    ends = np.cumsum([p.keys for p in pieces])
+    table = [
+        (p.first_token, p.queries, end - p.keys, p.keys, p.start - p.first_key)
+        for p, end in zip(pieces, ends.tolist(), strict=True)
+    ]
+    blocks = [
+        (index << 16) + block for index, p in enumerate(pieces) for block in range(-(-p.queries // BLOCK_QUERIES))
+    ]
+    blocks.sort(key=lambda packed: -(packed & 0xFFFF))  # those that see most come first
+    tensors = (torch.tensor(x, dtype=torch.int32).to(device) for x in (table, blocks))
+    return ExpandedCall(entries_S, at_S % inputs.page_tokens, Pieces(*tensors), more=pieces[0].first_key > 0)
+
+
+class PagedLatentBackend:
+    """See the module. It has no state of its own: an instance may serve any number of groups."""
+
+    name = "paged_mla"
+    reads_tables = True
+    plans_on_host = False
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves uncompressed latents of one floating dtype, all of them kept."""
+        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
+            return f"it serves latent attention only, not {spec.kind}"
+        if spec.compression != 1 or spec.indexer_dim:
+            return f"it serves one slot per token without an indexer, not compression={spec.compression}"
+        if spec.quantised or spec.rope_dtype not in (None, spec.dtype):
+            return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"it does not compute in {dtype}"
+        if device != "cuda":
+            return None
+        if not has_triton():
+            return "Triton is not installed"
+        capability = torch.cuda.get_device_capability()
+        if capability < OLDEST_DEVICE:
+            return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        return None
+
+    def new_state(self, shape: GraphShape | None) -> GraphShape | None:
+        """Only whether a step runs in a graph matters."""
+        return shape
+
+    def plan(self, inputs: PlanInputs, state: GraphShape | None) -> LatentPlan:
+        """A graph's steps aren't divided: what they are is known to the device alone."""
+        return LatentPlan(inputs if state is None else None)
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        vectors_TL: torch.Tensor,
+        up: UpProjection,
+        layer: LatentKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write every token's vector (latent, then rotary part), then attend causally; [T, H, V].
+
+        A query's last P elements are its rotary ones. All vectors take part as pages hold them. See DeviceBackend.forward
+        for padding.
+        """
+        pages, rows, plan = layer.latent, batch.rows, group.metadata
+        store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
+        division = plan.divide(up.weight.shape[0])
+        where = LatentRows(group.page_table, rows.slots_R, rows.row_T, rows.positions_T, rows.max_seq_len)
+        if division.short_T is None:
+            return _absorbed(q_THD, up, pages, where, scale)
+        out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for call in division.calls:
+            vectors_SL = pages[call.entries_S, call.offsets_S].to(q_THD.dtype)
+            both_SHU = F.linear(vectors_SL[:, : up.latent_dim], up.weight).unflatten(-1, (up.num_heads, -1))
+            rope_SP = vectors_SL[:, up.latent_dim :]
+            expanded_attention(q_THD, both_SHU, rope_SP, call.pieces, scale, out_THV, lse_TH, call.more)
+        short_T = division.short_T
+        if short_T.numel():
+            chosen = where._replace(row_T=rows.row_T[short_T], positions_T=rows.positions_T[short_T])
+            out_THV[short_T] = _absorbed(q_THD[short_T], up, pages, chosen, scale)
+        return out_THV
+
+
+def absorb(q_THD: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Queries without their rotary parts in the latent space, [T, H, C]; in memory one head after another."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    return torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim]).transpose(0, 1)
+
+
+def to_values(latent_THC: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Weighted latents as values, [T, H, V], contiguous."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    out_THV = latent_THC.new_empty(*latent_THC.shape[:2], up.value_dim)
+    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
+    return out_THV
+
+
+def _absorbed(
+    q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, rows: LatentRows, scale: float
+) -> torch.Tensor:
+    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, rows, scale)
+    return to_values(latent_THC, up)

@@ -1,0 +1,119 @@
+"""How long sleep and wake take and how much memory they free, by level, and whether answers stay the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pagerunner.types import RequestOutput, SamplingParams
+
+MIB = 2**20
+# What is measured: a name, the level, and the tags that are woken one after the other.
+ROUNDS: tuple[tuple[str, int, tuple[tuple[str, ...] | None, ...]], ...] = (
+    ("level 1, right after the start", 1, (None,)),
+    ("level 1", 1, (None,)),
+    ("level 1, by tags", 1, (("weights",), ("kv_cache",))),
+    ("level 2", 2, (None,)),
+    ("level 2, pages first", 2, (("kv_cache",), ("weights",))),
+    ("level 0", 0, (None,)),
+)
+
+
+class Sleeper(Protocol):
+    """What is needed of `LLM`."""
+
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answers."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Park."""
+        ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached pages."""
+        ...
+
+
+class Nap(msgspec.Struct, frozen=True, kw_only=True):
+    """One sleep. Seconds of the calls (`wake` by what was woken), free MiB before, meanwhile and afterwards, and whether a
+    prompt's answer after waking was the one before.
+    """
+
+    name: str
+    sleep: float
+    wake: dict[str, float]
+    free_before: float
+    free_asleep: float
+    free_after: float
+    same_answer: bool
+
+
+class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All sleeps, in the order in which they were made."""
+
+    label: str
+    naps: list[Nap]
+
+    def text(self) -> str:
+        """A table for a person."""
+        width = max(len(nap.name) for nap in self.naps)
+        lines = [f"{self.label}: seconds, and free MiB before, asleep and after"]
+        for nap in self.naps:
+            wake = ", ".join(f"{name} {seconds:.3f}" for name, seconds in nap.wake.items())
+            free = f"{nap.free_before:,.0f} -> {nap.free_asleep:,.0f} -> {nap.free_after:,.0f}"
+            answer = "same answer" if nap.same_answer else "THE ANSWER HAS CHANGED"
+            lines.append(f"  {nap.name:<{width}}  sleep {nap.sleep:.3f}  wake {wake}  free {free}  {answer}")
+        return "\n".join(lines)
+
+
+def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) -> SleepReport:
+    """Sleep and wake in every way of ROUNDS. `free_bytes` reads the free memory of the engine's device."""
+    prompt = {"prompt_token_ids": list(range(300, 364))}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+    def answer() -> list[int]:
+        llm.reset_prefix_cache()  # a cached prefix is computed in other shapes, and rounded otherwise
+        return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    expected = answer()
+    naps = []
+    for name, level, wakes in ROUNDS:
+        before = free_bytes()
+        started = time.perf_counter()
+        llm.sleep(level)
+        slept = time.perf_counter() - started
+        asleep = free_bytes()
+        woken: dict[str, float] = {}
+        for tags in wakes:
+            started = time.perf_counter()
+            llm.wake_up(tags)
+            woken["all" if tags is None else " and ".join(tags)] = time.perf_counter() - started
+        after = free_bytes()
+        naps.append(
+            Nap(
+                name=name,
+                sleep=slept,
+                wake=woken,
+                free_before=before / MIB,
+                free_asleep=asleep / MIB,
+                free_after=after / MIB,
+                same_answer=answer() == expected,
+            )
+        )
+    return SleepReport(label=label, naps=naps)
+
+
+def device_free_bytes() -> int:
+    """Free bytes of the CUDA device in use, when all its work is done."""
+    import torch
+
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,0 +1,61 @@
+"""Copies of host tensors into weights: at once on a CPU, through page-locked buffers to a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+BUFFER_BYTES = 64 * 2**20
+
+
+class CopyWeight(Protocol):
+    """`target[...] = source`, converting; a copy to a device may be done later, in the order of its current stream."""
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a host tensor of the same shape."""
+        ...
+
+
+def copy_now(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The copy as torch makes it."""
+    target.copy_(source)
+
+
+class PinnedStager:
+    """Fills device tensors from host tensors through two page-locked buffers: one is filled while the other is sent.
+
+    Files are read into the buffers directly, and converted to the target's dtype on the way.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        pinned = device.type == "cuda"
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._next = 0
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See CopyWeight."""
+        if not target.is_contiguous():
+            whole = torch.empty(source.shape, dtype=target.dtype, device=target.device)
+            self(whole, source)
+            target.copy_(whole)
+            return
+        flat_target, flat_source = target.view(-1), source.reshape(-1)
+        step = self._buffers[0].numel() // target.dtype.itemsize
+        for start in range(0, flat_source.numel(), step):
+            part = flat_source[start : start + step]
+            self._send(flat_target[start : start + part.numel()], part)
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        index, self._next = self._next, 1 - self._next
+        sent = self._sent[index]
+        if sent is not None:
+            sent.synchronize()
+        staged = self._buffers[index].view(target.dtype)[: source.numel()]
+        staged.copy_(source)
+        target.copy_(staged, non_blocking=True)
+        if target.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._sent[index] = event

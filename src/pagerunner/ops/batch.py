@@ -1,0 +1,164 @@
+"""What a step's rows become on the device: token ids, positions, page table entries to write to.
+
+A step arrives as integers packed into one int64 tensor, see `PackedRows`. Shape letters: R rows, T tokens, S sampled
+rows, G memory groups, N slots, W table columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.ops.dispatch import gpu_kernel
+
+TABLE, WIDTH, PAGE_TOKENS = 0, 1, 2  # columns of `TableSet.shapes`
+
+
+def even(count: int) -> int:
+    """Room for `count` integers of 8 bytes such that what follows is aligned to 16 bytes."""
+    return (count + 1) & ~1
+
+
+class PackedRows(NamedTuple):
+    """Where a step's rows are in its packed tensor. Real rows and tokens, and how many there are with padding.
+
+    From index 0 on, each section beginning at an even index: slots [R]; first positions [R]; query starts [R + 1]; token
+    ids [T], -1 where the slot's last sampled token is meant; and unless every row has one token, the tokens' rows [T].
+    """
+
+    rows: int
+    tokens: int
+    padded_rows: int
+    padded_tokens: int
+    one_token: bool
+
+    @property
+    def starts(self) -> int:
+        """Index of the first positions."""
+        return even(self.rows + 1)
+
+    @property
+    def query_start(self) -> int:
+        """Index of the query starts."""
+        return 2 * even(self.rows + 1)
+
+    @property
+    def token_ids(self) -> int:
+        """Index of the token ids."""
+        return 3 * even(self.rows + 1)
+
+    @property
+    def token_rows(self) -> int:
+        """Index of the tokens' rows."""
+        return 3 * even(self.rows + 1) + even(self.tokens)
+
+    @property
+    def size(self) -> int:
+        """Integers in all."""
+        return 3 * even(self.rows + 1) + even(self.tokens) * (1 if self.one_token else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSet:
+    """The page tables of all groups, one after another: [slots, W] int64 each, in one flat tensor.
+
+    `shapes` [G, 3] int64: where the group's table begins, its W, and the tokens of a page.
+    """
+
+    entries: torch.Tensor
+    shapes: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What `build_rows` fills; larger than any step. Types as in StepRows and GroupBatch of pagerunner.batch.
+
+    `sample_slots_R` int64 is -1 in padding.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    row_T: torch.Tensor
+    slots_R: torch.Tensor
+    sample_slots_R: torch.Tensor
+    query_start_R1: torch.Tensor
+    seq_lens_R: torch.Tensor
+    write_entry_GT: torch.Tensor
+    write_offset_GT: torch.Tensor
+
+    @staticmethod
+    def num_bytes(rows: int, tokens: int, groups: int) -> int:
+        """Bytes of `empty`."""
+        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 8 + 4) + (rows + 1) * 4
+
+    @classmethod
+    def empty(cls, rows: int, tokens: int, groups: int, device: torch.device) -> StepTensors:
+        """Tensors for up to `rows` rows and `tokens` tokens of a step."""
+
+        def make(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_ids_T=make(torch.int64, tokens),
+            positions_T=make(torch.int64, tokens),
+            row_T=make(torch.int32, tokens),
+            slots_R=make(torch.int32, rows),
+            sample_slots_R=make(torch.int64, rows),
+            query_start_R1=make(torch.int32, rows + 1),
+            seq_lens_R=make(torch.int32, rows),
+            write_entry_GT=make(torch.int64, groups, tokens),
+            write_offset_GT=make(torch.int64, groups, tokens),
+        )
+
+
+@gpu_kernel("batch")
+def build_rows(
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
+) -> None:
+    """Fill the first `padded_rows` rows and `padded_tokens` tokens of `out`.
+
+    Padding: rows of slot 0 without tokens, whose query start is the number of tokens and whose length is 0; tokens of
+    id 0 at position 0 of row -1, to be written to entry -1.
+    """
+    rows, tokens, padded_rows, padded_tokens, one_token = where
+    slots, starts = packed[:rows], packed[where.starts : where.starts + rows]
+    query_start = packed[where.query_start : where.query_start + rows + 1]
+    ids = packed[where.token_ids : where.token_ids + tokens]
+    if one_token:
+        token_slots, positions = slots, starts
+        out.row_T[:tokens] = query_start[:-1]
+    else:
+        row_of = packed[where.token_rows : where.token_rows + tokens]
+        token_slots = slots.index_select(0, row_of)
+        positions = (starts - query_start[:-1]).index_select(0, row_of)
+        positions += torch.arange(tokens, device=packed.device)
+        out.row_T[:tokens] = row_of
+    out.slots_R[:rows] = slots
+    out.sample_slots_R[:rows] = slots
+    out.query_start_R1[: rows + 1] = query_start
+    out.seq_lens_R[:rows] = starts + query_start.diff()
+    out.positions_T[:tokens] = positions
+    out.token_ids_T[:tokens] = torch.where(ids < 0, last_tokens_N.index_select(0, token_slots), ids)
+    first_G1, width_G1, page_tokens_G1 = tables.shapes.T.unsqueeze(-1).unbind(0)
+    columns_GT = positions // page_tokens_G1 % width_G1
+    flat_GT = columns_GT.addcmul_(token_slots.expand_as(columns_GT), width_G1).add_(first_G1)
+    out.write_entry_GT[:, :tokens] = tables.entries.take(flat_GT)
+    out.write_offset_GT[:, :tokens] = positions % page_tokens_G1
+    if padded_rows > rows:
+        out.slots_R[rows:padded_rows] = 0
+        out.sample_slots_R[rows:padded_rows] = -1
+        out.seq_lens_R[rows:padded_rows] = 0
+        out.query_start_R1[rows + 1 : padded_rows + 1] = tokens
+    if padded_tokens > tokens:
+        out.row_T[tokens:padded_tokens] = -1
+        for tensor in (out.token_ids_T, out.positions_T, *out.write_offset_GT):
+            tensor[tokens:padded_tokens] = 0
+        out.write_entry_GT[:, tokens:padded_tokens] = -1
+
+
+@gpu_kernel("batch")
+def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    """`last_tokens[slots] = tokens`, except for slots of -1; the last element of `last_tokens` belongs to no slot."""
+    last_tokens_N.index_copy_(0, slots_S % last_tokens_N.shape[0], tokens_S)

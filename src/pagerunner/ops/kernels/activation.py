@@ -1,0 +1,96 @@
+"""Gated activations; see `ops/activation.py`. Every step is rounded to x's dtype where the twins do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+
+SILU, GELU_TANH, CLAMPED_SWIGLU = 0, 1, 2
+
+
+@triton.jit
+def _gated_kernel(x_ptr, out_ptr, inner, x_row, limit, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK features of one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < inner
+    dtype = out_ptr.dtype.element_ty
+    x_ptr += row * x_row
+    if KIND == 2:
+        gate = tl.load(x_ptr + 2 * cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + 2 * cols + 1, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        steep = (gate * 1.702).to(dtype).to(tl.float32)
+        share = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
+        first = (gate * share).to(dtype).to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    else:
+        gate = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + inner + cols, mask=mask, other=0.0).to(tl.float32)
+        if KIND == 0:
+            first = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        else:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
+            z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            first = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * inner + cols, (first * up).to(dtype), mask=mask)
+
+
+@triton.jit
+def _softcap_kernel(x_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    dtype = x_ptr.dtype.element_ty
+    x = (tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) / cap).to(dtype).to(tl.float32)
+    fade = tl.exp(-2.0 * tl.abs(x))
+    tanh = (1.0 - fade) / (1.0 + fade)
+    tanh = tl.where(x < 0, -tanh, tanh).to(dtype).to(tl.float32)
+    tl.store(x_ptr + place, (tanh * cap).to(dtype), mask=mask)
+
+
+def _run(x: torch.Tensor, kind: int, limit: float = 0.0) -> torch.Tensor:
+    inner = x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], inner, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, 2 * inner).contiguous()
+    block = min(1024, padded(inner))
+    _gated_kernel[(rows.shape[0], blocks(inner, block))](
+        rows, out, inner, rows.stride(0), float(limit), KIND=kind, BLOCK=block, **dependent(x.device)
+    )
+    return out
+
+
+def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """See `ops/activation.py`."""
+    return _run(gate_up_T2I, SILU)
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """See `ops/activation.py`."""
+    return _run(gate_up_T2I, GELU_TANH)
+
+
+def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
+    """See `ops/activation.py`."""
+    return _run(gate_up_T2I, CLAMPED_SWIGLU, limit)
+
+
+def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """See `ops/activation.py`."""
+    if not x.is_contiguous():
+        raise ValueError("A soft cap is applied in place and needs a dense tensor.")
+    if x.numel():
+        _softcap_kernel[(blocks(x.numel(), 1024),)](x, x.numel(), float(cap), BLOCK=1024, **dependent(x.device))
+    return x

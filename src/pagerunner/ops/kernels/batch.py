@@ -1,0 +1,120 @@
+"""Kernels of ops/batch.py. Everything a step's rows need is one launch, whatever the number of groups."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "padded_rows", "padded_tokens", "max_tokens"])
+def _build_rows(
+    packed,
+    entries,
+    shapes,
+    last_tokens,
+    token_ids_T,
+    positions_T,
+    row_T,
+    slots_R,
+    sample_slots_R,
+    query_start_R1,
+    seq_lens_R,
+    write_entry_GT,
+    write_offset_GT,
+    rows,
+    tokens,
+    padded_rows,
+    padded_tokens,
+    max_tokens,
+    GROUPS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    section = (rows + 2) // 2 * 2
+    starts, query_start = packed + section, packed + 2 * section
+    ids, token_rows = packed + 3 * section, packed + 3 * section + (tokens + 1) // 2 * 2
+
+    real = i < rows
+    slot = tl.load(packed + i, real, 0)
+    start = tl.load(starts + i, real, 0)
+    first = tl.load(query_start + i, i <= rows, tokens)
+    after = tl.load(query_start + i + 1, real, tokens)
+    tl.store(slots_R + i, slot.to(tl.int32), i < padded_rows)
+    tl.store(sample_slots_R + i, tl.where(real, slot, -1), i < padded_rows)
+    tl.store(query_start_R1 + i, first.to(tl.int32), i <= padded_rows)
+    tl.store(seq_lens_R + i, tl.where(real, start + after - first, 0).to(tl.int32), i < padded_rows)
+
+    mine = i < tokens
+    inside = i < padded_tokens
+    if ONE_TOKEN:
+        row = i.to(tl.int64)
+        token_slot, position = slot, start
+    else:
+        row = tl.load(token_rows + i, mine, 0)
+        token_slot = tl.load(packed + row, mine, 0)
+        position = tl.load(starts + row, mine, 0) + i - tl.load(query_start + row, mine, 0)
+    position = tl.where(mine, position, 0)
+    token = tl.load(ids + i, mine, 0)
+    token = tl.where(token < 0, tl.load(last_tokens + token_slot, mine & (token < 0), 0), token)
+    tl.store(row_T + i, tl.where(mine, row, -1).to(tl.int32), inside)
+    tl.store(positions_T + i, position, inside)
+    tl.store(token_ids_T + i, token, inside)
+    for group in tl.static_range(GROUPS):
+        table = tl.load(shapes + group * 3)
+        width = tl.load(shapes + group * 3 + 1)
+        page_tokens = tl.load(shapes + group * 3 + 2)
+        column = position // page_tokens % width
+        entry = tl.load(entries + table + token_slot * width + column, mine, -1)
+        out = group * max_tokens.to(tl.int64) + i
+        tl.store(write_entry_GT + out, entry, inside)
+        tl.store(write_offset_GT + out, position % page_tokens, inside)
+
+
+def build_rows(
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
+) -> None:
+    """See ops/batch.py."""
+    count = max(where.padded_rows + 1, where.padded_tokens)
+    groups, max_tokens = out.write_entry_GT.shape
+    _build_rows[(triton.cdiv(count, BLOCK),)](
+        packed,
+        tables.entries,
+        tables.shapes,
+        last_tokens_N,
+        out.token_ids_T,
+        out.positions_T,
+        out.row_T,
+        out.slots_R,
+        out.sample_slots_R,
+        out.query_start_R1,
+        out.seq_lens_R,
+        out.write_entry_GT,
+        out.write_offset_GT,
+        where.rows,
+        where.tokens,
+        where.padded_rows,
+        where.padded_tokens,
+        max_tokens,
+        GROUPS=groups,
+        ONE_TOKEN=where.one_token,
+        BLOCK=BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _store_tokens(last_tokens, slots_S, tokens_S, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_S + i, i < count, -1)
+    tl.store(last_tokens + slot, tl.load(tokens_S + i, i < count, 0), slot >= 0)
+
+
+def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    """See ops/batch.py."""
+    count = slots_S.shape[0]
+    _store_tokens[(triton.cdiv(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)

@@ -1,0 +1,40 @@
+"""How kernels are launched: programmatic dependent launch where the device has it.
+
+A kernel that is launched dependently may start while its predecessor still runs. Each such kernel first lets its own
+successor start, then reads only constants (weights), and then waits for its predecessor to have finished and written
+everything; nothing is stored before that. Because every one of them waits, order is kept across any number of kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import triton
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on this device may start before their predecessor has ended: Hopper and later."""
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def dependent(device: torch.device) -> dict[str, Any]:
+    """The launch arguments `PDL` (of the kernel) and `launch_pdl` (of the launch)."""
+    if has_dependent_launch(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def blocks(count: int, size: int) -> int:
+    """How many blocks of `size` hold `count` elements."""
+    return -(-count // size)
+
+
+def padded(size: int) -> int:
+    """The power of two that a block needs to hold `size` elements."""
+    return int(triton.next_power_of_2(size))

@@ -1,0 +1,360 @@
+"""Products with a weight matrix for a few tokens; see `ops/linear.py`. Larger ones are cuBLAS's.
+
+`_rows_kernel` (one token): every program holds whole rows of the weights, multiplies and sums in float32 registers.
+`_few_kernel` (up to 16): the same with matrix units. Norms are applied around the sum: `sum(w * norm_weight * x) / rms(x)`,
+so that x is read once. Both start to read weights before their predecessor has ended (`kernels/launch.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.linear import Norm
+
+NO_NORM, PLAIN_NORM, OFFSET_NORM = 0, 1, 2
+
+
+@triton.jit
+def _norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
+    weight = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if NORM == 2:
+        weight += 1.0
+    return weight
+
+
+@triton.jit
+def _gate(y, up, dtype: tl.constexpr):
+    """`silu(y) * up` of float32 sums, with the twin's casts."""
+    gate = y.to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return gate * up.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_features"])
+def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                 BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN output features of one token; with GATED also the BN features that belong to them further down."""
+    if PDL:
+        gdc_launch_dependents()
+    rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = rows_O < num_features
+    cols = tl.arange(0, BK)
+    w_place = w_ptr + rows_O[:, None].to(tl.int64) * K + cols[None, :]
+    up_place = w_place + num_features.to(tl.int64) * K
+    mask = live[:, None] & (cols < K)[None, :]
+    first_w = tl.load(w_place, mask=mask, other=0.0)
+    first_up = first_w
+    if GATED:
+        first_up = tl.load(up_place, mask=mask, other=0.0)
+    if NORM != 0:
+        weight = _norm_weight(norm_ptr, cols, cols < K, NORM)
+    if BIAS:
+        bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    if BIAS and GATED:
+        up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if ADD:  # now: behind the sum it would be waited for
+        old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    up = acc
+    for step in tl.static_range((K + BK - 1) // BK):
+        k = step * BK + cols
+        inside = k < K
+        if step == 0:
+            w, u = first_w, first_up
+        else:
+            mask = live[:, None] & inside[None, :]
+            w = tl.load(w_place + step * BK, mask=mask, other=0.0)
+            u = w
+            if GATED:
+                u = tl.load(up_place + step * BK, mask=mask, other=0.0)
+        x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM != 0:
+            if step > 0:
+                weight = _norm_weight(norm_ptr, k, inside, NORM)
+            square += x * x
+            x *= weight
+        acc += w.to(tl.float32) * x[None, :]
+        if GATED:
+            up += u.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, 1)
+    if NORM != 0:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
+        y *= scale
+    if BIAS:
+        y += bias
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if GATED:
+        u = tl.sum(up, 1)
+        if NORM != 0:
+            u *= scale
+        if BIAS:
+            u += up_bias
+        y = _gate(y, u, dtype)
+    y = y.to(dtype)
+    if ADD:
+        y = (old + y.to(tl.float32)).to(dtype)
+    tl.store(y_ptr + rows_O, y, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_features"])
+def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride, eps,
+                K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """BN output features of up to BM tokens; with GATED also the BN features that belong to them further down.
+
+    The S warps divide the inputs between them: a product with three dimensions, whose first is summed up at the end.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = rows_O < num_features
+    tokens = tl.arange(0, BM)
+    valid = tokens < num_tokens
+    inputs = tl.arange(0, S)[:, None] * BK + tl.arange(0, BK)[None, :]
+    w_place = w_ptr + rows_O[None, :, None].to(tl.int64) * K + inputs[:, None, :]
+    up_place = w_place + num_features.to(tl.int64) * K
+    mask = live[None, :, None] & (inputs < K)[:, None, :]
+    first_w = tl.load(w_place, mask=mask, other=0.0)
+    first_up = first_w
+    if GATED:
+        first_up = tl.load(up_place, mask=mask, other=0.0)
+    if NORM != 0:
+        weight = _norm_weight(norm_ptr, inputs, inputs < K, NORM)
+    place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
+    inside_y = live[:, None] & valid[None, :]
+    if PDL:
+        gdc_wait()
+    if ADD:
+        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
+    x_place = x_ptr + tokens[None, None, :] * x_stride + inputs[:, :, None]
+    acc = tl.zeros((S, BN, BM), tl.float32)
+    up = acc
+    square = tl.zeros((S, BM), tl.float32)
+    x = tl.load(x_place, mask=(inputs < K)[:, :, None] & valid[None, None, :], other=0.0)
+    if NORM != 0:
+        wide = x.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+        x = (wide * weight[:, :, None]).to(first_w.dtype)
+    acc = tl.dot(first_w, x, acc, input_precision="ieee")
+    if GATED:
+        up = tl.dot(first_up, x, up, input_precision="ieee")
+    for first in range(S * BK, K, S * BK):
+        inside = inputs < K - first
+        mask = live[None, :, None] & inside[:, None, :]
+        w = tl.load(w_place + first, mask=mask, other=0.0)
+        x = tl.load(x_place + first, mask=inside[:, :, None] & valid[None, None, :], other=0.0)
+        if NORM != 0:
+            weight = _norm_weight(norm_ptr, first + inputs, inside, NORM)
+            wide = x.to(tl.float32)
+            square += tl.sum(wide * wide, 1)
+            x = (wide * weight[:, :, None]).to(w.dtype)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            u = tl.load(up_place + first, mask=mask, other=0.0)
+            up = tl.dot(u, x, up, input_precision="ieee")
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    y = tl.sum(acc, 0)
+    if NORM != 0:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
+        y *= scale[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        u = tl.sum(up, 0)
+        if NORM != 0:
+            u *= scale[None, :]
+        if BIAS:
+            u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
+        y = _gate(y, u, dtype)
+    y = y.to(dtype)
+    if ADD:
+        y = (old + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=inside_y)
+
+
+class RowsConfig(NamedTuple):
+    """Output features and input features of a block, and its warps."""
+
+    features: int
+    inputs: int
+    warps: int
+
+
+class FewConfig(NamedTuple):
+    """Output features and, for each warp, input features of a block, its warps, and how many blocks are in flight."""
+
+    features: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+MAX_FEW = 16
+MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
+
+
+@functools.cache
+def rows_config(inputs: int, gated: bool) -> RowsConfig:
+    """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows."""
+    block = min(4096, padded(inputs + 1) // 2)
+    warps = 2 if block <= 1024 else 4 if block == 2048 == inputs or gated else 8
+    features = max(1, 64 * 32 * warps // block // (2 if gated else 1))
+    return RowsConfig(features, block, warps)
+
+
+@functools.cache
+def few_config(inputs: int, behind_norm: bool) -> FewConfig:
+    """The block for `_few_kernel`, by measurement (docs/performance.md)."""
+    return FewConfig(16, min(128 if behind_norm else 256, max(16, padded(inputs) // 4)), 4, 3)
+
+
+def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether the kernels here are for so many tokens and weights and read these layouts; cuBLAS is for all."""
+    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
+        return False
+    tokens = x_TI.shape[0]
+    if tokens == 1:
+        return True
+    return 1 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS and x_TI.dtype != torch.float32
+
+
+def run_rows(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    config: RowsConfig | None = None,
+) -> torch.Tensor:
+    """Launch `_rows_kernel` for one token."""
+    inputs, features = x_TI.shape[1], out_TO.shape[1]
+    config = config or rows_config(inputs, gated)
+    _rows_kernel[(blocks(features, config.features),)](
+        x_TI,
+        x_TI if norm is None else norm.weight_I,
+        weight_OI,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        features,
+        0.0 if norm is None else norm.eps,
+        K=inputs,
+        BN=config.features,
+        BK=config.inputs,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias_O is not None,
+        num_warps=config.warps,
+        **dependent(x_TI.device),
+    )
+    return out_TO
+
+
+def run_few(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    config: FewConfig | None = None,
+) -> torch.Tensor:
+    """Launch `_few_kernel` for up to 16 tokens."""
+    tokens, inputs = x_TI.shape
+    features = out_TO.shape[1]
+    config = config or few_config(inputs, norm is not None)
+    _few_kernel[(blocks(features, config.features),)](
+        x_TI,
+        x_TI if norm is None else norm.weight_I,
+        weight_OI,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        tokens,
+        features,
+        x_TI.stride(0),
+        out_TO.stride(0),
+        0.0 if norm is None else norm.eps,
+        K=inputs,
+        S=config.warps,
+        BM=16,
+        BN=config.features,
+        BK=config.inputs,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias_O is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **dependent(x_TI.device),
+    )
+    return out_TO
+
+
+def _run(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> torch.Tensor:
+    run = run_rows if x_TI.shape[0] == 1 else run_few
+    return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """See `ops/linear.py`."""
+    if not _fits(x_TI, weight_OI):
+        return F.linear(x_TI, weight_OI, bias_O)
+    return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
+
+
+def linear_add_(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> None:
+    """See `ops/linear.py`."""
+    if _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
+        _run(x_TI, weight_OI, bias_O, residual_TO, add=True)
+    elif bias_O is None:
+        residual_TO.addmm_(x_TI, weight_OI.t())
+    else:
+        residual_TO.add_(F.linear(x_TI, weight_OI, bias_O))
+
+
+def norm_linear(
+    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops/linear.py`."""
+    if not _fits(x_TI, weight_OI):
+        return F.linear(norm(x_TI), weight_OI, bias_O)
+    return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
+
+
+def norm_linear_silu(
+    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor, bias_2O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops/linear.py`."""
+    if not _fits(x_TI, weight_2OI):
+        return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
+    return _run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)

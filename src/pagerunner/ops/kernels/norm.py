@@ -1,0 +1,195 @@
+"""Root-mean-square norms, one pass each; see `ops/norm.py`. Rounding is the twins': statistics in float32, the scaled value
+in x's dtype before the weight, except where the weight counts from 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+
+NO_GATE, GATE_AFTER, GATE_BEFORE = 0, 1, 2
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads"])
+def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token, x_head, other_token, other_head, eps,
+                 D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+                 GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """ROWS vectors of D features. `other` is the residual (with ADD, written) or the gate; `out` is dense."""
+    if PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+    tokens, head = (rows // heads).to(tl.int64), rows % heads
+    if PDL:
+        gdc_wait()
+    out_type = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + (tokens * x_token + head * x_head)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    if ADD or GATE != 0:
+        other_place = other_ptr + (tokens * other_token + head * other_head)[:, None] + cols[None, :]
+        other = tl.load(other_place, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + other).to(other_ptr.dtype.element_ty)
+        tl.store(other_place, total, mask=mask)
+        x = total.to(tl.float32)
+    if GATE == 2:
+        x *= other / (1.0 + tl.exp(-other))
+    y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]
+    if OFFSET:
+        y = y + y * weight
+    else:
+        y = y.to(out_type).to(tl.float32) * weight
+    if GATE == 1:
+        y = y.to(out_type).to(tl.float32) * (other / (1.0 + tl.exp(-other)))
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :], y.to(out_type), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads", "num_q_heads"])
+def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_heads, x_token, x_head, eps,
+                  D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """ROWS heads, in place."""
+    if PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    mask = (rows < num_rows)[:, None] & inside[None, :]
+    q_weight = tl.load(q_weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tokens, head = (rows // heads).to(tl.int64), rows % heads
+    weight = tl.where((head < num_q_heads)[:, None], q_weight[None, :], k_weight[None, :])
+    if PDL:
+        gdc_wait()
+    place = x_ptr + (tokens * x_token + head * x_head)[:, None] + cols[None, :]
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32) * weight
+    tl.store(place, y.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def _as_heads(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, D] without a copy where x has at most one dimension of heads and dense vectors."""
+    if x.dim() == 2:
+        x = x.unsqueeze(1)
+    elif x.dim() != 3:
+        x = x.reshape(-1, 1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _shape(features: int) -> tuple[int, int, int]:
+    """Vectors of a program, its columns, its warps: about 1024 elements or one vector."""
+    block = padded(features)
+    rows = max(1, 1024 // block)
+    return rows, block, 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def _run(
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    *,
+    add: bool = False,
+    offset: bool = False,
+    gate: int = NO_GATE,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    x_THD = _as_heads(x)
+    other_THD = x_THD if other is None else _as_heads(other)
+    num_rows = x_THD.shape[0] * x_THD.shape[1]
+    rows, block, warps = _shape(x.shape[-1])
+    _norm_kernel[(blocks(num_rows, rows),)](
+        x_THD,
+        other_THD,
+        weight_D,
+        out,
+        num_rows,
+        x_THD.shape[1],
+        x_THD.stride(0),
+        x_THD.stride(1),
+        other_THD.stride(0),
+        other_THD.stride(1),
+        eps,
+        D=x.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        ADD=add,
+        OFFSET=offset,
+        GATE=gate,
+        num_warps=warps,
+        **dependent(x.device),
+    )
+    return out
+
+
+def _in_place(x: torch.Tensor, what: str) -> torch.Tensor:
+    if x.stride(-1) != 1 or x.dim() not in (2, 3):
+        raise ValueError(f"{what} is changed in place and needs dense vectors of two or three dimensions.")
+    return x
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, None, weight_D, eps)
+
+
+def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True)
+
+
+def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, None, weight_D, eps, offset=True)
+
+
+def add_offset_rms_norm_(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True, offset=True)
+
+
+def qk_norm_(
+    qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
+) -> None:
+    """See `ops/norm.py`."""
+    if not qk_TND.numel():
+        return
+    num_rows = qk_TND.shape[0] * qk_TND.shape[1]
+    rows, block, warps = _shape(qk_TND.shape[-1])
+    _heads_kernel[(blocks(num_rows, rows),)](
+        _in_place(qk_TND, "qk"),
+        q_weight_D,
+        k_weight_D,
+        num_rows,
+        qk_TND.shape[1],
+        num_q_heads,
+        qk_TND.stride(0),
+        qk_TND.stride(1),
+        eps,
+        D=qk_TND.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+        **dependent(qk_TND.device),
+    )
+
+
+def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, gate_TD, weight_D, eps, gate=GATE_AFTER)
+
+
+def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    return _run(x_TD, gate_TD, weight_D, eps, gate=GATE_BEFORE)

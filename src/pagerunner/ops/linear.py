@@ -1,0 +1,61 @@
+"""Products with a weight matrix, and what stands directly before or after one.
+
+For a few tokens a product is bound by reading its weights, and every kernel around it costs as much as a small product:
+there the norm before it, the gate, and the addition to the residual stream are part of the product's own kernel.
+
+Shape letters: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.norm import offset_rms_norm, rms_norm
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm: its weight [I], its epsilon, and whether the weight counts from 1."""
+
+    weight_I: torch.Tensor
+    eps: float
+    offset: bool = False
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """The norm of `x`."""
+        apply = offset_rms_norm if self.offset else rms_norm
+        return apply(x_TI, self.weight_I, self.eps)
+
+
+@gpu_kernel("linear")
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`, [T, O]."""
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+@gpu_kernel("linear")
+def linear_add_(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> None:
+    """Add `linear(x)` to `residual` in place."""
+    residual_TO.add_(F.linear(x_TI, weight_OI, bias_O))
+
+
+@gpu_kernel("linear")
+def norm_linear(
+    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear(norm(x))`, [T, O]."""
+    return F.linear(norm(x_TI), weight_OI, bias_O)
+
+
+@gpu_kernel("linear")
+def norm_linear_silu(
+    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor, bias_2O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(gate) * up`, [T, O], where `linear(norm(x))` is the gate's O features and then up's."""
+    return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))

@@ -1,0 +1,152 @@
+"""The few calls of the CUDA driver that virtual memory needs, each one checked. `cuda.bindings` is imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed; the text names the call and the driver's reason."""
+
+
+class OutOfDeviceMemory(DriverError):
+    """The device has no memory left for a piece."""
+
+
+class Driver(Protocol):
+    """Virtual memory of one device. Addresses and handles are integers or opaque; sizes are multiples of `granularity`."""
+
+    granularity: int
+
+    def reserve(self, size: int) -> int:
+        """Reserve `size` bytes of addresses; returns the first."""
+        ...
+
+    def free_addresses(self, address: int, size: int) -> None:
+        """Give a reserved range back; nothing in it may be mapped."""
+        ...
+
+    def create(self, size: int) -> Any:
+        """Take `size` bytes of the device's memory; returns a handle. Raises OutOfDeviceMemory."""
+        ...
+
+    def map(self, address: int, size: int, handle: Any) -> None:
+        """Put a handle's memory behind reserved addresses."""
+        ...
+
+    def allow_access(self, address: int, size: int) -> None:
+        """Make mapped addresses readable and writable."""
+        ...
+
+    def unmap(self, address: int, size: int) -> None:
+        """Take the memory away from behind addresses; its handle lives on."""
+        ...
+
+    def release(self, handle: Any) -> None:
+        """Give a handle's memory back to the device."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work."""
+        ...
+
+    def tensor(self, address: int, size: int, on_free: Callable[[], None]) -> torch.Tensor:
+        """The bytes of a range, uint8 [size]. `on_free` is called when no tensor views them any more."""
+        ...
+
+
+class _Range:
+    """What torch reads to make a tensor over addresses, and keeps alive as long as one does."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class CudaDriver:
+    """See Driver. Calls go to the device's primary context, which torch uses too."""
+
+    def __init__(self, device: int = 0) -> None:
+        """Raises ModuleNotFoundError without the package cuda-bindings (torch's CUDA builds depend on it)."""
+        self._cu: Any = importlib.import_module("cuda.bindings.driver")
+        self._device = device
+        torch.empty(1, device=self._torch_device)  # makes the primary context
+        prop = self._cu.CUmemAllocationProp()
+        prop.type = self._cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = device
+        access = self._cu.CUmemAccessDesc()
+        access.location = prop.location
+        access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._prop, self._access = prop, access
+        kind = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self.granularity = int(self._call("cuMemGetAllocationGranularity", prop, kind))
+
+    @property
+    def _torch_device(self) -> torch.device:
+        return torch.device("cuda", self._device)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        status, *values = getattr(self._cu, name)(*args)
+        results = self._cu.CUresult
+        if status == results.CUDA_SUCCESS:
+            return values[0] if len(values) == 1 else values
+        kind = OutOfDeviceMemory if status == results.CUDA_ERROR_OUT_OF_MEMORY else DriverError
+        raise kind(f"{name} failed: {getattr(status, 'name', status)}")
+
+    def reserve(self, size: int) -> int:
+        """See Driver.reserve."""
+        return int(self._call("cuMemAddressReserve", size, 0, self._cu.CUdeviceptr(0), 0))
+
+    def free_addresses(self, address: int, size: int) -> None:
+        """See Driver.free_addresses."""
+        self._call("cuMemAddressFree", address, size)
+
+    def create(self, size: int) -> Any:
+        """See Driver.create."""
+        return self._call("cuMemCreate", size, self._prop, 0)
+
+    def map(self, address: int, size: int, handle: Any) -> None:
+        """See Driver.map."""
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def allow_access(self, address: int, size: int) -> None:
+        """See Driver.allow_access."""
+        self._call("cuMemSetAccess", address, size, [self._access], 1)
+
+    def unmap(self, address: int, size: int) -> None:
+        """See Driver.unmap."""
+        self._call("cuMemUnmap", address, size)
+
+    def release(self, handle: Any) -> None:
+        """See Driver.release."""
+        self._call("cuMemRelease", handle)
+
+    def memory(self) -> tuple[int, int]:
+        """See Driver.memory."""
+        free, total = torch.cuda.mem_get_info(self._torch_device)
+        return free, total
+
+    def synchronize(self) -> None:
+        """See Driver.synchronize."""
+        torch.cuda.synchronize(self._torch_device)
+
+    def tensor(self, address: int, size: int, on_free: Callable[[], None]) -> torch.Tensor:
+        """See Driver.tensor. The beginning of the range must be mapped: torch asks the driver what it points to."""
+        held = _Range(address, size)
+        weakref.finalize(held, on_free).atexit = False  # at exit the driver takes everything back by itself
+        return torch.as_tensor(held, device=self._torch_device)

@@ -1,0 +1,225 @@
+"""Steps as graphs: decode steps and small mixed steps are captured once by shape and replayed, padded to that shape.
+
+A decode step (one token a row, every row sampled) is captured from the embedding to the most likely tokens, which it
+keeps as the slots' last ones; a step that samples otherwise takes the logits from the graph and goes on eagerly. A mixed
+step is captured up to the hidden states.
+
+Capture isolation: what a warm-up touched, no capture sees. Every graph has attention state of its own, made after the
+warm-up has run on other state, so that anything initialised at first use is part of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pagerunner.attention.base import GraphShape
+from pagerunner.batch import ForwardBatch
+from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.staging import StagedStep
+from pagerunner.types import StateSave
+
+MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
+Tensors = tuple[torch.Tensor, ...]
+Progress = Callable[[int, int], None]
+
+
+class Graph(Protocol):
+    """Recorded work. `outputs` hold what its last replay made, until any graph of the engine is replayed again."""
+
+    outputs: Tensors
+
+    def replay(self) -> None:
+        """Do the work again on the same tensors."""
+        ...
+
+
+class GraphEngine(Protocol):
+    """Records what a function does on a device."""
+
+    def capture(self, run: Callable[[], Tensors]) -> Graph:
+        """Call `run` once and record its work, without doing it where the device can record alone."""
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs of one device, which share their memory: they are replayed one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensors]) -> Graph:
+        """See GraphEngine. Whatever `run` needs for the first time (kernels, library handles) must be there already."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which says only that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return _CudaGraph(graph, tuple(_unowned(tensor) for tensor in outputs))
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> None:
+        self.outputs = outputs
+        self.replay = graph.replay
+
+
+class _Address:
+    """A tensor's place and shape, as the CUDA array interface has it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a hold on it: what one graph has put out may be where the next one works."""
+    raw = tensor.view(torch.uint8)  # the interface doesn't know every dtype
+    return torch.as_tensor(_Address(raw), device=tensor.device).view(tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one."""
+
+    rows: int
+    tokens: int
+    decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """How long capturing took, and what it made."""
+
+    seconds: float
+    num_graphs: int
+
+
+def decode_sizes(max_num_seqs: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Numbers of rows to capture decode steps for: `wanted` up to the limit, or 1, 2, 4, every eighth and the limit."""
+    if wanted is not None:
+        return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
+    return tuple(
+        sorted({size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs} | {max_num_seqs})
+    )
+
+
+def mixed_sizes(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`."""
+    most = min(max_tokens, max(wanted, default=0) if wanted is not None else max_tokens)
+    return tuple(size for size in MIXED_SIZES if size <= most)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """What to capture, and with what. Without an engine, or with backends that can't be captured, steps run eagerly."""
+
+    engine: GraphEngine | None
+    decode_sizes: tuple[int, ...] = ()
+    mixed_sizes: tuple[int, ...] = ()
+    max_model_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph with what it works on."""
+
+    key: GraphKey
+    graph: Graph
+    batch: ForwardBatch
+    states: list[Any]
+
+
+class StepGraphs:
+    """All graphs of a runner. `work(batch, decode)` is what they do with a batch."""
+
+    def __init__(
+        self, settings: GraphSettings, builder: BatchBuilder, work: Callable[[ForwardBatch, bool], Tensors]
+    ) -> None:
+        self._settings = settings
+        self._builder = builder
+        self._work = work
+        most_rows = builder.tensors.slots_R.shape[0]
+        keys: list[GraphKey] = []
+        if settings.engine is not None and builder.reads_tables:
+            keys += [GraphKey(size, size, True) for size in settings.decode_sizes]
+            keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
+        self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows), reverse=True))
+        self._decode: list[Captured] = []
+        self._mixed: list[Captured] = []
+        self._decode_rows: list[int] = []
+        self._mixed_tokens: list[int] = []
+
+    def find(self, step: StagedStep) -> Captured | None:
+        """The smallest graph that the step fits in."""
+        where = step.where
+        if where.one_token and len(step.sampled_rows) == where.rows:
+            sizes, graphs, size = self._decode_rows, self._decode, where.rows
+        else:
+            sizes, graphs, size = self._mixed_tokens, self._mixed, where.tokens
+        place = bisect_left(sizes, size)
+        return graphs[place] if place < len(graphs) else None
+
+    def replay(self, captured: Captured, step: StagedStep, state_saves: Sequence[StateSave]) -> Tensors:
+        """Run the step; the graph's outputs, padded, are valid until the next step."""
+        self._builder.fill(step, captured.key.rows, captured.key.tokens)
+        self._builder.plan_replay(captured.batch, step, captured.states, state_saves)
+        captured.graph.replay()
+        return captured.graph.outputs
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised."""
+        self._builder.clear()
+        for done, key in enumerate(self.keys):
+            batch, _ = self._prepare(key)
+            self._work(batch, key.decode)
+            if progress is not None:
+                progress(done + 1, len(self.keys))
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Capture every shape, largest first, so that smaller ones find their memory there."""
+        started = time.perf_counter()
+        self._builder.clear()
+        made: list[Captured] = []
+        collects = gc.isenabled()
+        gc.disable()  # a tensor freed by a collection in the middle of a capture would be part of it
+        try:
+            for key in self.keys:
+                made.append(self._capture(key))
+                if progress is not None:
+                    progress(len(made), len(self.keys))
+        finally:
+            if collects:
+                gc.enable()
+        made.reverse()
+        self._decode = [captured for captured in made if captured.key.decode]
+        self._mixed = [captured for captured in made if not captured.key.decode]
+        self._decode_rows = [captured.key.rows for captured in self._decode]
+        self._mixed_tokens = [captured.key.tokens for captured in self._mixed]
+        return CaptureReport(time.perf_counter() - started, len(made))
+
+    def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
+        shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len)
+        states = self._builder.new_states(shape)
+        return self._builder.captured(shape, one_token=key.decode, states=states), states
+
+    def _capture(self, key: GraphKey) -> Captured:
+        engine = self._settings.engine
+        assert engine is not None, "there are no keys without an engine"
+        batch, states = self._prepare(key)
+        graph = engine.capture(lambda: self._work(batch, key.decode))
+        return Captured(key, graph, batch, states)

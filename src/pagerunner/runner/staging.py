@@ -1,0 +1,192 @@
+"""Staging: everything that a step brings from the host, packed into one pinned buffer and copied to the device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagerunner.ops.batch import PackedRows, even
+from pagerunner.types import StepRow
+
+FIRST_SIZE = 4096  # integers
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """One step, on the host as lists and on the device as parts of `packed`, which is valid until the next step.
+
+    `copies` are launches in order, `fills` one launch: [n, 3] and the most bytes of one range, see ops/pages.py.
+    `stores_all`: every token has a page.
+    """
+
+    rows: Sequence[StepRow]
+    slots: tuple[int, ...]
+    query_lens: list[int]
+    seq_lens: list[int]
+    sampled_rows: list[int]
+    where: PackedRows
+    packed: torch.Tensor
+    logits_index_S: torch.Tensor
+    sampled_slots_S: torch.Tensor
+    table_places_N: torch.Tensor
+    table_entries_N: torch.Tensor
+    copies: tuple[tuple[torch.Tensor, int], ...]
+    fills: tuple[torch.Tensor, int] | None
+    stores_all: bool
+
+    @property
+    def query_start_R1(self) -> torch.Tensor:
+        """int64 [R + 1] on the device."""
+        first = self.where.query_start
+        return self.packed[first : first + self.where.rows + 1]
+
+    @property
+    def slots_R(self) -> torch.Tensor:
+        """int64 [R] on the device."""
+        return self.packed[: self.where.rows]
+
+
+class _Buffers:
+    """Host buffers in turn, each written again only when its copy has been made, and their place on the device.
+
+    On the CPU there is one buffer and no copy.
+    """
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._device = device
+        self._depth = depth if device.type == "cuda" else 1
+        self._next = 0
+        self._size = 0
+        self._grow(FIRST_SIZE)
+
+    def _grow(self, size: int) -> None:
+        """Larger buffers; those that copies still read are kept by their tensors until the copies are done."""
+        self._size = size
+        self._hosts: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        with torch.inference_mode(False):
+            for _ in range(self._depth):
+                cuda = self._device.type == "cuda"
+                self._hosts.append(torch.empty(size, dtype=torch.int64, pin_memory=cuda))
+                if cuda:
+                    self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._there = self._hosts[0]
+            if self._device.type == "cuda":
+                self._there = torch.empty(size, dtype=torch.int64, device=self._device)
+        self._arrays = [host.numpy() for host in self._hosts]
+
+    def take(self, size: int) -> np.ndarray:
+        """A host buffer of at least `size` integers; waits where the copy of its last use isn't done."""
+        if size > self._size:
+            if self._events:
+                torch.cuda.current_stream().synchronize()  # never in the course of decoding
+            self._grow(1 << size.bit_length())
+        self._next = (self._next + 1) % self._depth
+        if self._events:
+            self._events[self._next].synchronize()
+        return self._arrays[self._next]
+
+    def send(self, size: int) -> torch.Tensor:
+        """The buffer last taken, on the device."""
+        there = self._there[:size]
+        if self._events:
+            there.copy_(self._hosts[self._next][:size], non_blocking=True)
+            self._events[self._next].record()
+        return there
+
+
+class Staging:
+    """Packs steps for one device. With `depth` buffers, that many steps may be on their way at once."""
+
+    def __init__(self, device: torch.device | str, depth: int) -> None:
+        self._buffers = _Buffers(torch.device(device), depth)
+
+    def stage(
+        self,
+        rows: Sequence[StepRow],
+        table_entries: dict[int, int],
+        copies: Sequence[Sequence[Triple]],
+        fills: Sequence[Triple],
+    ) -> StagedStep:
+        """Pack a step: its rows, table entries by place, and page copies and fills."""
+        slots, starts, query_lens, known, samples = zip(*rows, strict=True)
+        num_rows, num_tokens = len(rows), sum(query_lens)
+        one_token = num_tokens == num_rows and max(query_lens) == 1
+        where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
+        sampled_rows = [row for row, wanted in enumerate(samples) if wanted]
+        sampled, writes = len(sampled_rows), len(table_entries)
+        triples = [*(triple for wave in copies for triple in wave), *fills]
+        logits_at = where.size
+        slots_at = logits_at + even(sampled)
+        places_at = slots_at + even(sampled)
+        entries_at = places_at + even(writes)
+        triples_at = entries_at + even(writes)
+        size = triples_at + 3 * len(triples)
+
+        packed = self._buffers.take(size)
+        packed[:num_rows] = slots
+        packed[where.starts : where.starts + num_rows] = starts
+        query_start = packed[where.query_start : where.query_start + num_rows + 1]
+        query_start[0] = 0
+        np.cumsum(query_lens, out=query_start[1:])
+        packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens)
+        if not one_token:
+            packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
+        if sampled == num_rows:
+            packed[logits_at : logits_at + sampled] = query_start[1:] - 1
+            packed[slots_at : slots_at + sampled] = packed[:num_rows]
+        elif sampled:
+            packed[logits_at : logits_at + sampled] = query_start[1:][sampled_rows] - 1
+            packed[slots_at : slots_at + sampled] = packed[:num_rows][sampled_rows]
+        if writes:
+            packed[places_at : places_at + writes] = list(table_entries.keys())
+            packed[entries_at : entries_at + writes] = list(table_entries.values())
+        if triples:
+            packed[triples_at:size] = [value for triple in triples for value in triple]
+        there = self._buffers.send(size)
+        ranges = _launches(there[triples_at:size].view(-1, 3), copies, fills)
+        return StagedStep(
+            rows=rows,
+            slots=slots,
+            query_lens=list(query_lens),
+            seq_lens=[start + length for start, length in zip(starts, query_lens, strict=True)],
+            sampled_rows=sampled_rows,
+            where=where,
+            packed=there,
+            logits_index_S=there[logits_at : logits_at + sampled],
+            sampled_slots_S=there[slots_at : slots_at + sampled],
+            table_places_N=there[places_at : places_at + writes],
+            table_entries_N=there[entries_at : entries_at + writes],
+            copies=ranges[: len(copies)],
+            fills=ranges[-1] if fills else None,
+            stores_all=-1 not in table_entries.values(),
+        )
+
+
+def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[int] | int:
+    """The tokens' ids, -1 for what only the device knows; one number where all are the same."""
+    if not any(known):
+        return -1
+    ids: list[int] = []
+    for tokens, length in zip(known, query_lens, strict=True):
+        ids += tokens
+        if len(tokens) < length:
+            ids.append(-1)
+    return ids
+
+
+def _launches(
+    there_N3: torch.Tensor, copies: Sequence[Sequence[Triple]], fills: Sequence[Triple]
+) -> tuple[tuple[torch.Tensor, int], ...]:
+    """The triples on the device by launch, with the largest size of each."""
+    found = []
+    at = 0
+    for triples, size_column in [*((wave, 2) for wave in copies), *([(fills, 1)] if fills else [])]:
+        most = max(triple[size_column] for triple in triples)
+        found.append((there_N3[at : at + len(triples)], most))
+        at += len(triples)
+    return tuple(found)

@@ -1,0 +1,64 @@
+"""Floors agree with sums done by hand, and say what bounds a workload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagerunner.bench.floors import Ceilings, DenseModel
+from pagerunner.bench.workloads import BenchRequest, workload, write_model
+from pagerunner.errors import ConfigError
+
+CARD = Ceilings(4.35e12, 760e12)
+
+
+def dense(shape: str, path: Path) -> DenseModel:
+    config = json.loads((write_model(shape, path) / "config.json").read_text())
+    token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 128
+    found = DenseModel.read(config, 2, token_bytes)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("shape", "rate"), [("qwen3-0.6b", 3649), ("qwen3-8b", 287)])
+def test_one_request_is_bound_by_reading_the_weights(shape: str, rate: int, tmp_path: Path) -> None:
+    model = dense(shape, tmp_path)
+    one = [BenchRequest([1], 1)]
+    assert 1 / model.floor(one, 0, CARD, 1.0).bytes_seconds == pytest.approx(rate, rel=0.01)
+
+
+def test_a_long_prompt_is_bound_by_operations(tmp_path: Path) -> None:
+    model = dense("qwen3-8b", tmp_path)
+    requests = workload("prefill8k", 151936)
+    floor = model.floor(requests, 0, CARD, best_seconds=1.742)
+    assert floor.flops_seconds > 10 * floor.bytes_seconds
+    linear = 2 * 6_945_767_424 * 65_536  # 36 layers of 192,937,984 weights
+    scores = 8 * 36 * 4 * 4096 * 8192 * 8193 // 2
+    assert floor.flops == linear + scores + 2 * 8 * 4096 * 151936
+    assert floor.share == pytest.approx(floor.flops / 760e12 / 1.742)
+    assert "operations" in floor.text()
+
+
+def test_decoding_reads_each_requests_context_for_every_token_after_the_first(tmp_path: Path) -> None:
+    model = dense("qwen3-0.6b", tmp_path)
+    weights = 2 * (model.body_weights + model.head_weights)
+    token = 2 * 2 * 28 * 8 * 128
+    assert model.bytes([BenchRequest([1] * 10, 3)]) == 3 * weights + (11 + 12) * token
+    assert model.bytes([BenchRequest([1] * 10, 3), BenchRequest([1] * 5, 1)]) == 3 * weights + (11 + 12) * token
+
+
+def test_cached_prompt_tokens_are_not_computed(tmp_path: Path) -> None:
+    model = dense("qwen3-0.6b", tmp_path)
+    requests = [BenchRequest([1] * 64, 1), BenchRequest([1] * 64, 1)]
+    less = model.flops(requests, 0) - model.flops(requests, 64)
+    assert less == 2 * (2 * model.body_weights * 32 + 4 * 28 * 2048 * (32 * 33 // 2))
+
+
+def test_other_families_have_no_known_floor_and_ceilings_are_two_numbers() -> None:
+    assert DenseModel.read({"model_type": "qwen3_moe"}, 2, 1) is None
+    assert Ceilings.parse("4.3,760") == Ceilings(4.3e12, 760e12)
+    for bad in ("4.3", "a,b", "1,2,3", "0,5"):
+        with pytest.raises(ConfigError, match="--ceilings"):
+            Ceilings.parse(bad)

@@ -1,0 +1,92 @@
+"""The path of a GPU on the CPU: page tables read by the attention's operations, steps replayed from recorded graphs.
+
+Tokens equal those of the eager path with the reference backend, which equal transformers'.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.graphs import RecordedGraphs
+from pagerunner import LLM, SamplingParams
+from pagerunner.engine import build
+
+FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "full": (make_checkpoint, "qwen3", {"head_dim": 32}),
+    "window": (make_window_checkpoint, "gemma3_text", {}),
+    "sinks": (make_window_checkpoint, "gpt_oss", {}),
+    "latent": (
+        lambda *args, **overrides: make_latent_checkpoint(*args, tokenizer=True, **overrides)[0],
+        "deepseek_v3",
+        {},
+    ),
+    "hybrid": (make_hybrid_directory, "qwen3_next", {}),
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "two-in-flight": {"max_in_flight": 2, "max_num_batched_tokens": 40},
+    "tight": {"num_gpu_blocks_override": 14, "max_model_len": 128, "max_in_flight": 2},
+    "poison": {"poison_fresh_pages": True, "block_size": 48},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make, name, overrides = FAMILIES[request.param]
+    return Path(make(tmp_path_factory.mktemp("device-path"), name, **overrides))
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(4, 500) for _ in range(40)]
+    found = []
+    for index in range(11):
+        own = [rng.randrange(4, 500) for _ in range(rng.choice((1, 5, 21, 45)))]
+        found.append({"prompt_token_ids": shared[: rng.choice((16, 33))] + own if index % 3 == 0 else own})
+    return found
+
+
+def params() -> list[SamplingParams]:
+    """Most rows take the best token; one is random with a seed, one asks for log-probabilities, one has siblings."""
+    plain = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    found = [plain] * 11
+    found[4] = SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True)
+    found[6] = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    found[9] = SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=6, ignore_eos=True)
+    return found
+
+
+def tokens(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_tokens_are_those_of_the_reference(
+    family: Path, condition: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_num_seqs": 10, "max_num_batched_tokens": 64, **CONDITIONS[condition]}
+    expected = LLM(str(family), **settings).generate(prompts(), params(), use_tqdm=False)
+    engine = RecordedGraphs()
+    monkeypatch.setattr(build, "graph_engine", lambda device: engine)
+
+    llm = LLM(str(family), attention_backend="triton", enforce_eager=not graphs, **settings)
+    outputs = llm.generate(prompts(), params(), use_tqdm=False)
+    greedy = [
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0]
+        for prompt in prompts()[:2]
+    ]
+
+    assert tokens(outputs) == tokens(expected)
+    assert [one[0] for one in tokens(greedy)] == [one[0][:4] for one in tokens(expected)[:2]]
+    assert outputs[6].prompt_logprobs[1:] is not None
+    replayed = sum(graph.replays > 0 for graph in engine.graphs)
+    assert replayed >= 4 if graphs else not engine.graphs

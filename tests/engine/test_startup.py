@@ -1,0 +1,211 @@
+"""Coming up on a card: what is measured becomes pages, within the card's share; shown with a fake driver on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from helpers.checkpoints import make_checkpoint
+from helpers.fake_driver import FakeDriver, fake_card
+from pagerunner.config import EngineArgs
+from pagerunner.engine import resolve as resolving
+from pagerunner.engine.build import build_from
+from pagerunner.engine.core import EngineCore
+from pagerunner.engine.machine import CudaFacts, DeviceMemory, resolve_device
+from pagerunner.engine.resolve import Resolved, resolve
+from pagerunner.engine.startup import StartMeter, final_plan
+from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
+from pagerunner.types import EngineRequest, SamplingParams
+
+MIB = 2**20
+CARD = DeviceMemory(total=64 * MIB, free=60 * MIB)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("startup"), "qwen3"))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
+    """A machine with a small card."""
+    monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cpu" if asked == "cpu" else "cuda")
+    monkeypatch.setattr(resolving, "device_memory", lambda: CARD)
+    return CARD
+
+
+def on_card(checkpoint: str, **wanted: object) -> tuple[Resolved, FakeDriver]:
+    """A resolved configuration for the card, to be run on the CPU over a fake driver."""
+    resolved = resolve(EngineArgs(model=checkpoint, max_num_seqs=4, dtype="float32", enable_sleep_mode=True, **wanted))  # type: ignore[arg-type]
+    driver = FakeDriver(CARD.total)
+    driver.others = CARD.total - CARD.free
+    return replace(resolved, config=msgspec.structs.replace(resolved.config, device="cpu")), driver
+
+
+def generate(core: EngineCore, prompt: list[int], count: int = 12) -> list[int]:
+    core.add(
+        EngineRequest(
+            request_id="r",
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+            seed=0,
+            max_tokens=count,
+        )
+    )
+    tokens: list[int] = []
+    while core.has_work:
+        for update in core.step():
+            tokens += update.new_token_ids
+    return tokens
+
+
+def test_defaults_on_a_card_are_the_checkpoints_dtype_large_steps_and_two_in_flight(
+    card: DeviceMemory, checkpoint: str
+) -> None:
+    config = resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).config
+    assert (config.device, config.max_num_batched_tokens, config.max_in_flight) == ("cuda", 8192, 2)
+    assert config.dtype == resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).model.dtype
+
+
+@pytest.mark.parametrize("utilization", [0.3, 0.9, 1.0])
+def test_pages_take_what_is_left_of_the_share_and_never_more_than_is_free(
+    card: DeviceMemory, checkpoint: str, utilization: float
+) -> None:
+    resolved, driver = on_card(checkpoint, gpu_memory_utilization=utilization)
+    core = build_from(resolved, card=fake_card(driver))
+    plan = core.memory_plan
+    granularity = driver.granularity
+    most = min(CARD.free, int(CARD.total * utilization))
+    estimated = resolved.plan.other_bytes - dict(plan.other)["weights"]  # tables and such, which the fake doesn't hold
+    least = most - estimated - plan.groups[0].page_bytes
+    assert least < driver.used <= most + granularity
+    assert driver.used - granularity < plan.kv_bytes + dict(plan.other)["weights"] <= driver.used
+    assert core.startup.memory["free"] == driver.memory()[0]
+    assert {"config", "weights", "pages"} <= core.startup.seconds.keys()
+
+
+def test_tokens_over_mapped_memory_are_those_of_the_cpu(card: DeviceMemory, checkpoint: str) -> None:
+    prompt = list(range(40, 90))
+    expected = generate(build_from(resolve(EngineArgs(model=checkpoint, device="cpu"), 256 * MIB)), prompt)
+    resolved, driver = on_card(checkpoint)
+    assert generate(build_from(resolved, card=fake_card(driver)), prompt) == expected
+
+
+def test_an_automatic_length_follows_what_is_really_free(card: DeviceMemory, checkpoint: str) -> None:
+    resolved, driver = on_card(checkpoint, max_model_len="auto", gpu_memory_utilization=1.0)
+    roomy = build_from(resolved, card=fake_card(driver)).memory_plan
+    resolved, driver = on_card(checkpoint, max_model_len="auto", gpu_memory_utilization=1.0)
+    weights = dict(resolved.plan.other)["weights"]
+    driver.others = (
+        CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
+    )  # another process came meanwhile
+    core = build_from(resolved, card=fake_card(driver))
+    assert (roomy.max_model_len, core.memory_plan.max_model_len) == (2048, 24 * 16)
+
+
+def test_a_given_length_that_does_not_fit_in_the_end_names_the_longest(card: DeviceMemory, checkpoint: str) -> None:
+    resolved, driver = on_card(checkpoint, gpu_memory_utilization=1.0)
+    weights = dict(resolved.plan.other)["weights"]
+    driver.others = CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
+    with pytest.raises(CapacityError, match="longest length that fits is"):
+        build_from(resolved, card=fake_card(driver))
+
+
+@pytest.mark.parametrize("fixed", [{"num_gpu_blocks_override": 200}, {"kv_cache_memory_bytes": 8 * MIB}])
+def test_pages_asked_for_by_number_or_bytes_are_exactly_these(
+    card: DeviceMemory, checkpoint: str, fixed: dict[str, int]
+) -> None:
+    resolved, driver = on_card(checkpoint, gpu_memory_utilization=0.1, **fixed)
+    plan = build_from(resolved, card=fake_card(driver)).memory_plan
+    assert plan.num_slabs == resolved.plan.num_slabs
+    assert plan.num_gpu_blocks == 200 or 8 * MIB - plan.slab_bytes < plan.kv_bytes <= 8 * MIB
+    resolved, driver = on_card(checkpoint, **fixed)
+    driver.others = CARD.total - dict(resolved.plan.other)["weights"] - MIB
+    with pytest.raises(CapacityError, match="pages asked for"):
+        build_from(resolved, card=fake_card(driver))
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(card: DeviceMemory, checkpoint: str) -> None:
+    with pytest.raises(CapacityError, match=r"weights .*gpu_memory_utilization=0.01 .*60.00 MiB of which are free"):
+        resolve(EngineArgs(model=checkpoint, gpu_memory_utilization=0.01))
+
+
+def test_what_is_not_pages_may_leave_no_room(card: DeviceMemory, checkpoint: str) -> None:
+    plan = resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).plan
+    with pytest.raises(CapacityError, match=r"0.9 of the device's 64.00 MiB .*64.00 MiB of graphs.*no room for pages"):
+        final_plan(plan, {"graphs": 64 * MIB, "pages": 0}, CARD, 0, 0.9, fixed=False, auto=False)
+
+
+def test_running_out_of_memory_in_a_phase_is_a_sentence_with_the_numbers() -> None:
+    driver = FakeDriver(8 * MIB)
+    meter = StartMeter(driver)
+    with meter.phase("weights"):
+        driver.create(2 * MIB)
+    assert meter.taken == {"weights": 2 * MIB}
+    with pytest.raises(CapacityError, match=r"'capture': 6.00 MiB of the device's 8.00 MiB are free.*weights 2.00 MiB"):
+        with meter.phase("capture", "graphs"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+GOOD = CudaFacts("NVIDIA H200", (9, 0), triton=True, bindings=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "missing"),
+    [
+        (CudaFacts(None, reason="no device or driver"), "no CUDA device"),
+        (replace(GOOD, name="Tesla V100", capability=(7, 0)), "V100 has compute capability 7.0, and at least 8.0"),
+        (replace(GOOD, triton=False), "triton"),
+        (replace(GOOD, bindings=False), "cuda-bindings"),
+    ],
+)
+def test_what_a_card_lacks_is_said_with_what_works_without_it(facts: CudaFacts, missing: str) -> None:
+    tell: Callable[[], CudaFacts] = lambda: facts  # noqa: E731
+    with pytest.raises(ConfigError, match=missing) as caught:
+        resolve_device("cuda", tell)
+    assert 'device="cpu" works' in str(caught.value)
+    assert resolve_device("auto", tell) == "cpu"
+
+
+def test_a_card_that_lacks_nothing_is_taken_unless_the_cpu_is_asked_for() -> None:
+    assert [resolve_device(asked, lambda: GOOD) for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_engine_on_a_card_frees_what_it_says_and_answers_the_same_after_waking(
+    card: DeviceMemory, checkpoint: str, level: int
+) -> None:
+    prompt = list(range(40, 90))
+    resolved, driver = on_card(checkpoint)
+    core = build_from(resolved, card=fake_card(driver))
+    expected, awake = generate(core, prompt), driver.used
+    for _ in range(2):
+        core.sleep(level)
+        assert driver.used == (awake if level == 0 else 0)
+        core.wake_up()
+        assert (driver.used, core.is_sleeping) == (awake, False)
+        assert generate(core, prompt) == expected
+
+
+def test_an_engine_whose_memory_was_taken_while_it_slept_wakes_when_it_is_back(
+    card: DeviceMemory, checkpoint: str
+) -> None:
+    prompt = list(range(40, 90))
+    resolved, driver = on_card(checkpoint)
+    core = build_from(resolved, card=fake_card(driver))
+    expected = generate(core, prompt)
+    core.sleep(1)
+    driver.others += 20 * MIB
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="wanted for pages.* wake_up can be tried again"):
+            core.wake_up()
+        assert core.is_sleeping
+    with pytest.raises(EngineSleepingError):
+        generate(core, prompt)
+    driver.others -= 20 * MIB
+    core.wake_up()
+    assert generate(core, prompt) == expected

@@ -1,0 +1,40 @@
+"""The kernels of latent attention at DeepSeek's sizes, under the backend that calls them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.latent_cases import Case, RowCase, run
+from pagerunner.attention import paged_mla
+from pagerunner.attention.paged_mla import PagedLatentBackend
+
+SIZES = {"page_tokens": 64, "key_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512, "gap": 64}
+DECODE = Case((RowCase(1500, 1), RowCase(64, 1), RowCase(0, 1), RowCase(700, 1)), **SIZES)
+MIXED = Case((RowCase(300, 1), RowCase(0, 300), RowCase(500, 90), RowCase(130, 30)), **SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [16, 24, 128])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_decode(dtype: torch.dtype, heads: int, in_graph: bool) -> None:
+    case = replace(DECODE, heads=heads, dtype=dtype, compute=dtype, in_graph=in_graph, padding=4 * in_graph)
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_mixed(dtype: torch.dtype, in_graph: bool) -> None:
+    check(replace(MIXED, heads=16, dtype=dtype, compute=dtype, in_graph=in_graph, padding=7 * in_graph), dtype)
+
+
+def test_long_rows_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", 200 * 16 * 256)
+    check(replace(MIXED, heads=16), torch.float32)
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    got, want = run(case, PagedLatentBackend(), "cuda")
+    assert (got - want).norm() < (2e-5 if dtype == torch.float32 else 1e-2) * want.norm()

@@ -1,0 +1,111 @@
+"""The kernels of recurrent layers at the sizes of Qwen3-Next and Bamba, and the backend that calls them in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.recurrent_cases import Step, close, compare, conv_call, delta_call, mamba_call
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.attention.recurrent import GatedDelta
+from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV, StepRows
+from pagerunner.ops.causal_conv import causal_conv_rows
+from pagerunner.ops.gdn import gated_delta_rows
+from pagerunner.ops.mamba2 import mamba2_rows
+from pagerunner.types import StateSave
+
+STEPS = {
+    "decode": Step((1,) * 40, saves=((3, 1), (39, 1)), padding=(24, 24)),
+    "mixed": Step(
+        (1, 700, 5, 64, 1, 1200, 130), saves=((1, 64), (1, 640), (1, 700), (2, 3), (5, 1199)), padding=(0, 11)
+    ),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
+each = [pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys()), pytest.mark.parametrize("dtype", TOLERANCE)]
+
+
+@each[0]
+@each[1]
+def test_convolution(step: Step, dtype: torch.dtype) -> None:
+    call = conv_call(step, 8192, 4, dtype, "cuda", biased=True)
+    compare(causal_conv_rows, call, 0, step, [(3, 8192)], [dtype], "cuda", TOLERANCE[dtype])
+
+
+@each[0]
+@each[1]
+def test_gated_delta(step: Step, dtype: torch.dtype) -> None:
+    call, shapes = delta_call(step, (16, 32, 128, 128), dtype, "cuda"), [(3, 8192), (32, 128, 128)]
+    compare(gated_delta_rows, call, 1, step, shapes, [dtype, torch.float32], "cuda", TOLERANCE[dtype])
+
+
+@each[0]
+@each[1]
+def test_mamba2(step: Step, dtype: torch.dtype) -> None:
+    call, shapes = mamba_call(step, (1, 128, 64, 128), dtype, "cuda"), [(3, 8448), (128, 64, 128)]
+    compare(mamba2_rows, call, 1, step, shapes, [dtype, torch.float32], "cuda", TOLERANCE[dtype])
+
+
+def test_a_graph_replays_any_step_and_saves_states() -> None:
+    torch.manual_seed(0)
+    heads, dim, slots, unit = 4, 64, 8, 4 * 64 * 64 * 4 + 3 * 768 * 4
+    layer = GatedDelta(
+        torch.randn(768, 4, device="cuda"),
+        torch.zeros(heads, device="cuda"),
+        torch.zeros(heads, device="cuda"),
+        heads,
+        dim,
+        dim,
+    )
+    pool = torch.randn(20, unit // 4, device="cuda")
+    backend = PagedRecurrentBackend()
+
+    def memory(pool: torch.Tensor) -> RecurrentKV:
+        own = pool[:, : heads * dim * dim].view(-1, heads, dim, dim)
+        return RecurrentKV(0, (pool[:, heads * dim * dim :].view(-1, 3, 768), own))
+
+    table = torch.zeros(slots, 1, dtype=torch.int64, device="cuda")
+    table[:, 0] = torch.randperm(19, device="cuda")[:slots] + 1
+
+    def batch(rows, hosts, state, pool, saves=()):
+        metadata = backend.plan(PlanInputs(rows, *hosts, table, 16, None, saves), state)
+        none = torch.zeros(rows.num_tokens, dtype=torch.int64, device="cuda")
+        group = GroupBatch(table, none, none, none, 16, backend, metadata)
+        kv = (memory(pool),)
+        return ForwardBatch(none, none, none, none, [], [], (group,), kv, rows=rows)
+
+    most = StepRows.of([1] * 4 + [60], [1] * 4 + [60], range(5), "cuda")
+    static = [torch.randn(64, n, device="cuda") for n in (768, heads, heads)]
+    state = backend.new_state(GraphShape(5, 64, 64))
+    captured = batch(most, ([], [], []), state, pool)
+    spare = pool.clone()
+    for _ in range(2):
+        backend.forward(layer, tuple(static), memory(spare), captured.groups[0], captured)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(layer, tuple(static), captured.kv[0], captured.groups[0], captured)
+    for lens, saves in (([3, 1, 20], ((2, 19, 5), (0, 9, 2))), ([1, 1], ()), ([40, 9, 1, 1, 2], ((0, 30, 7),))):
+        table[:] = table.roll(1, 0)
+        seq = [n + 7 for n in lens]
+        order = torch.randperm(slots)[: len(lens)].tolist()
+        free = sorted(set(range(1, 20)) - set(table[:, 0].tolist()))
+        wanted = tuple(StateSave(r, p, 0, free[k % len(free)] * unit) for r, p, k in saves)
+        eager = StepRows.of(lens, seq, order, "cuda")
+        inputs = [torch.randn_like(x) for x in static]
+        for mine, given in zip(static, inputs, strict=True):
+            mine.copy_(given)
+        tokens, rows = sum(lens), len(lens)
+        most.slots_R.zero_()
+        most.slots_R[:rows] = eager.slots_R
+        most.query_start_R1.fill_(tokens)
+        most.query_start_R1[: rows + 1] = eager.query_start_R1
+        most.row_T.fill_(-1)
+        most.row_T[:tokens] = eager.row_T
+        expected = pool.clone()
+        backend.plan(PlanInputs(most, lens, seq, order, table, 16, None, wanted), state)
+        plain = batch(eager, (lens, seq, order), backend.new_state(None), expected, wanted)
+        want = backend.forward(layer, tuple(x[:tokens] for x in inputs), plain.kv[0], plain.groups[0], plain)
+        graph.replay()
+        close(out[:tokens], want, 1e-5)
+        assert bool(out.isfinite().all())
+        close(pool, expected, 1e-5)

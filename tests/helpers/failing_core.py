@@ -1,0 +1,55 @@
+"""A real engine core over an executor without a model: every sampled token is 7, and some prompt tokens make it fail."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.build import build_scheduler
+from pagerunner.engine.core import EngineCore
+from pagerunner.engine.resolve import resolve
+from pagerunner.types import StepPlan, StepResult
+
+FACTORY = "helpers.failing_core:build"
+IN_RUN, IN_RESULT, OUT_OF_MEMORY = 2001, 2002, 2003
+"""Prompt tokens that make launching a step raise, reading it raise, and launching it run out of device memory."""
+
+
+class _Pending:
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        if _has(self._plan, IN_RESULT):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+        return StepResult(step_id=self._plan.step_id, token_ids=[[7] if row.samples else [] for row in self._plan.rows])
+
+
+class FailingExecutor:
+    """See Executor."""
+
+    sleep_level = None
+
+    def run(self, plan: StepPlan) -> _Pending:
+        if _has(plan, IN_RUN):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        if _has(plan, OUT_OF_MEMORY):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. 1.00 GiB is free.")
+        return _Pending(plan)
+
+    def sleep(self, level: int) -> None:
+        raise NotImplementedError
+
+    def wake_up(self, tags: object) -> None:
+        raise NotImplementedError
+
+
+def _has(plan: StepPlan, token: int) -> bool:
+    return any(token in row.tokens for row in plan.rows)
+
+
+def build(args: EngineArgs) -> EngineCore:
+    """A core for `args.model`, of which only config.json is read."""
+    resolved = resolve(args, 256 * 2**20)
+    scheduler = build_scheduler(resolved.config, resolved.plan)
+    return EngineCore(scheduler, FailingExecutor(), resolved.plan, max_in_flight=2, enable_sleep_mode=True)

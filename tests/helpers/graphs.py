@@ -1,0 +1,84 @@
+"""Graphs without a device: an engine that records what torch is asked to do, and does exactly that again.
+
+As with CUDA graphs, Python runs at the capture only, recorded operations work on the tensors of the capture, and whatever
+needs a value on the host (`.item()`, `.tolist()`, `nonzero`) can't be recorded. An operation of `pagerunner.ops` that has
+a kernel is recorded as one, whatever its twin does inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pagerunner.ops.dispatch import Op
+
+_NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
+
+
+def _storages(values: Any) -> set[int]:
+    return {v.untyped_storage().data_ptr() for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.numel()}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._in_kernel = False
+
+    def kernel(self, op: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        """Record an operation that has a kernel."""
+        if self._in_kernel:
+            return op.twin(*args, **kwargs)
+        self._in_kernel = True
+        made = op.twin(*args, **kwargs)
+        self._in_kernel = False
+        self.calls.append((op.twin, args, kwargs, made))
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._in_kernel:
+            return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _NEEDS_THE_HOST:
+            raise RuntimeError(f"{name} needs the host to know a value, which no graph can")
+        made = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, made))
+        return made
+
+
+class RecordedGraph:
+    """A list of operations. `replays` counts."""
+
+    def __init__(self, calls: list[Any], outputs: tuple[torch.Tensor, ...]) -> None:
+        self.outputs = outputs
+        self.replays = 0
+        self._calls = calls
+
+    def replay(self) -> None:
+        """Every operation again, its results put where the capture's were."""
+        self.replays += 1
+        for func, args, kwargs, made in self._calls:
+            inputs = _storages((args, kwargs))
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and not _storages(old) & inputs:
+                    old.copy_(new)
+
+
+class RecordedGraphs:
+    """See the module. `graphs` are all that were captured."""
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+
+    def capture(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> RecordedGraph:
+        """Call `run`, which does its work here, and record it."""
+        with _Recorder() as recorder, patch.object(Op, "__call__", lambda op, *a, **k: recorder.kernel(op, *a, **k)):
+            outputs = run()
+        self.graphs.append(RecordedGraph(recorder.calls, outputs))
+        return self.graphs[-1]

@@ -1,0 +1,135 @@
+"""Steps of latent attention, run against attention over expanded keys and values, with NaN in every unwritten slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from helpers.attention_cases import padded
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.mla import UpProjection
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A row's past, its tokens this step, and how many pages of the first row it would like to share."""
+
+    start: int
+    queries: int
+    shared_pages: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step."""
+
+    rows: tuple[RowCase, ...]
+    page_tokens: int = 16
+    heads: int = 2
+    key_dim: int = 6
+    rope_dim: int = 4
+    value_dim: int = 5
+    latent_dim: int = 8
+    gap: int = 0
+    dtype: torch.dtype = torch.float32  # of the pages
+    compute: torch.dtype = torch.float32
+    padding: int = 0  # rows and tokens that a graph has beyond the step's own
+    in_graph: bool = False
+
+
+def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """The backend's output and the reference's, [T, H, V], float64 on the CPU."""
+    torch.manual_seed(0)
+    size, vector = case.page_tokens, case.latent_dim + case.rope_dim
+    stride = 2 * size * vector + case.gap  # two layers; the step runs the second
+    num_pages = sum(-(-(r.start + r.queries) // size) for r in case.rows) + 3
+    pool = torch.full((num_pages * stride,), float("nan"), dtype=case.dtype)
+    pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
+    free = torch.randperm(num_pages).tolist()
+    vectors: list[torch.Tensor] = []
+    tables: list[list[int]] = []
+    entries, offsets = [], []
+    for row in case.rows:
+        length = row.start + row.queries
+        own = torch.randn(length, vector).to(case.dtype).to(case.compute).float()
+        held: list[int] = []
+        if tables:
+            count = min(row.shared_pages, row.start // size, vectors[0].shape[0] // size)
+            held = tables[0][:count]
+            own[: count * size] = vectors[0][: count * size]
+        past = torch.arange(len(held) * size, row.start)
+        held = held + [free.pop() for _ in range(-(-length // size) - len(held))]
+        pages[torch.tensor(held)[past // size], past % size] = own[past].to(case.dtype)
+        entries += [held[p // size] for p in range(row.start, length)]
+        offsets += [p % size for p in range(row.start, length)]
+        vectors.append(own)
+        tables.append(held)
+    query_lens = [r.queries for r in case.rows]
+    seq_lens = [r.start + r.queries for r in case.rows]
+    tokens = sum(query_lens)
+    q = torch.randn(tokens, case.heads, case.key_dim + case.rope_dim).to(case.compute)
+    weight = torch.randn(case.heads * (case.key_dim + case.value_dim), case.latent_dim) / case.latent_dim**0.5
+    weight = weight.to(case.compute)
+    up = UpProjection(weight.to(device), case.heads, case.key_dim, case.value_dim)
+    new = torch.cat([x[r.start :] for x, r in zip(vectors, case.rows, strict=True)]).to(case.compute)
+    pool = pool.to(device)
+    pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
+    layer, more = LatentKV(0, pages), case.padding
+    batch = _batch(case, backend, device, tables, query_lens, seq_lens, entries, offsets, layer)
+    given = torch.cat((q, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
+    stored = torch.cat((new, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
+    for _ in range(2):  # a second layer of the same step reuses the plan
+        out = backend.forward(given, stored, up, layer, batch.groups[0], batch, 0.4)
+    assert out.isfinite().all()
+    start = torch.tensor([0, *query_lens]).cumsum(0)
+    weight, q = weight.double(), q.double()
+    want = []
+    for own, row, first in zip(vectors, case.rows, start.tolist(), strict=False):
+        both = (own[:, : case.latent_dim].double() @ weight.T).unflatten(-1, (case.heads, -1))
+        rope = own[:, None, case.latent_dim :].double().expand(-1, case.heads, -1)
+        keys, values = torch.cat((both[..., : case.key_dim], rope), -1), both[..., case.key_dim :]
+        scores = torch.einsum("qhd,lhd->hql", q[first : first + row.queries], keys) * 0.4
+        later = torch.arange(own.shape[0]) > row.start + torch.arange(row.queries).unsqueeze(-1)
+        want.append(torch.einsum("hql,lhv->qhv", scores.masked_fill(later, float("-inf")).softmax(-1), values))
+    return out[:tokens].double().cpu(), torch.cat(want)
+
+
+def _batch(
+    case: Case,
+    backend: Any,
+    device: str,
+    tables: list[list[int]],
+    query_lens: list[int],
+    seq_lens: list[int],
+    entries: list[int],
+    offsets: list[int],
+    layer: LatentKV,
+) -> ForwardBatch:
+    size, count, wide = case.page_tokens, len(tables), max(map(len, tables))
+    start = torch.tensor([0, *query_lens]).cumsum(0)
+    if hasattr(backend, "new_state"):
+        slots = torch.randperm(count + 2)[:count].tolist()
+        table = torch.full((count + 2, wide + 1), -1, dtype=torch.int64)
+    else:
+        slots, table = list(range(count)), torch.zeros(count, wide, dtype=torch.int64)
+    for slot, held in zip(slots, tables, strict=True):
+        table[slot, : len(held)] = torch.tensor(held)
+    table = table.to(device)
+    rows = StepRows.of(query_lens, seq_lens, slots, device)
+    if case.padding:
+        rows = padded(rows, case.padding)
+    if hasattr(backend, "new_state"):
+        shape = GraphShape(rows.num_rows, rows.num_tokens, rows.max_seq_len) if case.in_graph else None
+        hosts = ([], [], []) if case.in_graph else (query_lens, seq_lens, slots)
+        metadata = backend.plan(PlanInputs(rows, *hosts, table, size, None), backend.new_state(shape))
+    else:
+        metadata = backend.plan(query_lens, seq_lens, table, size, start)
+    entry = torch.tensor(entries + [-1] * case.padding, device=device)
+    offset = torch.tensor(offsets + [0] * case.padding, device=device)
+    first_page = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
+    group = GroupBatch(table, first_page, entry, offset, size, backend, metadata)
+    nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)

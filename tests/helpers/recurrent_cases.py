@@ -1,0 +1,145 @@
+"""Steps of recurrent layers for kernels and their twins: rows of any length, padding, states in scattered pages, saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagerunner.ops.state_rows import StateRows, StateSaves
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of `lengths` tokens, `padding` rows and tokens beyond them; saves (row, tokens of the row before them)."""
+
+    lengths: tuple[int, ...]
+    saves: tuple[tuple[int, int], ...] = ()
+    padding: tuple[int, int] = (0, 0)
+
+    @property
+    def tokens(self) -> int:
+        """T, padding included."""
+        return sum(self.lengths) + self.padding[1]
+
+
+class Memory:
+    """Pages of states in one pool, every element NaN; page 0 belongs to nobody, pages of rows are in random order."""
+
+    def __init__(
+        self, step: Step, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: str
+    ) -> None:
+        torch.manual_seed(len(step.lengths))
+        rows, count = len(step.lengths), len(step.lengths) + len(step.saves) + 2
+        sizes = [
+            -(-torch.Size(shape).numel() * dtype.itemsize // 16) * 16
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        unit = sum(sizes) + 48
+        self.pool = torch.full((count * unit,), 0xFF, dtype=torch.uint8, device=device)
+        self.states = []
+        offset = 16
+        for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+            strides = (unit // dtype.itemsize, *torch.empty(shape, device="meta").stride())
+            view = self.pool.view(dtype)
+            self.states.append(view.as_strided((count, *shape), strides, offset // dtype.itemsize))
+            offset += size
+        pages = (torch.randperm(count - 1) + 1).tolist()
+        self.entries, targets = pages[:rows], pages[rows : rows + len(step.saves)]
+        for state in self.states:
+            for entry in self.entries:
+                state[entry] = torch.randn(state.shape[1:]).to(state)
+        slots = torch.randperm(rows + 3)[:rows].tolist()
+        table = torch.full((rows + 3, 2), -1, dtype=torch.int64)
+        table[slots, 0] = torch.tensor(self.entries)
+        pad_rows, pad_tokens = step.padding
+        lengths = torch.tensor([0, *step.lengths, *[0] * pad_rows])
+        row_T = torch.tensor([row for row, n in enumerate(step.lengths) for _ in range(n)] + [-1] * pad_tokens)
+        start = lengths.cumsum(0)
+        ordered = sorted(zip(step.saves, targets, strict=True))
+        ends = [int(start[row]) + after for (row, after), _ in ordered] + [0]
+        owners = torch.tensor([row for (row, _), _ in ordered], dtype=torch.int64)
+        save_start = torch.cat(
+            (torch.zeros(1, dtype=torch.int64), torch.bincount(owners, minlength=len(lengths) - 1).cumsum(0))
+        )
+        offsets = [target * unit for _, target in ordered] + [0]
+
+        def on(values: object, dtype: torch.dtype) -> torch.Tensor:
+            return torch.as_tensor(values).to(dtype).to(device)
+
+        self.rows = StateRows(
+            slots_R=on([*slots, *[0] * pad_rows], torch.int32),
+            query_start_R1=on(start, torch.int32),
+            row_T=on(row_T, torch.int32),
+            page_table=table.to(device),
+            one_token=max(step.lengths) == 1 and pad_rows == pad_tokens,
+            max_query_len=max(step.lengths),
+            saves=None
+            if not step.saves
+            else StateSaves(on(save_start, torch.int32), on(ends, torch.int32), on(offsets, torch.int64)),
+        )
+
+
+def compare(op, arguments, which: int, step: Step, shapes, dtypes, device: str, tolerance: float) -> None:
+    """Run `op`'s kernel and its twin on equal memories; outputs of real tokens and all of the pool must agree.
+
+    `arguments(states, rows)` are the call's, which uses state `which`.
+    """
+    found, wanted = (Memory(step, shapes, dtypes, device) for _ in range(2))
+    torch.testing.assert_close(found.states[which], wanted.states[which], equal_nan=True, atol=0, rtol=0)
+    out = op.kernel(*arguments(found.states[which], found.rows))
+    want = op.twin(*arguments(wanted.states[which], wanted.rows))
+    assert out.shape == want.shape and out.dtype == want.dtype and bool(out.isfinite().all())
+    real = sum(step.lengths)
+    close(out[:real], want[:real], tolerance)
+    for state, expected in zip(found.states, wanted.states, strict=True):
+        empty = expected.isnan()
+        assert torch.equal(state.isnan(), empty)
+        for entry in range(len(state)):
+            if not bool(empty[entry].any()):
+                close(state[entry], expected[entry], tolerance)
+
+
+def close(found: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    """The error is within `tolerance` of the length."""
+    found, want = found.double(), want.double()
+    error = float((found - want).norm() / want.norm().clamp(min=1e-30))
+    assert error <= tolerance, f"error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def conv_call(step: Step, channels: int, taps: int, dtype: torch.dtype, device: str, *, biased: bool):
+    """Arguments of causal_conv_rows by state and rows; the inputs are a slice of wider rows."""
+    torch.manual_seed(1)
+    x = torch.randn(step.tokens, channels + 5).to(device, dtype)[:, 3 : 3 + channels]
+    weight = torch.randn(channels, 1, taps).to(device, dtype).squeeze(1)
+    bias = torch.randn(channels).to(device, dtype) if biased else None
+    return lambda state, rows: (x, state, weight, bias, rows)
+
+
+def delta_call(step: Step, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str):
+    """Arguments of gated_delta_rows; sizes are key heads, heads, key and value size. Head 0's keys are all alike, and its
+    corrections strong, which is the hardest for a solver; decays run from almost none to almost all.
+    """
+    key_heads, heads, key_dim, value_dim = sizes
+    torch.manual_seed(2)
+    mixed = torch.randn(step.tokens, 2 * key_heads * key_dim + heads * value_dim)
+    keys = mixed[:, key_heads * key_dim : (key_heads + 1) * key_dim]
+    keys.copy_(keys[0] + 0.1 * keys)
+    rates, decays = torch.randn(2, step.tokens, heads)
+    rates[:, 0] += 3
+    log = torch.linspace(-4, 3, heads)
+    bias = torch.randn(heads)
+    tensors = [x.to(device, dtype) for x in (mixed, rates, decays, log, bias)]
+    return lambda state, rows: (*tensors, state, key_heads, rows)
+
+
+def mamba_call(step: Step, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str):
+    """Arguments of mamba2_rows; sizes are groups, heads, head size and state size."""
+    groups, heads, head_dim, state_size = sizes
+    torch.manual_seed(3)
+    mixed = torch.randn(step.tokens, heads * head_dim + 2 * groups * state_size)
+    steps, log = torch.randn(step.tokens, heads), torch.linspace(-3, 3, heads)
+    skip, bias = torch.randn(heads), torch.randn(heads)
+    tensors = [x.to(device, dtype) for x in (mixed, steps, log, bias, skip)]
+    return lambda state, rows: (*tensors, state, rows)

@@ -1,0 +1,114 @@
+"""Cases for the operations that prepare a step, at tiny shapes on the CPU and at real ones on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+
+from pagerunner.ops.batch import PackedRows, StepTensors, TableSet, build_rows, store_tokens
+from pagerunner.ops.pages import copy_pages, fill_pages
+from pagerunner.ops.tables import write_entries
+
+GROUPS = ((16, 9), (3, 4), (1, 1), (48, 5))  # tokens of a page, columns of the table
+
+
+def staged_rows(
+    rng: random.Random, lengths: list[int], padded_rows: int, padded_tokens: int, slots: int
+) -> tuple[torch.Tensor, PackedRows]:
+    """Rows of these lengths in random slots at random positions, packed as for `build_rows`."""
+    rows, tokens = len(lengths), sum(lengths)
+    where = PackedRows(rows, tokens, padded_rows, padded_tokens, max(lengths) == 1)
+    packed = torch.full((where.size + 3,), -(2**40))  # no gap between the parts may be read
+    packed[:rows] = torch.tensor(rng.sample(range(slots), rows))
+    packed[where.starts : where.starts + rows] = torch.tensor([rng.randrange(500) for _ in lengths])
+    packed[where.query_start : where.query_start + rows + 1] = torch.tensor([0, *lengths]).cumsum(0)
+    ids = [rng.choice((-1, rng.randrange(1000))) for _ in range(tokens)]
+    packed[where.token_ids : where.token_ids + tokens] = torch.tensor(ids)
+    if not where.one_token:
+        packed[where.token_rows : where.token_rows + tokens] = torch.tensor(
+            [row for row, length in enumerate(lengths) for _ in range(length)]
+        )
+    return packed, where
+
+
+def tables(slots: int, device: str) -> TableSet:
+    """A table of random entries, some of them -1, for each of GROUPS."""
+    shapes, first = [], 0
+    for page_tokens, width in GROUPS:
+        shapes.append((first, width, page_tokens))
+        first += slots * width
+    return TableSet(torch.randint(-1, 1000, (first,), device=device), torch.tensor(shapes, device=device))
+
+
+def filled(build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu") -> StepTensors:
+    """What `build` makes of one seeded step, in tensors larger than it that hold -7 before."""
+    torch.manual_seed(len(lengths))
+    slots = len(lengths) + 3
+    packed, where = staged_rows(random.Random(sum(lengths)), lengths, padded_rows, padded_tokens, slots)
+    table, last_tokens = tables(slots, "cpu"), torch.randint(0, 1000, (slots + 1,))
+    out = StepTensors.empty(padded_rows + 2, padded_tokens + 5, len(GROUPS), torch.device(device))
+    for field in dataclasses.fields(out):
+        getattr(out, field.name).fill_(-7)
+    build(
+        packed.to(device),
+        where,
+        TableSet(table.entries.to(device), table.shapes.to(device)),
+        last_tokens.to(device),
+        out,
+    )
+    return out
+
+
+def check_build_rows(build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu") -> None:
+    """`build` fills the same as the twin, and nothing beyond the padding."""
+    expected = filled(build_rows.twin, lengths, padded_rows, padded_tokens)
+    found = filled(build, lengths, padded_rows, padded_tokens, device)
+    for field in dataclasses.fields(expected):
+        assert torch.equal(getattr(found, field.name).cpu(), getattr(expected, field.name)), field.name
+
+
+def check_store_tokens(store, count: int, device: str = "cpu") -> None:
+    """Slots of -1 store nowhere; what belongs to no slot may hold anything."""
+    slots = torch.randperm(count * 2)[:count]
+    slots[::3] = -1
+    tokens = torch.arange(count) + 100
+    expected, found = torch.zeros(count * 2 + 1, dtype=torch.int64), torch.zeros(count * 2 + 1, dtype=torch.int64)
+    store_tokens.twin(expected, slots, tokens)
+    found = found.to(device)
+    store(found, slots.to(device), tokens.to(device))
+    assert torch.equal(found[:-1].cpu(), expected[:-1])
+    assert expected[slots[1]] == 101
+
+
+def check_write_entries(write, count: int, device: str = "cpu") -> None:
+    """Every entry is in its place."""
+    places, entries = torch.randperm(count * 3)[:count], torch.randint(-1, 2**40, (count,))
+    expected = torch.zeros(count * 3, dtype=torch.int64)
+    write_entries.twin(expected, places, entries)
+    found = torch.zeros(count * 3, dtype=torch.int64, device=device)
+    write(found, places.to(device), entries.to(device))
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(expected[places], entries)
+
+
+def check_pages(fill, copy, sizes: list[int], device: str = "cpu") -> None:
+    """Pages of different sizes, filled with zeros and with ones and copied, between bytes that must not change."""
+    starts = torch.tensor([0, *[2 * size + 16 for size in sizes]]).cumsum(0).tolist()
+    before = torch.randint(0, 256, (starts[-1],), dtype=torch.uint8)
+    fills = torch.tensor(
+        [(start, size, 255 * (i % 2)) for i, (start, size) in enumerate(zip(starts, sizes, strict=False))]
+    )
+    copies = torch.tensor([(start, start + size, size) for start, size in zip(starts, sizes, strict=False)])
+    expected, found = before.clone(), before.clone().to(device)
+    for memory, place, do_fill, do_copy in (
+        (expected, "cpu", fill_pages.twin, copy_pages.twin),
+        (found, device, fill, copy),
+    ):
+        do_copy(memory, copies.to(place), max(sizes))
+        do_fill(memory, fills.to(place), max(sizes))
+    assert torch.equal(found.cpu(), expected)
+    first, size = starts[0], sizes[0]
+    assert expected[first : first + size].eq(0).all()
+    assert torch.equal(expected[first + size : first + 2 * size], before[first : first + size])

@@ -1,0 +1,64 @@
+"""Norm kernels against their twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops import norm
+
+DTYPES = [torch.float32, torch.float16]
+
+
+def heads(tokens: int, total: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Some heads of a wider projection: neither tokens nor the whole are dense."""
+    return torch.randn(tokens, total, dim).to(dtype)[:, 1:-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [norm.rms_norm, norm.offset_rms_norm], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("shape", [(1, 20), (5, 64), (3, 1)])
+def test_plain_norms(op, shape, dtype):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    torch.testing.assert_close(op.kernel(x, weight, 1e-3), op.twin(x, weight, 1e-3))
+
+
+@pytest.mark.parametrize("op", [norm.rms_norm, norm.offset_rms_norm], ids=lambda op: op.__name__)
+def test_norms_of_heads_inside_a_projection(op):
+    x, weight = heads(3, 5, 6, torch.float32), torch.rand(6)
+    got = op.kernel(x, weight, 1e-6)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, op.twin(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [norm.add_rms_norm_, norm.add_offset_rms_norm_], ids=lambda op: op.__name__)
+def test_norms_that_add(op, dtype):
+    x, residual, weight = torch.randn(3, 20).to(dtype), torch.randn(3, 20).to(dtype), torch.rand(20).to(dtype)
+    residuals = [residual.clone(), residual.clone()]
+    got, want = op.kernel(x, residuals[0], weight, 1e-6), op.twin(x, residuals[1], weight, 1e-6)
+    assert torch.equal(*residuals) and not torch.equal(residuals[0], residual)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_norms_leave_their_neighbours(dtype):
+    q_weight, k_weight, qkv = torch.rand(6).to(dtype), torch.rand(6).to(dtype), torch.randn(3, 5, 6).to(dtype)
+    got, want = qkv.clone(), qkv.clone()
+    norm.qk_norm_.kernel(got[:, :4], q_weight, k_weight, 3, 1e-6)
+    norm.qk_norm_.twin(want[:, :4], q_weight, k_weight, 3, 1e-6)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got[:, 4], qkv[:, 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [norm.rms_norm_then_gate, norm.gate_then_rms_norm], ids=lambda op: op.__name__)
+def test_gated_norms(op, dtype):
+    x, gate, weight = torch.randn(3, 3, 6).to(dtype), heads(3, 5, 6, dtype), torch.rand(6).to(dtype)
+    torch.testing.assert_close(op.kernel(x, gate, weight, 1e-6), op.twin(x, gate, weight, 1e-6))
+
+
+def test_no_tokens_and_layouts_that_cannot_be_written():
+    assert norm.rms_norm.kernel(torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
+    with pytest.raises(ValueError, match="in place"):
+        norm.add_rms_norm_.kernel(torch.ones(4, 4), torch.ones(4, 4).t(), torch.ones(4), 1e-6)

@@ -1,0 +1,71 @@
+"""The kernels of recurrent layers against their twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.recurrent_cases import Step, compare, conv_call, delta_call, mamba_call
+from pagerunner.ops.causal_conv import causal_conv_rows
+from pagerunner.ops.gdn import gated_delta_rows
+from pagerunner.ops.mamba2 import mamba2_rows
+
+pytest.importorskip("triton")
+STEPS = {
+    "decode": Step((1, 1, 1)),
+    "decode, padded, saves": Step((1, 1), saves=((1, 1),), padding=(2, 2)),
+    "a long row": Step((70,)),
+    "long, short and one, saves, padded": Step(
+        (3, 75, 1, 9), saves=((1, 64), (1, 7), (0, 2), (1, 75), (3, 9)), padding=(1, 4)
+    ),
+}
+each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-3)])
+each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+
+
+@each_step
+@pytest.mark.parametrize(("taps", "biased", "dtype"), [(4, False, torch.float32), (2, True, torch.float16)])
+def test_convolution(step, taps, biased, dtype):
+    call = conv_call(step, 6, taps, dtype, "cpu", biased=biased)
+    compare(causal_conv_rows, call, 0, step, [(taps - 1, 6)], [dtype], "cpu", 1e-3 if dtype == torch.float16 else 1e-6)
+
+
+@each_step
+@each_dtype
+def test_gated_delta(step, dtype, tolerance):
+    sizes = (1, 2, 8, 5)
+    shapes, dtypes = [(3, 6), (2, 8, 5)], [torch.float16, torch.float32]
+    compare(gated_delta_rows, delta_call(step, sizes, dtype, "cpu"), 1, step, shapes, dtypes, "cpu", tolerance)
+
+
+@each_step
+@each_dtype
+def test_mamba2(step, dtype, tolerance):
+    sizes = (1, 2, 6, 5)
+    shapes, dtypes = [(3, 6), (2, 6, 5)], [torch.float16, torch.float32]
+    compare(mamba2_rows, mamba_call(step, sizes, dtype, "cpu"), 1, step, shapes, dtypes, "cpu", tolerance)
+
+
+def test_a_planted_fault_is_caught():
+    step = STEPS["a long row"]
+
+    class Wrong:
+        twin = mamba2_rows.twin
+
+        @staticmethod
+        def kernel(*arguments):
+            out = mamba2_rows.twin(*arguments)
+            arguments[-2][:] = 0
+            return out
+
+    with pytest.raises(AssertionError):
+        compare(
+            Wrong,
+            mamba_call(step, (1, 2, 6, 5), torch.float32, "cpu"),
+            0,
+            step,
+            [(2, 6, 5)],
+            [torch.float32],
+            "cpu",
+            2e-5,
+        )

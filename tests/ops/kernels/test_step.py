@@ -1,0 +1,40 @@
+"""Kernels that prepare a step, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.step_cases import check_build_rows, check_pages, check_store_tokens, check_write_entries
+
+pytest.importorskip("triton")
+
+from pagerunner.ops.batch import build_rows, store_tokens  # noqa: E402
+from pagerunner.ops.pages import copy_pages, fill_pages  # noqa: E402
+from pagerunner.ops.tables import write_entries  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded_rows", "padded_tokens"),
+    [
+        ([1], 1, 1),
+        ([1, 1, 1], 8, 8),
+        ([1] * 130, 136, 136),
+        ([5], 1, 16),
+        ([3, 1, 1, 40, 2], 5, 47),
+        ([3, 1, 1, 140, 2], 30, 256),
+        ([2] * 129, 129, 300),
+    ],
+)
+def test_rows_are_built_as_by_the_twin(lengths: list[int], padded_rows: int, padded_tokens: int) -> None:
+    check_build_rows(build_rows.kernel, lengths, padded_rows, padded_tokens)
+
+
+@pytest.mark.parametrize("count", [2, 300])
+def test_tokens_and_entries_are_stored_where_the_twins_store_them(count: int) -> None:
+    check_store_tokens(store_tokens.kernel, count)
+    check_write_entries(write_entries.kernel, count)
+
+
+@pytest.mark.parametrize("sizes", [[16], [48, 4112, 16, 32784]])
+def test_pages_are_filled_and_copied_as_by_the_twins(sizes: list[int]) -> None:
+    check_pages(fill_pages.kernel, copy_pages.kernel, sizes)

@@ -1,0 +1,51 @@
+"""The definition of what a step's rows become, against a loop over tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from helpers.step_cases import GROUPS, staged_rows, tables
+from pagerunner.ops.batch import StepTensors, build_rows
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1, 1], [7], [3, 1, 20, 1]])
+def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
+    slots, rows, tokens = 9, len(lengths), sum(lengths)
+    padded_rows, padded_tokens = rows + 2, tokens + 3
+    packed, where = staged_rows(random.Random(1), lengths, padded_rows, padded_tokens, slots)
+    all_tables, last = tables(slots, "cpu"), torch.arange(slots + 1) + 5000
+    out = StepTensors.empty(padded_rows, padded_tokens, len(GROUPS), torch.device("cpu"))
+    build_rows(packed, where, all_tables, last, out)
+
+    slot_of, start_of = packed[:rows].tolist(), packed[where.starts : where.starts + rows].tolist()
+    ids = packed[where.token_ids : where.token_ids + tokens].tolist()
+    token = 0
+    for row, length in enumerate(lengths):
+        for step in range(length):
+            position = start_of[row] + step
+            assert (out.row_T[token], out.positions_T[token]) == (row, position)
+            assert out.token_ids_T[token] == (ids[token] if ids[token] >= 0 else 5000 + slot_of[row])
+            for group, (page_tokens, width) in enumerate(GROUPS):
+                first = int(all_tables.shapes[group, 0]) + slot_of[row] * width
+                assert out.write_entry_GT[group, token] == all_tables.entries[first + position // page_tokens % width]
+                assert out.write_offset_GT[group, token] == position % page_tokens
+            token += 1
+    assert out.slots_R.tolist() == [*slot_of, 0, 0]
+    assert out.sample_slots_R.tolist() == [*slot_of, -1, -1]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    assert out.query_start_R1.tolist() == [0, *ends, tokens, tokens]
+    assert out.seq_lens_R.tolist() == [s + n for s, n in zip(start_of, lengths, strict=True)] + [0, 0]
+    assert out.row_T[tokens:].tolist() == [-1] * 3
+    assert out.positions_T[tokens:].tolist() == out.token_ids_T[tokens:].tolist() == [0] * 3
+    assert out.write_entry_GT[:, tokens:].eq(-1).all()
+
+
+def test_the_bytes_of_a_steps_tensors_are_known_beforehand() -> None:
+    made = StepTensors.empty(7, 40, 3, torch.device("cpu"))
+    assert sum(getattr(made, field.name).nbytes for field in dataclasses.fields(made)) == StepTensors.num_bytes(
+        7, 40, 3
+    )

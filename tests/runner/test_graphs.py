@@ -1,0 +1,261 @@
+"""Graphs see nothing of what a warm-up touched, take the right steps, and keep out of the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import make_checkpoint
+from helpers.graphs import RecordedGraphs
+from pagerunner import LLM, SamplingParams
+from pagerunner.attention import select
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.paged import PagedBackend
+from pagerunner.batch import LayerKV
+from pagerunner.engine import build
+from pagerunner.errors import ConfigError
+from pagerunner.runner.arena import CpuArena
+from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.graphs import GraphKey, decode_sizes, mixed_sizes
+from pagerunner.runner.pages import Pages
+
+PROMPTS = [{"prompt_token_ids": [5 + i, 9, 30 + i, 4] * (1 + 4 * i)} for i in range(5)]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("graphs"), "qwen3"))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> RecordedGraphs:
+    recorded = RecordedGraphs()
+    monkeypatch.setattr(build, "graph_engine", lambda device: recorded)
+    return recorded
+
+
+def start(model: str, **settings: Any) -> LLM:
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "attention_backend": "triton", **settings}
+    return LLM(model, **settings)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+class Lazy:
+    def __init__(self, shape: GraphShape | None) -> None:
+        self.in_graph = shape is not None
+        self.lens_R: torch.Tensor | None = None
+
+
+class LazyBackend(PagedBackend):
+    """Computes something of the step when it is first asked, and keeps it: right only if a graph computes it again."""
+
+    def new_state(self, shape: GraphShape | None) -> Lazy:
+        return Lazy(shape)
+
+    def plan(self, inputs: PlanInputs, state: Lazy) -> Any:
+        if not state.in_graph:
+            state.lens_R = None
+        self.states = {**getattr(self, "states", {}), id(inputs.rows): (inputs.rows, state)}
+        return super().plan(inputs, state)
+
+    def from_projection(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._scaled(super().from_projection(*args, **kwargs), args[4])
+
+    def _scaled(self, out_THD: torch.Tensor, batch: Any) -> torch.Tensor:
+        _, state = self.states[id(batch.rows)]
+        if state.lens_R is None:
+            state.lens_R = batch.rows.seq_lens_R.clone()
+        right_R = state.lens_R.clamp(min=1) / batch.rows.seq_lens_R.clamp(min=1)
+        return out_THD * right_R[batch.rows.row_T.long()][:, None, None].to(out_THD.dtype)
+
+
+def test_state_that_is_made_at_first_use_is_part_of_the_graph(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(start(model, enforce_eager=True))
+    monkeypatch.setitem(select.BACKENDS, "triton", LazyBackend)
+    llm = start(model)
+    assert generate(llm) == expected
+    assert sum(graph.replays for graph in engine.graphs) > 5
+
+
+def test_state_that_warm_up_and_capture_share_is_noticed(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: with one state for both, what the warm-up made stays."""
+    expected = generate(start(model, enforce_eager=True))
+    fresh, shared = BatchBuilder.new_states, {}
+    monkeypatch.setattr(
+        BatchBuilder, "new_states", lambda self, shape: shared.setdefault((id(self), shape), fresh(self, shape))
+    )
+    monkeypatch.setitem(select.BACKENDS, "triton", LazyBackend)
+    assert generate(start(model)) != expected
+
+
+class HostBackend(PagedBackend):
+    """Plans on the host: a replay is right only if the state holds this step's lengths."""
+
+    plans_on_host = True
+
+    def new_state(self, shape: GraphShape | None) -> torch.Tensor:
+        return torch.zeros(64)
+
+    def plan(self, inputs: PlanInputs, state: torch.Tensor) -> Any:
+        state[: len(inputs.seq_lens)] = torch.tensor(inputs.seq_lens, dtype=torch.float32)
+        self.states = {**getattr(self, "states", {}), id(inputs.rows): (inputs.rows, state)}
+        return super().plan(inputs, None)
+
+    def from_projection(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out_THD, rows = super().from_projection(*args, **kwargs), args[4].rows
+        lens_R = self.states[id(rows)][1][: rows.num_rows]
+        right_R = torch.where(rows.seq_lens_R > 0, lens_R / rows.seq_lens_R.clamp(min=1), 1.0)
+        return out_THD * right_R[rows.row_T.long()][:, None, None].to(out_THD.dtype)
+
+
+def test_a_backend_that_plans_on_the_host_does_so_before_each_replay(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(start(model, enforce_eager=True))
+    monkeypatch.setitem(select.BACKENDS, "triton", HostBackend)
+    assert generate(start(model)) == expected
+    monkeypatch.setattr(BatchBuilder, "plan_replay", lambda *args: None)
+    assert generate(start(model)) != expected
+
+
+def test_sizes_reach_the_limit_and_no_further() -> None:
+    assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(512)[:6] == (1, 2, 4, 8, 16, 24) and decode_sizes(512)[-2:] == (504, 512)
+    assert decode_sizes(20, (4, 2, 64)) == (2, 4)
+    assert mixed_sizes(100) == (16, 32, 64, 96)
+    assert mixed_sizes(8192, (1, 40)) == (16, 32)
+    assert mixed_sizes(8192, ()) == ()
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm._core._executor._runner
+
+
+def test_steps_take_the_smallest_graph_that_holds_them(model: str, engine: RecordedGraphs) -> None:
+    llm = start(model)
+    graphs = runner_of(llm)._graphs
+    assert graphs.keys[0] == GraphKey(6, 64, False)
+    assert [key.tokens for key in graphs.keys] == sorted((key.tokens for key in graphs.keys), reverse=True)
+    ran: list[GraphKey] = []
+    replay = graphs.replay
+
+    def noted(captured: Any, step: Any, saves: Any) -> Any:
+        fits = [key for key in graphs.keys if key.decode == captured.key.decode and key.tokens >= step.where.tokens]
+        assert captured.key == fits[-1]
+        ran.append(captured.key)
+        return replay(captured, step, saves)
+
+    graphs.replay = noted
+    generate(llm)
+    assert {key.decode for key in ran} == {True, False}
+    assert GraphKey(6, 6, True) in ran, "five rows were never decoded together"
+    llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    assert ran[-1] == GraphKey(1, 1, True)
+    count = len(ran)
+    llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert len(ran) == count, "prompt log-probabilities need all hidden states of their own step"
+
+
+def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, engine: RecordedGraphs) -> None:
+    runner = runner_of(start(model))
+    warmed: list[tuple[int, int]] = []
+    captured: list[tuple[int, int]] = []
+    runner.warm_up(lambda done, total: warmed.append((done, total)))
+    report = runner.capture(lambda done, total: captured.append((done, total)))
+    total = runner.num_graphs
+    assert warmed == captured == [(done, total) for done in range(1, total + 1)]
+    assert report.num_graphs == total and report.seconds > 0
+
+
+def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> None:
+    keys = runner_of(start(model, cudagraph_capture_sizes=[1, 4, 32]))._graphs.keys
+    assert keys == (GraphKey(6, 32, False), GraphKey(6, 16, False), GraphKey(4, 4, True), GraphKey(1, 1, True))
+    assert runner_of(start(model, cudagraph_capture_sizes=[]))._graphs.keys == ()
+    with pytest.raises(ConfigError, match="cudagraph_capture_sizes must be whole numbers of at least 1, got"):
+        start(model, cudagraph_capture_sizes=[0])
+
+
+def test_without_graphs_nothing_is_captured(model: str, engine: RecordedGraphs) -> None:
+    assert runner_of(start(model, enforce_eager=True)).num_graphs == 0
+    assert runner_of(start(model, attention_backend="torch_ref")).num_graphs == 0
+    assert engine.graphs == []
+
+
+class NoRecord:
+    """Keeps a graph's outputs only: what a recorded graph knows of pages is not the runner's."""
+
+    def __init__(self, run: Any) -> None:
+        self.outputs = run()
+        self.replay = lambda: None
+
+
+def tensors(value: Any, skip: tuple[type, ...], seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor that can be reached from a value, except through objects of `skip`."""
+    if id(value) in seen or isinstance(value, (*skip, str, bytes, int, float, type, type(pytest))):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts += list(value)
+    parts += list(getattr(value, "__dict__", {}).values())
+    parts += [
+        getattr(value, name)
+        for cls in type(value).__mro__
+        for name in getattr(cls, "__slots__", ())
+        if hasattr(value, name)
+    ]
+    parts += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    parts.append(getattr(value, "__self__", None))
+    for part in parts:
+        yield from tensors(part, skip, seen)
+
+
+def test_no_tensor_of_the_runner_lies_in_the_arena(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    regions: list[torch.Tensor] = []
+    reserve = CpuArena.reserve
+
+    def noted(self: CpuArena, *args: Any, **kwargs: Any) -> torch.Tensor:
+        regions.append(reserve(self, *args, **kwargs))
+        return regions[-1]
+
+    class Engine:
+        def capture(self, run: Any) -> NoRecord:
+            return NoRecord(run)
+
+    monkeypatch.setattr(CpuArena, "reserve", noted)
+    llm = start(model, enforce_eager=True)
+    everything = SamplingParams(
+        temperature=0.7, top_p=0.9, logprobs=2, repetition_penalty=1.1, logit_bias={3: 1.0}, min_tokens=2, max_tokens=4
+    )
+    llm.generate(PROMPTS, everything, use_tqdm=False)
+    monkeypatch.setattr(build, "graph_engine", lambda device: Engine())
+    with_graphs = start(model)
+
+    def inside(runner: Any, skip: tuple[type, ...]) -> tuple[int, int]:
+        found = list(tensors(runner, skip, set()))
+        spans = [(region.data_ptr(), region.data_ptr() + region.nbytes) for region in regions]
+        return sum(any(a <= t.data_ptr() < b for a, b in spans) for t in found if t.numel()), len(found)
+
+    for each in (llm, with_graphs):
+        runner = runner_of(each)
+        in_arena, count = inside(runner, (Pages, LayerKV, type(runner._model)))
+        assert in_arena == 0
+        assert count > 20
+        assert inside(runner, ())[0] > 10, "the search doesn't find what it looks for"
