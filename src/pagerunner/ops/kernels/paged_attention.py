@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.ops.kernels.launch import dependent
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
@@ -204,7 +205,7 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.work is not None,
             self.work is not None and self.work.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8,
+            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, **dependent(device),
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:

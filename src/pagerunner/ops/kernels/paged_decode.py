@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
@@ -25,9 +26,7 @@ def softcapped(scores, softcap):
 
 
 @triton.jit
-def load_tile(
-    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr
-):
+def load_tile(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
     """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
     d = tl.arange(0, DP)
     if D == DP:
@@ -351,13 +350,16 @@ def decode_kernel(
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
-    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
     and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
     projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
     unit also stores its key and value.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
