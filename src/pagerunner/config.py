@@ -55,7 +55,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
-    cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     enable_sleep_mode: bool = False
     max_in_flight: int | None = None
     poison_fresh_pages: bool = False
@@ -82,6 +82,9 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         sizes = self.cudagraph_capture_sizes
+        if isinstance(sizes, list):
+            sizes = tuple(sizes)
+            msgspec.structs.force_setattr(self, "cudagraph_capture_sizes", sizes)
         if sizes is not None and any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
         if not 0 < self.gpu_memory_utilization <= 1:

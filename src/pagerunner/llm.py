@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from pagerunner import limits
@@ -76,6 +77,15 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """Counters and gauges: requests, pages in use, prefix queries and hits, preemptions."""
         return self._core.stats()
+
+    def memory_state(self) -> dict[str, Any]:
+        """Who holds the page memory now, as plain JSON values.
+
+        `groups` list each group's slabs and cached pages, `requests` each running request's pages, as runs [first, count]
+        of ids; see `memory/ownership.py`. Between calls of `generate` nothing runs; a `stream` may be looked at midway.
+        """
+        state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state())
+        return state
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError when it was switched off."""

@@ -277,7 +277,7 @@ class StepRow(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """Pages `first` .. of a slot are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
+    """Pages `first` .. of a slot, as its backend counts them, are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
 
     group: int
     slot: int
@@ -308,6 +308,7 @@ class StateSave(NamedTuple):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
 
+    A request may be admitted a step before its first row: its first pages are copies of what this step computes.
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.

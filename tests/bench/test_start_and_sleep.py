@@ -35,16 +35,17 @@ def test_every_level_is_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) 
     assert main(["bench", "sleep", *SMALL]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [nap["name"] for nap in report["naps"]] == [name for name, _, _ in ROUNDS]
-    assert all(nap["sleep"] >= 0 and nap["wake"] for nap in report["naps"])
+    assert all(nap["sleep"] >= 0 and nap["wake"] and nap["same_answer"] for nap in report["naps"])
 
 
-class _Changes:
+class _Sleeper:
     """Answers differently after its third sleep."""
 
     def __init__(self) -> None:
         self.log: list[object] = []
 
     def generate(self, prompts: object, params: object = None, use_tqdm: bool = True) -> list[SimpleNamespace]:
+        assert self.log.pop() == "reset", "answers are compared without the prefix cache"
         token = 1 if self.log.count("sleep") < 3 else 2
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])]
 
@@ -54,19 +55,18 @@ class _Changes:
     def wake_up(self, tags: object = None) -> None:
         self.log.append(tags)
 
-
-def test_an_answer_that_changes_gives_no_times() -> None:
-    llm = _Changes()
-    with pytest.raises(PagerunnerError, match="after level 1, by tags the answer differs"):
-        measure_sleep(llm, lambda: 0, label="x")  # type: ignore[arg-type]
-    assert llm.log == ["sleep", None, "sleep", None, "sleep", ("weights",), ("kv_cache",)]
+    def reset_prefix_cache(self) -> bool:
+        self.log.append("reset")
+        return True
 
 
-def test_free_memory_is_reported_before_asleep_and_after() -> None:
-    values = iter([5, 50, 5] * len(ROUNDS))
-    llm = _Changes()
-    llm.generate = lambda *_, **__: [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])])]  # type: ignore[method-assign]
+def test_free_memory_and_changed_answers_are_reported() -> None:
+    values = iter([5, 50, 6] * len(ROUNDS))
+    llm = _Sleeper()
     report = measure_sleep(llm, lambda: next(values) * sleep.MIB, label="shape")  # type: ignore[arg-type]
-    assert all((nap.free_before, nap.free_asleep, nap.free_after) == (5, 50, 5) for nap in report.naps)
-    assert "free 5 -> 50 -> 5" in report.text()
-    assert "wake kv_cache" in report.text().splitlines()[5]
+    assert all((nap.free_before, nap.free_asleep, nap.free_after) == (5, 50, 6) for nap in report.naps)
+    assert [nap.same_answer for nap in report.naps] == [True, True, False, False, False, False]
+    lines = report.text().splitlines()
+    assert "free 5 -> 50 -> 6  same answer" in lines[1] and "THE ANSWER HAS CHANGED" in lines[3]
+    assert "wake kv_cache" in lines[5]
+    assert llm.log[:7] == ["sleep", None, "sleep", None, "sleep", ("weights",), ("kv_cache",)]

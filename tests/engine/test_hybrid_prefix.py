@@ -14,7 +14,7 @@ from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from pagerunner import LLM, SamplingParams
 from pagerunner.memory.specs import RecurrentState
 
-FAMILIES = ["qwen3_next", "qwen3_5", "bamba"]
+FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_windowed", "bamba"]
 NEW_TOKENS = 8
 
 

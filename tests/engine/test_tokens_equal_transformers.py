@@ -49,6 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", {}),
     "qwen3.5": ("qwen3_5", {}),
     "qwen3.5-moe": ("qwen3_5_moe", {}),
+    "qwen3.5-windowed": ("qwen3_5_windowed", {}),
     "bamba": ("bamba", {"num_key_value_heads": 3, "mamba_d_state": 4}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -69,8 +70,8 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "poisoned-tight": {"num_gpu_blocks_override": 10, "max_model_len": 128, "poison_fresh_pages": True},
 }
 NEW_TOKENS = 10
-# As above, where a request of 128 tokens needs pages of two groups; the number counts pages of the larger one.
-TIGHT_PAGES = {"gemma3_text": 14, "gpt_oss": 14}
+# As above, where a request of 128 tokens needs pages of more than one group; the number counts pages of the larger one.
+TIGHT_PAGES = {"gemma3_text": 14, "gpt_oss": 14, "qwen3_5_windowed": 13}
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    from transformers import AutoModelForCausalLM
+    from windowed import load_model
 
     family, overrides = VARIANTS[request.param]
     make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
@@ -106,7 +107,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         make = make_hybrid_directory if family in HYBRID_FAMILIES else make
         path = make(directory, family, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = _prompts(model.config.vocab_size)
     tokens, logprobs = [], []
     for prompt in prompts:

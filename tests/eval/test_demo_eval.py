@@ -24,8 +24,8 @@ def damage_one_page_in_ten(monkeypatch):
     healthy = Pages.prepare
     noise = torch.Generator().manual_seed(0)
 
-    def prepare(self, zero, copies):
-        healthy(self, zero, copies)
+    def prepare(self, step):
+        healthy(self, step)
         for layer in self.layers:
             for values in (layer.k, layer.v):
                 damaged = values[3::10]

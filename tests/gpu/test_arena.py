@@ -70,8 +70,9 @@ def test_sleep_gives_back_every_byte_and_waking_takes_as_many(arena: CudaArena) 
         scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)
         del scratch
         awake = free()
+        held = sum(arena.mapped_bytes().values()) + GIB
         sleeper.sleep(level)
-        assert abs(free() - awake - (23 * GIB + 12345 + GIB)) <= 4 * MIB
+        assert 0 <= free() - awake - held <= 4 * MIB  # torch's cache may have held another block
         sleeper.wake_up()
         assert abs(free() - awake) < MIB
         assert torch.equal(weights, expected)

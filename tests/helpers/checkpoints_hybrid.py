@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import windowed
 from helpers.checkpoints import write_tokenizer
 
 _GATED_DELTA: dict[str, Any] = {
@@ -44,7 +45,13 @@ _BAMBA: dict[str, Any] = {
     "mamba_d_state": 10,
     "max_position_embeddings": 2048,
 }
-HYBRID_FAMILIES = ("qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_moe", "bamba")
+# Three kinds of memory in one model; the window is longer than a page and shorter than most prompts.
+_WINDOWED: dict[str, Any] = {
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 20,
+}
+HYBRID_FAMILIES = ("qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_moe", "bamba", "qwen3_5_windowed")
 
 
 def make_hybrid_model(family: str, *, seed: int = 0, vocab_size: int = 512, **overrides: Any) -> Any:
@@ -57,12 +64,14 @@ def make_hybrid_model(family: str, *, seed: int = 0, vocab_size: int = 512, **ov
         "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _GATED_DELTA | _DENSE),
         "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _GATED_DELTA | _EXPERTS),
         "bamba": ("BambaConfig", "BambaForCausalLM", _BAMBA),
+        "qwen3_5_windowed": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _GATED_DELTA | _DENSE | _WINDOWED),
     }
     config_name, model_name, fields = configs[family]
     fields = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None} | fields
     torch.manual_seed(seed)
-    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**(fields | overrides)))
-    return _lively(model, seed)
+    config = getattr(transformers, config_name)(**(fields | overrides))
+    make = getattr(transformers, model_name)
+    return _lively(windowed.new_model(config) if "windowed" in family else make(config), seed)
 
 
 def _lively(model: Any, seed: int) -> Any:
@@ -90,7 +99,7 @@ def make_hybrid_checkpoint(directory: Path, family: str, **options: Any) -> tupl
     """Write the model of `make_hybrid_model` under `directory`; its path and the model."""
     model = make_hybrid_model(family, **options)
     path = directory / f"{family}-{len(list(directory.iterdir()))}"
-    model.save_pretrained(path)
+    windowed.save_model(model, path)
     (path / "generation_config.json").unlink(missing_ok=True)
     return path, model
 

@@ -14,6 +14,7 @@ import msgspec
 
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
+from pagerunner.memory.ownership import GroupOwnership, MemoryState, RequestPages
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.scheduler import SchedulerStats
@@ -171,6 +172,15 @@ class FakeCore:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._level = None
+
+    def memory_state(self) -> MemoryState:
+        group = GroupOwnership(
+            name="full", page_bytes=64, pages_per_slab=1, slabs=[(0, 1)], in_use=1, shared=0, free=0, cached=[]
+        )
+        requests = [
+            RequestPages(request_id=name, slot=slot, pages=[[(slot, 1)]]) for slot, name in enumerate(self._requests)
+        ]
+        return MemoryState(num_slabs=4, slab_bytes=64, free_slabs=3, groups=[group], requests=requests)
 
     def reset_prefix_cache(self) -> bool:
         self._seen.clear()

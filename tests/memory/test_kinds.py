@@ -4,71 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
 
-from helpers.page_checker import PageChecker
+from helpers.memory_bench import Bench, tokens
 from helpers.plans import mixed
 from pagerunner.memory.grant import HOLE, Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.transfer import complete_pages
-from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 
 HYBRID = {"full": (16, 1), "recurrent": (16, 2)}
 WINDOWED = {"full": (16, 1), "window-100": (16, 1)}
-
-
-class Bench:
-    """A scheduler over a mix of groups, with a page-checking runner behind it."""
-
-    def __init__(self, kinds: dict[str, tuple[int, int]], megabytes: float = 8, batched: int = 8192, **options: Any):
-        self.plan: MemoryPlan = mixed(kinds, int(megabytes * (1 << 20)), batched=batched, model_max_len=20_000)
-        self.manager = KVManager(self.plan, **options)
-        self.scheduler = Scheduler(
-            self.manager, max_num_seqs=8, max_num_batched_tokens=batched, max_model_len=self.plan.max_model_len
-        )
-        self.checker = PageChecker(self.plan, prefix_caching=options.get("enable_prefix_caching", True))
-        self.cached: dict[str, int] = {}
-        self.plans: list[StepPlan] = []
-
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, family: str = "") -> None:
-        self.scheduler.add(
-            EngineRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                params=SamplingParams(max_tokens=None),
-                seed=0,
-                max_tokens=max_tokens,
-                family=family,
-            )
-        )
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        for update in self.scheduler.commit(plan, self.checker.run(plan)):
-            self.cached.setdefault(update.request_id, update.num_cached_tokens)
-        self.plans.append(plan)
-        return plan
-
-    def drain(self) -> list[StepPlan]:
-        before = len(self.plans)
-        while self.scheduler.has_work:
-            self.step()
-        self.manager.check_integrity()
-        assert not any(self.manager.pool.used)
-        return self.plans[before:]
-
-    def run(self, name: str, prompt: list[int], max_tokens: int = 1) -> int:
-        """Run one request alone; how many tokens it found in the cache."""
-        self.add(name, prompt, max_tokens)
-        self.drain()
-        return self.cached[name]
-
-
-def tokens(count: int, first: int = 0) -> list[int]:
-    return list(range(first, first + count))
 
 
 # -- recurrent state
@@ -139,7 +83,7 @@ def test_a_family_shares_state_without_prefix_caching_while_one_of_it_runs() -> 
         bench.add(str(number), tokens(1000), 5, family="f")
     bench.drain()
     assert bench.cached == {"0": 0, "1": 992, "2": 992}
-    assert len(bench.manager.pool.free_slabs) == bench.plan.num_slabs, "nothing outlives the family"
+    assert bench.manager.pool.free_slabs == bench.plan.num_slabs, "nothing outlives the family"
     bench.add("late", tokens(1000), 5, family="f")
     bench.drain()
     assert bench.cached["late"] == 0
@@ -274,4 +218,4 @@ def test_fragmentation_stays_low_over_100000_random_operations() -> None:
         manager.release(live.pop()[0])
     manager.check_integrity()
     assert not any(manager.pool.used) and manager.reset_prefix_cache()
-    assert len(manager.pool.free_slabs) == manager.plan.num_slabs
+    assert manager.pool.free_slabs == manager.plan.num_slabs

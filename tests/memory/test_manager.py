@@ -116,7 +116,7 @@ def test_a_reset_makes_everything_unfindable_even_what_running_requests_publish_
     manager.release(grant)
     manager.check_integrity()
     assert manager.reset_prefix_cache() is True
-    assert len(manager.pool.free_slabs) == manager.plan.num_slabs
+    assert manager.pool.free_slabs == manager.plan.num_slabs
 
 
 def test_distrusted_pages_cannot_be_found_whether_cached_or_in_use() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagerunner.errors import ConfigError
-from pagerunner.memory.specs import FullKV, RecurrentState
+from pagerunner.memory.specs import FullKV, RecurrentState, WindowKV
 from pagerunner.models.config import read_model_config
 
 GATED_DELTA: dict[str, Any] = {
@@ -120,6 +120,26 @@ def test_qwen3_5_27b_holds_153_mib_for_100_tokens(tmp_path: Path) -> None:
     assert 150 < request_bytes(config, 100) / 2**20 < 156
 
 
+WINDOWED: dict[str, Any] = {
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 48,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_layers_may_have_windows(tmp_path: Path, family: str) -> None:
+    specs = read(tmp_path, family, GATED_DELTA, **WINDOWED).layer_specs("bfloat16")
+    windowed = WindowKV(2, 32, "bfloat16", window=48)
+    assert specs[0].kind == "recurrent"
+    assert specs[1:] == (windowed, FullKV(2, 32, "bfloat16"), windowed)
+
+
+def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
+    specs = read(tmp_path, "qwen3_5_text", GATED_DELTA, **WINDOWED | {"sliding_window": 2048}).layer_specs("bfloat16")
+    assert [spec.kind for spec in specs] == ["recurrent", "full", "full", "full"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3", "linear_num_key_heads=2"),
     ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "at least 2"),
@@ -127,7 +147,16 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5", "num_experts=4"),
     ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers", "list of layer numbers"),
     ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types", "list of 4 names"),
-    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention", "not supported"),
+    ("qwen3_next", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention", "not supported"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention", "use_sliding_window is not true"),
+    (
+        "qwen3_5_text",
+        {"use_sliding_window": True, "sliding_window": 48},
+        "use_sliding_window",
+        "no layer of layer_types",
+    ),
+    ("qwen3_5_text", WINDOWED | {"sliding_window": None}, "sliding_window is missing", "sliding_attention"),
+    ("qwen3_5_text", WINDOWED | {"sliding_window": 0}, "sliding_window", "at least 1, got 0"),
     ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5", "at most 1"),
     ("qwen3_5_text", {"head_dim": 20}, "head_dim is 20", "not even"),
     ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype", "float32"),

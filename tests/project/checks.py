@@ -59,7 +59,7 @@ TORCH_FREE = {"errors", "limits", "types", "config", "memory", "sched"}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 25_000
+MAX_PACKAGE_LINES = 30_000
 
 _UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

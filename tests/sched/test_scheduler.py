@@ -178,10 +178,13 @@ def test_a_family_shares_without_prefix_caching_and_strangers_do_not() -> None:
     prompt = list(range(40))
     bench.add(*(request(str(n), prompt, family="f") for n in range(3)), request("x", prompt), request("y", prompt))
     plan = bench.plan_step()
-    assert [row.start for row in plan.rows] == [0, 32, 32, 0, 0]
+    assert [row.start for row in plan.rows] == [0, 0, 0]
+    bench.commit(plan)
+    plan = bench.plan_step()
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(40, 1), (39, 1), (39, 1), (40, 1), (40, 1)]
     bench.commit(plan)
     bench.drain()
-    assert len(bench.manager.pool.free_slabs) == bench.plan.num_slabs
+    assert bench.manager.pool.free_slabs == bench.plan.num_slabs
 
 
 def test_prompt_logprobs_compute_every_token_and_still_publish() -> None:

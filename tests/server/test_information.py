@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pagerunner
-from helpers.serving import RunningServer
+from helpers.serving import RunningServer, running_server
+from pagerunner.config import EngineArgs
 
 
 def test_health_ping_and_version(server: RunningServer) -> None:
@@ -19,3 +22,17 @@ def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> Non
     schema = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]
     assert "prompt" in schema["required"]
     assert schema["additionalProperties"] is False
+
+
+def test_memory_is_the_plan_and_the_live_state_of_the_core(server: RunningServer) -> None:
+    server.wait_idle()
+    body = server.get("/memory").json()
+    assert body["plan"] == server.engine.memory_plan
+    assert body["state"]["num_slabs"] == 4 and body["state"]["requests"] == []
+    assert body["state"]["groups"][0]["slabs"] == [[0, 1]]
+
+
+def test_memory_needs_the_key(text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["k"]) as server:
+        assert server.get("/memory").status_code == 401
+        assert server.get("/memory", headers={"Authorization": "Bearer k"}).status_code == 200

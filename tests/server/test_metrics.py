@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.serving import MODEL, RunningServer
 from pagerunner.engine.messages import EngineStats
 from pagerunner.engine.observer import FinishedSequence
+from pagerunner.sched.scheduler import GroupUsage
 from pagerunner.server.metrics import Metrics
 
 NAMES = {
@@ -54,6 +55,43 @@ def test_counts_follow_requests(server: RunningServer) -> None:
     change = {name: server.metric(name) - before[name] for name in names}
     assert list(change.values()) == [6, 8, 2, 6, 2, 6]
     assert server.metric("request_success_total", finished_reason="length") - length == 2
+
+
+def test_groups_have_gauges_and_counters_of_their_own() -> None:
+    def group(name: str, scale: int) -> GroupUsage:
+        return GroupUsage(
+            name=name,
+            pages_in_use=3 * scale,
+            pages_cached=2 * scale,
+            evictions=5 * scale,
+            pages_free=7 * scale,
+            hits_total=32 * scale,
+            usage=0.125 * scale,
+            fragmentation=0.0625 * scale,
+            waste=0.01 * scale,
+        )
+
+    metrics = Metrics("m")
+    metrics.on_stats(EngineStats(groups=[group("full", 1), group("window-128", 2)], kv_fragmentation=0.25))
+    metrics.on_stats(
+        EngineStats(groups=[group("full", 3), group("window-128", 1)], kv_fragmentation=0.5, kv_waste=0.02)
+    )
+    text = metrics.render().decode()
+    labels = '{engine="0",group="full",model_name="m"}'
+    for name, value in {
+        "usage_ratio": 0.375,
+        "pages_in_use": 9.0,
+        "pages_cached": 6.0,
+        "pages_free": 21.0,
+        "fragmentation_ratio": 0.1875,
+        "waste_ratio": 0.03,
+        "evictions_total": 15.0,
+        "prefix_hits_total": 96.0,
+    }.items():
+        assert f"pagerunner:group_{name}{labels} {value}" in text
+    assert 'pagerunner:group_evictions_total{engine="0",group="window-128",model_name="m"} 10.0' in text, "never down"
+    assert 'pagerunner:kv_fragmentation_ratio{engine="0",model_name="m"} 0.5' in text
+    assert 'pagerunner:kv_waste_ratio{engine="0",model_name="m"} 0.02' in text
 
 
 def test_a_stop_string_counts_as_stop(server: RunningServer) -> None:

@@ -111,3 +111,22 @@ def test_leaving_a_stream_frees_the_pages(real_server: RunningServer) -> None:
     stream.close()
     real_server.wait_idle()
     assert real_server.engine.stats.running == 0
+
+
+def test_memory_shows_whose_pages_are_in_use_while_a_stream_runs(real_server: RunningServer) -> None:
+    stream = real_server.openai().completions.create(
+        prompt="Once upon a time", stream=True, **GREEDY | {"max_tokens": 200}
+    )
+    next(iter(stream))
+    body = real_server.get("/memory").json()
+    stream.close()
+    (one,) = body["state"]["requests"]
+    (group,) = body["state"]["groups"]
+    assert group["in_use"] == sum(count for _, count in one["pages"][0]) > 0
+    assert body["plan"]["num_slabs"] == body["state"]["num_slabs"]
+    real_server.wait_idle()
+    body = real_server.get("/memory").json()
+    assert body["state"]["requests"] == [] and body["state"]["groups"][0]["in_use"] == 0
+    text = real_server.get("/metrics").text
+    assert 'pagerunner:group_pages_in_use{engine="0",group="full",model_name="tiny"} 0.0' in text
+    assert "pagerunner:group_prefix_hits_total" in text

@@ -3,8 +3,9 @@
 The attention of a step's new tokens takes them as their pages will hold them, not as the projection made them, so that
 a dtype that rounds doesn't make a token's result depend on how its prompt was divided into steps.
 
-fp8 pages carry a scale for their keys and one for their values, per layer. It is zero in a fresh page, which must
-therefore be zeroed, and grows when a token needs a larger one; what the page held is then converted. Shape letters: T
+fp8 pages carry a scale for their keys and one for their values (latents: one for their vectors), per layer. It is zero in
+a fresh page, which must therefore be zeroed, and grows when a token needs a larger one; what the page held is then
+converted. Static scales are the checkpoint's and never change: what is too large for them saturates. Shape letters: T
 tokens, U pages, S token slots, K key/value heads, D head size.
 """
 
@@ -30,8 +31,25 @@ class Writer(Protocol):
 def store(layer: LayerKV, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:
     """Write keys (`which` 0) or values (1), and return them as the pages hold them, [T, K, D] in their own dtype."""
     pages = (layer.k, layer.v)[which]
-    if layer.scales is not None:
-        return _store_scaled(pages, layer.scales, which, values_TKD, group, writer)
+    if layer.scales is not None and layer.static:
+        scale = layer.scales[0, which]
+        quantised_TKD = to_fp8(values_TKD, scale, pages.dtype)
+        writer.write(group, pages.view(torch.uint8), quantised_TKD.view(torch.uint8))
+        return from_fp8(quantised_TKD, scale, values_TKD.dtype)
+    return store_pages(pages, layer.scales, which, values_TKD, group, writer)
+
+
+def store_pages(
+    pages: torch.Tensor,
+    scales: torch.Tensor | None,
+    which: int,
+    values_TKD: torch.Tensor,
+    group: GroupBatch,
+    writer: Writer,
+) -> torch.Tensor:
+    """As `store`, into `pages` [entries, slots, K, D] whose own scale, if there are `scales`, is `scales[entry, which]`."""
+    if scales is not None:
+        return _store_scaled(pages, scales, which, values_TKD, group, writer)
     writer.write(group, pages, values_TKD)
     return values_TKD if pages.dtype == values_TKD.dtype else values_TKD.to(pages.dtype).to(values_TKD.dtype)
 

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pagerunner.attention.held import store_pages
 from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.attention.torch_ref import Result, Scratch, TorchMetadata, attend
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.pages import gather_slots, slot_layout
+from pagerunner.ops.pages import slot_layout
 
 MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory that keys and values are expanded into
 
@@ -82,13 +83,15 @@ class LatentBackend:
         self._scratch = Scratch()
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves uncompressed latents of one floating dtype, all of them kept, on any device."""
+        """Serves uncompressed latents of one dtype (fp8 with a scale per page), all of them kept, on any device."""
         if not isinstance(spec, LatentSpec) or spec.kind != "latent":
             return f"it serves latent attention only, not {spec.kind}"
         if spec.compression != 1 or spec.indexer_dim:
             return f"it serves one slot per token without an indexer, not compression={spec.compression}"
-        if spec.quantised or spec.rope_dtype not in (None, spec.dtype):
-            return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
+        if spec.rope_dtype not in (None, spec.dtype):
+            return f"it needs rotary parts in the latents' dtype, {spec.dtype}, not in {spec.rope_dtype}"
+        if spec.scale_bytes:
+            return f"it needs fp8 latents to have one scale per page, not {spec.scale_bytes} bytes of them per slot"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
 
     def plan(
@@ -119,10 +122,8 @@ class LatentBackend:
         """
         metadata: TorchMetadata = group.metadata
         pages = layer.latent.unsqueeze(2)
-        metadata.write(group, pages, vectors_TL.unsqueeze(1))
-        if pages.dtype != q_THD.dtype:
-            vectors_TL = vectors_TL.to(pages.dtype).to(q_THD.dtype)
-        call = _Call(q_THD, vectors_TL, up, pages, scale, self._scratch)
+        vectors_TL = store_pages(pages, layer.scales, 0, vectors_TL.unsqueeze(1), group, metadata).squeeze(1)
+        call = _Call(q_THD, vectors_TL, up, pages, layer.scales, scale, self._scratch)
         if len(metadata.parts) == 1:
             return call.run(metadata.parts[0])[0]
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
@@ -155,6 +156,7 @@ class _Call:
     vectors_TL: torch.Tensor
     up: UpProjection
     pages: torch.Tensor
+    scales: torch.Tensor | None
     scale: float
     scratch: Scratch
 
@@ -213,5 +215,5 @@ class _Call:
         """The vectors of `slots[first:end]`, [S, L]."""
         layout = slot_layout(self.pages)
         rows = slots.rows(layout).view(-1, layout.rows_per_token)[first:end].flatten()
-        out = self.scratch.take(0, rows.numel(), layout.unit, self.pages)
-        return gather_slots(self.pages, rows, layout, self.q_THD.dtype, out).squeeze(1)
+        scale_S = None if self.scales is None else self.scales[slots.entries_N[first:end], 0]
+        return self.scratch.read(0, self.pages, rows, layout, self.q_THD.dtype, scale_S).squeeze(1)

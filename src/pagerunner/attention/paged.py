@@ -43,8 +43,6 @@ class PagedBackend:
             return f"it serves keys and values by head, not {type(spec).__name__}"
         if max(heads.head_dim, heads.value_dim) > MAX_HEAD_DIM:
             return f"its heads have at most {MAX_HEAD_DIM} elements, not {max(heads.head_dim, heads.value_dim)}"
-        if heads.static_scales:
-            return "it needs fp8 pages to have scales of their own"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it does not compute in {dtype}"
         if device != "cuda":

@@ -19,14 +19,15 @@ Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from pagerunner.attention.base import Reach
-from pagerunner.memory.specs import Spec
+from pagerunner.config import KV_DTYPE_BYTES
+from pagerunner.memory.specs import FullKV, LatentKV, Spec
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
@@ -144,11 +145,52 @@ class _Row:
         return self.length - self.base
 
 
-def scratch_bytes(specs: Sequence[Spec], page_tokens: int, max_model_len: int) -> int:
-    """The most memory that gathering one layer's keys and values takes, whatever the step."""
-    slots = max(MAX_PADDED_SLOTS, max_model_len)
-    sizes = [spec.page_bytes(page_tokens) for spec in specs if spec.kind != "recurrent"]
-    return slots * max(sizes, default=0) // page_tokens
+def scratch_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+    """The most memory that reading pages takes, whatever the step, where the model computes in `dtype`.
+
+    It is what `torch_ref.Scratch` holds when it has served the largest call of every layer: the slots as pages hold them,
+    and as the model wants them if that is another dtype; fp8 numbers become float32 ones on the way.
+    """
+    pools: dict[Hashable, list[Spec]] = {}  # by backend: one for all keys and values, one for each group of latents
+    for spec in specs:
+        pools.setdefault(spec.lifetime if spec.kind == "latent" else "heads", []).append(spec)
+    return sum(_pool_bytes(pool, max_model_len, max_num_seqs, dtype) for pool in pools.values())
+
+
+def _pool_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+    most: dict[tuple[int, str], int] = {}
+    for spec in specs:
+        slots = _most_slots(spec, max_model_len, max_num_seqs)
+        for which, elements in enumerate(_slot_elements(spec)):
+            held: str = spec.dtype  # type: ignore[attr-defined]
+            keys = [(which, "raw" if held.startswith("fp8") else held)]
+            if held.startswith("fp8"):
+                keys.append((which if dtype == "float32" else 0, "float32"))
+            if dtype not in (key[1] for key in keys):
+                keys.append((which, dtype))
+            for key in keys:
+                most[key] = max(most.get(key, 0), slots * elements)
+    sizes = {**KV_DTYPE_BYTES, "raw": 1}
+    return sum(elements * sizes[name] for (_, name), elements in most.items())
+
+
+def _most_slots(spec: Spec, max_model_len: int, max_num_seqs: int) -> int:
+    """The most slots of one layer that one call gathers: one row's, or those of as many short rows as go together."""
+    if isinstance(spec, LatentKV) and (spec.compression > 1 or spec.indexer_dim):
+        return max_model_len // spec.compression  # row by row
+    reach, row = Reach.of(spec), max_model_len
+    if reach is not None:
+        # A chunk's last token is read from the projection; a window's row is as long as its tokens still are in pages.
+        short = max(reach.size, min(reach.size + MAX_SHORT_QUERIES, 2 * reach.size - 1) - 1)
+        row = min(row, reach.size - 1 if reach.chunked else short)
+    return max(min(MAX_PADDED_SLOTS, max_num_seqs * row), row)
+
+
+def _slot_elements(spec: Spec) -> tuple[int, ...]:
+    """Numbers of a slot's keys and values, or of its one vector and its indexer key."""
+    if isinstance(spec, FullKV):
+        return spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim
+    return (spec.latent_dim + spec.rope_dim, spec.indexer_dim) if isinstance(spec, LatentKV) else ()
 
 
 def make_plan(

@@ -17,8 +17,8 @@ from pagerunner.attention.base import Reach
 from pagerunner.attention.held import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
+from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.fp8 import from_fp8
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
 
 Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
@@ -57,20 +57,53 @@ class TorchMetadata:
 class Scratch:
     """Memory that one call gathers keys (0) and values (1) into, reused by every layer and step.
 
-    Fresh memory of this size comes from the system page by page, which costs as much as the gather itself.
+    Fresh memory of this size comes from the system page by page, which costs as much as the gather itself. What pages hold
+    in another dtype is converted into memory of here too, so that `scratch_bytes` counts all that reading pages takes.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(held.nbytes for held in self._held.values())
 
     def take(self, which: int, rows: int, unit: int, like: torch.Tensor) -> torch.Tensor:
         """Memory of [rows, unit] elements on the device of `like`, and in its dtype."""
         key = (which, like.dtype, like.device)
         held = self._held.get(key)
         if held is None or held.numel() < rows * unit:
+            del held
+            self._held.pop(key, None)  # before the larger one is allocated
             with torch.inference_mode(False):
                 held = self._held[key] = torch.empty(rows * unit, dtype=like.dtype, device=like.device)
         return held[: rows * unit].view(rows, unit)
+
+    def read(
+        self,
+        which: int,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+        layout: SlotLayout,
+        dtype: torch.dtype,
+        scale_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The slots at `rows` of `pages` [entries, slots, K, D], [N, K, D] in `dtype`; fp8 ones times their scales."""
+        if scale_N is None:
+            space = self.take(which, rows.numel(), layout.unit, pages)
+            held_NKD = gather_slots(pages, rows, layout, pages.dtype, space)
+            return held_NKD if pages.dtype == dtype else self._like(which, held_NKD, dtype).copy_(held_NKD)
+        raw = pages.view(torch.uint8)
+        space = self.take(which, rows.numel(), layout.unit, raw)
+        held_NKD = gather_slots(raw, rows, layout, torch.uint8, space).view(pages.dtype)
+        wide_NKD = self._like(which if dtype == torch.float32 else 0, held_NKD, torch.float32).copy_(held_NKD)
+        wide_NKD.mul_(scale_N[:, None, None])
+        return wide_NKD if dtype == torch.float32 else self._like(which, held_NKD, dtype).copy_(wide_NKD)
+
+    def _like(self, which: int, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        key_like = torch.empty(0, dtype=dtype, device=x.device)
+        return self.take(which, x.shape[0], x.shape[1] * x.shape[2], key_like).view(x.shape)
 
 
 class TorchBackend:
@@ -83,10 +116,11 @@ class TorchBackend:
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves full, windowed and chunked attention on any device and in any floating dtype."""
-        if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
+        if isinstance(spec, LatentSpec) and spec.kind == "window":
+            if spec.rope_dtype not in (None, spec.dtype) or spec.scale_bytes or spec.indexer_dim:
+                return "it needs a window's vectors to be of one dtype, with one scale per page and no indexer keys"
+        elif spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
             return f"it serves keys and values by head, not {type(spec).__name__}"
-        if getattr(spec, "static_scales", False):
-            return "it needs fp8 pages to have scales of their own"
         return None if dtype.is_floating_point else f"it does not compute in {dtype}"
 
     def plan(
@@ -116,22 +150,41 @@ class TorchBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, size of a value head]."""
+        found = self.partial(q_THD, k_TKD, v_TKD, layer, group, scale, softcap, keep_lse=sinks_H is not None)
+        return found[0] if sinks_H is None else take_sinks(found, sinks_H)
+
+    def partial(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: LayerKV,
+        group: GroupBatch,
+        scale: float,
+        softcap: float = 0.0,
+        *,
+        keep_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward` without sinks, for a caller that merges: [T, H, D] and, with `keep_lse`, the log-sum-exp [T, H]."""
         metadata: TorchMetadata = group.metadata
         k_TKD = store(layer, 0, k_TKD, group, metadata)
-        v_TKD = store(layer, 1, v_TKD, group, metadata)
+        v_TKD = k_TKD if layer.v is layer.k else store(layer, 1, v_TKD, group, metadata)
         call = _Call(q_THD, k_TKD, v_TKD, layer, scale, softcap, self._scratch)
         parts = metadata.parts
         if len(parts) == 1:
-            out_THD, lse_TH = call.run(parts[0])
-        else:
-            out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
-            lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-            for part in parts:
-                out, lse = call.run(part)
-                _store(part, out, lse, out_THD, lse_TH, keep_lse=sinks_H is not None)
-        if sinks_H is None:
-            return out_THD
-        return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
+            return call.run(parts[0])
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for part in parts:
+            out, lse = call.run(part)
+            _store(part, out, lse, out_THD, lse_TH, keep_lse=keep_lse)
+        return out_THD, lse_TH
+
+
+def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:
+    """What is left of attention [T, H, D] with log-sum-exp [T, H] when each head's sink has taken its share."""
+    out_THD, lse_TH = found
+    return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
 
 
 def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -186,20 +239,15 @@ class _Call:
     def _gather(self, slots: Slots, pages: torch.Tensor, which: int) -> torch.Tensor:
         layout = slot_layout(pages)
         rows = slots.rows(layout)
-        if self.layer.scales is None:
-            scratch = self.scratch.take(which, rows.numel(), layout.unit, pages)
-            return gather_slots(pages, rows, layout, self.q_THD.dtype, scratch)
-        raw = pages.view(torch.uint8)
-        scratch = self.scratch.take(which, rows.numel(), layout.unit, raw)
-        held_NKD = gather_slots(raw, rows, layout, torch.uint8, scratch).view(pages.dtype)
-        scale_N = self.layer.scales[slots.entries_N, which]
-        return from_fp8(held_NKD, scale_N[:, None, None], self.q_THD.dtype)
+        scales = self.layer.scales
+        scale_N = None if scales is None else scales[slots.entries_N, which]
+        return self.scratch.read(which, pages, rows, layout, self.q_THD.dtype, scale_N)
 
     def _keys(self, slots: Slots) -> torch.Tensor:
         return self._gather(slots, self.layer.k, 0)
 
     def _values(self, slots: Slots) -> torch.Tensor:
-        return self._gather(slots, self.layer.v, 1)
+        return self._keys(slots) if self.layer.v is self.layer.k else self._gather(slots, self.layer.v, 1)
 
     def _heads(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Query heads by the key/value head that they share, [T, K, G, D]."""

@@ -1,4 +1,4 @@
-"""How long sleep and wake take and how much memory they free, by level, with a check that answers stay the same."""
+"""How long sleep and wake take and how much memory they free, by level, and whether answers stay the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pagerunner.errors import PagerunnerError
 from pagerunner.types import RequestOutput, SamplingParams
 
 MIB = 2**20
@@ -38,9 +37,15 @@ class Sleeper(Protocol):
         """Go on."""
         ...
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached pages."""
+        ...
+
 
 class Nap(msgspec.Struct, frozen=True, kw_only=True):
-    """One sleep. Seconds of the calls (`wake` by what was woken), and free MiB before, meanwhile and afterwards."""
+    """One sleep. Seconds of the calls (`wake` by what was woken), free MiB before, meanwhile and afterwards, and whether a
+    prompt's answer after waking was the one before.
+    """
 
     name: str
     sleep: float
@@ -48,6 +53,7 @@ class Nap(msgspec.Struct, frozen=True, kw_only=True):
     free_before: float
     free_asleep: float
     free_after: float
+    same_answer: bool
 
 
 class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,23 +65,22 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """A table for a person."""
         width = max(len(nap.name) for nap in self.naps)
-        lines = [f"{self.label}: seconds, and free MiB before, asleep and after; answers stay the same"]
+        lines = [f"{self.label}: seconds, and free MiB before, asleep and after"]
         for nap in self.naps:
             wake = ", ".join(f"{name} {seconds:.3f}" for name, seconds in nap.wake.items())
             free = f"{nap.free_before:,.0f} -> {nap.free_asleep:,.0f} -> {nap.free_after:,.0f}"
-            lines.append(f"  {nap.name:<{width}}  sleep {nap.sleep:.3f}  wake {wake}  free {free}")
+            answer = "same answer" if nap.same_answer else "THE ANSWER HAS CHANGED"
+            lines.append(f"  {nap.name:<{width}}  sleep {nap.sleep:.3f}  wake {wake}  free {free}  {answer}")
         return "\n".join(lines)
 
 
 def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) -> SleepReport:
-    """Sleep and wake in every way of ROUNDS. `free_bytes` reads the free memory of the engine's device.
-
-    Raises PagerunnerError when an answer after waking differs from the one before.
-    """
+    """Sleep and wake in every way of ROUNDS. `free_bytes` reads the free memory of the engine's device."""
     prompt = {"prompt_token_ids": list(range(300, 364))}
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 
     def answer() -> list[int]:
+        llm.reset_prefix_cache()  # a cached prefix is computed in other shapes, and rounded otherwise
         return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
     expected = answer()
@@ -92,8 +97,6 @@ def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) ->
             llm.wake_up(tags)
             woken["all" if tags is None else " and ".join(tags)] = time.perf_counter() - started
         after = free_bytes()
-        if answer() != expected:
-            raise PagerunnerError(f"after {name} the answer differs from the one before; no times are reported.")
         naps.append(
             Nap(
                 name=name,
@@ -102,6 +105,7 @@ def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) ->
                 free_before=before / MIB,
                 free_asleep=asleep / MIB,
                 free_after=after / MIB,
+                same_answer=answer() == expected,
             )
         )
     return SleepReport(label=label, naps=naps)

@@ -235,6 +235,11 @@ class AsyncEngine:
         """Forget all cached prompt pages. False when some belong to running requests."""
         return bool(await self._client.call(wire.ResetPrefixCache))
 
+    async def memory_state(self) -> dict[str, Any]:
+        """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
+        state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
+        return state
+
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""
         if (death := self._client.death) is not None:

@@ -11,6 +11,7 @@ from pagerunner.engine.executors.base import Executor, Pending
 from pagerunner.engine.faults import step_fault
 from pagerunner.engine.startup import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
+from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
@@ -113,6 +114,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler and the memory manager."""
         return self._scheduler.stats()
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
+        return self._scheduler.memory_state()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""

@@ -92,7 +92,7 @@ class CoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.FromCore)
         self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[bool | None]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._reader = asyncio.create_task(self._read(), name="pagerunner-core-reader")
         self._reader.add_done_callback(self._reader_done)
         self._watcher = asyncio.create_task(self._watch(), name="pagerunner-core-watcher")
@@ -118,10 +118,10 @@ class CoreClient:
             raise EngineDeadError(str(self._death))
         self._core.socket.send(self._encoder.encode(message))
 
-    async def call(self, make: Callable[[int], wire.Call]) -> bool | None:
+    async def call(self, make: Callable[[int], wire.Call]) -> wire.Answer:
         """Send the call that `make(call_id)` builds; returns the core's answer or raises its error."""
         call_id = next(self._call_ids)
-        future: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
             self.send(make(call_id))

@@ -19,6 +19,8 @@ from pagerunner.errors import (
     PagerunnerError,
     RequestFailedError,
 )
+from pagerunner.memory.ownership import MemoryState
+from pagerunner.sched.scheduler import GroupUsage
 from pagerunner.types import RequestUpdate
 
 _KINDS: dict[str, type[PagerunnerError]] = {
@@ -113,16 +115,26 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     call_id: int
 
 
+class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
+    """Call `core.memory_state()`."""
+
+    call_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache
-ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | Shutdown
+Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory
+ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Shutdown
+Answer = bool | MemoryState | None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1]."""
+    """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
+
+    `groups` are the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -131,6 +143,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    groups: list[GroupUsage] = []
+    kv_fragmentation: float = 0.0
+    kv_waste: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -164,7 +179,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     """The answer to the Call with this id."""
 
     call_id: int
-    value: bool | None = None
+    value: Answer = None
     error: WireError | None = None
 
 

@@ -27,6 +27,7 @@ import zmq
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
+from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
 from pagerunner.sched.scheduler import SchedulerStats
@@ -73,6 +74,9 @@ class Core(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached pages."""
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory."""
 
 
 class CoreLoop:
@@ -129,6 +133,9 @@ class CoreLoop:
             prefix_hits=stats.prefix_hits_total,
             preemptions=stats.preemptions_total,
             steps=stats.steps_total,
+            groups=stats.groups,
+            kv_fragmentation=stats.kv_fragmentation,
+            kv_waste=stats.kv_waste,
         )
 
     def _handle(self, message: wire.ToCore) -> None:
@@ -153,7 +160,7 @@ class CoreLoop:
             self.send(wire.Refused(message.request_ids, _request_error(error)))
 
     def _call(self, message: wire.Call) -> None:
-        value: bool | None = None
+        value: wire.Answer = None
         updates: list[RequestUpdate] = []
         try:
             match message:
@@ -165,6 +172,8 @@ class CoreLoop:
                     value = self._core.is_sleeping
                 case wire.ResetPrefixCache():
                     value = self._core.reset_prefix_cache()
+                case wire.ReadMemory():
+                    value = self._core.memory_state()
         except EngineDeadError:  # a step that the call ran has failed
             raise
         except PagerunnerError as error:

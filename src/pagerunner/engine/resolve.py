@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import torch
+
+from pagerunner.attention.select import kernel_tokens
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import DeviceMemory, available_memory, device_memory, resolve_device
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.report import human_bytes
+from pagerunner.memory.specs import Spec
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
-from pagerunner.models.loader import build_model, weights_bytes
+from pagerunner.models.kv_scales import DTYPE as STATIC_DTYPE
+from pagerunner.models.kv_scales import Scales, read_kv_scales, with_static_scales
+from pagerunner.models.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
 
+logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 8_192}
 DEFAULT_IN_FLIGHT = {"cpu": 1, "cuda": 2}
@@ -32,7 +42,7 @@ _DTYPE_NAMES: dict[str, Dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What an engine is built from.
+    """What an engine is built from. `kv_scales` are the static scales that its fp8 pages take, if any.
 
     With a `card` the plan comes from an upper bound, and the final one is made when everything but the pages has been
     allocated: within `gpu_memory_utilization` of the card, or with exactly these pages if they are `fixed`.
@@ -47,6 +57,7 @@ class Resolved:
     fixed_pages: bool = False
     auto_length: bool = False
     seconds: float = 0.0
+    kv_scales: Scales = field(default_factory=dict)
 
 
 def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
@@ -68,7 +79,9 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     batched_tokens = _batched_tokens(args, longest, DEFAULT_BATCHED_TOKENS[device])
     card = device_memory() if device == "cuda" and memory_bytes is None else None
-    wish = _Wish(args, model, dtype, kv_dtype, wanted_length, max_num_seqs, batched_tokens, device)
+    kv_scales = _kv_scales(args, model, kv_dtype)
+    specs = with_static_scales(model.layer_specs(kv_dtype), kv_scales)
+    wish = _Wish(args, model, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device)
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)
     config = EngineConfig(
         model_path=str(args.model),
@@ -103,7 +116,22 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         fixed_pages=args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None,
         auto_length=wanted_length == "auto",
         seconds=time.perf_counter() - started,
+        kv_scales=kv_scales,
     )
+
+
+def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scales:
+    """The scales that the checkpoint has for the pages' dtype; none if there are only a config and no weights."""
+    directory = Path(model.path)
+    if args.load_format == "dummy" or not any(directory.glob("model.safetensors*")):
+        return {}
+    found = read_kv_scales(checkpoint_files(directory), model.layer_specs(kv_dtype))
+    if found and kv_dtype != STATIC_DTYPE:
+        logger.info("The checkpoint's scales are for fp8_e4m3; kv_cache_dtype=%s makes no use of them.", kv_dtype)
+        return {}
+    if found:
+        logger.info("fp8 pages take the checkpoint's scales, of %d layers.", len(found))
+    return found
 
 
 def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
@@ -140,7 +168,7 @@ class _Wish:
     args: EngineArgs
     model: ModelConfig
     dtype: Dtype
-    kv_dtype: KVDtype
+    specs: tuple[Spec, ...]
     length: int | str
     max_num_seqs: int
     batched_tokens: int
@@ -149,21 +177,25 @@ class _Wish:
 
 def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> MemoryPlan:
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
-    args, model, max_num_seqs = wish.args, wish.model, wish.max_num_seqs
+    args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
     weights = weights_bytes(build_model(model, wish.dtype))
-    specs = model.layer_specs(wish.kv_dtype)
+    device = torch.device(wish.device)
+    kernel = kernel_tokens(specs, args.block_size, args.attention_backend, device, getattr(torch, wish.dtype))
+
+    num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
             ("weights", weights),
             ("page tables", 8 * max_num_seqs * table_width),
+            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
         )
         if wish.device == "cuda":
             return always
-        return (*always, ("gathered pages", scratch_bytes(specs, args.block_size, length)))
+        return (*always, ("gathered pages", scratch_bytes(specs, length, max_num_seqs, wish.dtype)))
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(
@@ -176,6 +208,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
+            chunked_prefill=args.enable_chunked_prefill,
+            kernel_tokens=kernel,
         )
 
     if args.num_gpu_blocks_override is not None:
@@ -184,9 +218,9 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        widest = len({spec.lifetime for spec in specs}) * -(-longest // args.block_size)
+        widest = sum(-(-longest // kernel.get(one, args.block_size)) for one in {spec.lifetime for spec in specs})
         made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
-    width = sum(group.table_width for group in made.groups)
+    width = sum(group.table_width for group in made.for_kernels().groups)
     return replace(made, other=other(made.max_model_len, width))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pagerunner.memory.report import human_bytes
 
 if TYPE_CHECKING:
+    from pagerunner.memory.ownership import MemoryState
     from pagerunner.memory.planner import MemoryPlan
 
 FREE = -1
@@ -56,6 +57,21 @@ def state_of(
                     other = owners[number].get(page, CACHED)
                     owners[number][page] = request if other == CACHED else f"{other} + {request}"
     return ArenaState(tuple(slab_group), tuple(owners))
+
+
+def live_state(state: MemoryState) -> ArenaState:
+    """What `MemoryState` says of a running engine, to be drawn: a page that is only cached is so named."""
+    slab_group = [FREE] * state.num_slabs
+    for number, group in enumerate(state.groups):
+        for slab in _listed(group.slabs):
+            slab_group[slab] = number
+    held = {one.request_id: [list(_listed(runs)) for runs in one.pages] for one in state.requests}
+    return state_of(slab_group, held, [_listed(group.cached) for group in state.groups])
+
+
+def _listed(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
+    for first, count in runs:
+        yield from range(first, first + count)
 
 
 def packed_state(plan: MemoryPlan) -> ArenaState:

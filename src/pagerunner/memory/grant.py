@@ -19,8 +19,9 @@ class Grant:
     """
 
     __slots__ = (
-        "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "held", "marks", "next_publish",
-        "next_save", "pages", "promise", "published", "reserve", "saves", "sent", "slot", "target", "turn",
+        "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "held", "marks",
+        "next_publish", "next_save", "pages", "promise", "published", "reserve", "saves", "sent", "slot", "starts",
+        "target", "turn",
     )  # fmt: skip
 
     def __init__(self, slot: int, chain: PrefixChain, groups: int, epoch: int) -> None:
@@ -36,6 +37,8 @@ class Grant:
         self.promise = [0] * groups  # of them, not held now
         self.capacity = 0
         self.next_publish = FOREVER
+        self.borrowed: list[range] = []  # by group, numbers of a sibling's pages, to be copied before the first write
+        self.starts = 0  # the first plan that may have a row of it
         self.cached_tokens = 0
         self.group_hits = [0] * groups  # tokens that each group alone could have supplied
         self.target = 0
@@ -66,7 +69,8 @@ class PageUsage:
     """One group's pages: held by requests, findable without an owner, and evicted so far.
 
     `free` pages lie in slabs that the group occupies. `hits` counts the tokens that the group alone could have taken
-    from the prefix index, out of `KVManager.prefix_queries`.
+    from the prefix index, out of `KVManager.prefix_queries`. `share` of the page memory's bytes are the group's pages in use;
+    packing the group's pages would give back `fragmentation` of all slabs; `waste` of a slab of the group can hold no state.
     """
 
     group: str
@@ -75,3 +79,6 @@ class PageUsage:
     evictions: int
     free: int
     hits: int
+    share: float
+    fragmentation: float
+    waste: float

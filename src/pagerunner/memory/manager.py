@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import lcm
 
+from pagerunner.memory.forks import Forks, prompt_key
 from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, chain_seed
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
 from pagerunner.memory.slabs import SlabPool
+from pagerunner.memory.snapshots import Snapshots
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
 UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
-TURN_TOKENS = 64  # while text is generated, its latest snapshot is at most that many tokens old
 
 
 class KVManager:
@@ -47,12 +48,14 @@ class KVManager:
         )
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
+        self._parts = [group.kernel_pages for group in plan.groups]
+        self._shortens = all(rule.shortens for rule in self._rules)
         self._lookup_order = sorted(
             range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
         )
         states = [number for number, rule in enumerate(self._rules) if rule.snapshots]
         assert len(states) <= 1, "all recurrent layers share one group"
-        self._state = states[0] if states else -1
+        self._state = states[0] if states else -1  # the group of recurrent layers
         self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
         self._group_hits = [0] * groups
         self._lists_fresh = [group.zero_fresh or list_fresh_pages for group in plan.groups]
@@ -61,9 +64,13 @@ class KVManager:
         self._grants: dict[Grant, None] = {}
         self._dirty: dict[Grant, None] = {}  # grants with table entries to send
         self._swollen: dict[Grant, int] = {}  # grants with pages that no position from .. on reads
-        self._planned: dict[tuple[int, PageKey], int] = {}  # snapshots that running requests will take
         self._promised = [0] * groups
+        self._snapshots = Snapshots(
+            self._state, plan, self.pool, self.index, self._promised, keep=enable_prefix_caching
+        )
         self._epoch = 0
+        self._plans = 0  # that were ended
+        self._forks = Forks()
 
     # -- admission
 
@@ -84,12 +91,21 @@ class KVManager:
         return PrefixChain(chain_seed(cache_salt, adapter, "" if self.enable_prefix_caching else family))
 
     def admit(
-        self, slot: int, chain: PrefixChain, tokens: Sequence[int], hit_limit: int, *, shares: bool = True
+        self,
+        slot: int,
+        chain: PrefixChain,
+        tokens: Sequence[int],
+        hit_limit: int,
+        *,
+        shares: bool = True,
+        family: str = "",
+        prompt_len: int = 0,
     ) -> Grant | None:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
         None if they don't fit beside what running requests hold and were promised, or if a running request is about to
         take a snapshot that saves this one work. Without `shares` the request neither looks into the index nor publishes.
+        With a `family`, the first `prompt_len` tokens may come from a sibling that holds them (`offer`): all but the last.
         """
         grant = Grant(slot, chain, len(self._rules), self._epoch)
         grant.target = len(tokens)
@@ -97,14 +113,21 @@ class KVManager:
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
-            if self._planned and self._is_planned(chain, hit, hit_limit):
+            if self._state >= 0 and self._snapshots.is_planned(chain, hit, hit_limit):
                 return None
-        taken = self._take_hit(grant, hit)
+        fork = min(hit_limit, prompt_len)
+        if shares and family and fork > hit and self._fork(grant, family, tokens[:prompt_len], fork):
+            hit = fork
+            grant.group_hits = [max(other, fork) for other in grant.group_hits]
+        else:
+            self._take_hit(grant, hit)
+        lent = [len(numbers) for numbers in grant.borrowed] or [0] * len(self._rules)
+        taken = [count - others for count, others in zip(grant.held, lent, strict=True)]
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
         wanted = [need + promised for need, promised in zip(needs, self._promised, strict=True)]
         self._grants[grant] = None
         fits = self.pool.slack(wanted) >= 0 or self._make_room_for(wanted)
-        lost = fits and hit > 0 and self._state >= 0 and self._snapshot(chain, hit) == HOLE
+        lost = fits and hit > 0 and self._state >= 0 and self._snapshots.find(chain, hit) == HOLE
         if not fits or lost:
             del self._grants[grant]
             self._dirty.pop(grant, None)
@@ -114,9 +137,8 @@ class KVManager:
             return self.admit(slot, chain, tokens, hit_limit, shares=shares) if lost else None
         grant.cached_tokens = hit
         for group in range(len(self._rules)):
-            grant.held[group] = taken[group]
-            grant.reserve[group] = taken[group] + needs[group]
-            grant.published[group] = len(grant.pages[group])
+            grant.reserve[group] = taken[group] + needs[group] + lent[group]
+            grant.published[group] = len(grant.pages[group]) - lent[group]
         if hit and self._state >= 0:
             self._continue_from_snapshot(grant, hit)
         self._update_promises(grant)
@@ -136,26 +158,22 @@ class KVManager:
                 limit = hit
         return joint_hit(rules, indexes, chain, min(grant.group_hits)) if len(rules) > 1 else grant.group_hits[0]
 
-    def _take_hit(self, grant: Grant, hit: int) -> list[int]:
-        """Put the pages of a hit into the grant; how many per group."""
-        taken = [0] * len(self._rules)
-        if not hit:
-            return taken
+    def _take_hit(self, grant: Grant, hit: int) -> None:
+        """Put the pages of a hit into the grant."""
         for group, rule in enumerate(self._rules):
-            if group == self._state:
+            if group == self._state or not hit:
                 continue
             start, stop = rule.hit_span(hit)
             found = self.index.pages[group]
-            pages = [found[rule.key(grant.chain, page)] for page in range(start, stop)]
-            for page in pages:
-                self.pool.share(group, page)
-            grant.pages[group] = [HOLE] * start + pages
-            grant.first[group] = start
-            taken[group] = len(pages)
-        return taken
+            self._hold(grant, group, start, [found[rule.key(grant.chain, page)] for page in range(start, stop)])
 
-    def _snapshot(self, chain: PrefixChain, tokens: int) -> int:
-        return self.index.pages[self._state].get(chain.hashes[tokens // UNIT_TOKENS - 1], HOLE)
+    def _hold(self, grant: Grant, group: int, first: int, pages: list[int]) -> None:
+        """Put pages that are in use or cached into the grant, as its pages `first` .. ."""
+        for page in pages:
+            self.pool.share(group, page)
+        grant.pages[group] = [HOLE] * first + pages
+        grant.first[group] = first
+        grant.held[group] = len(pages)
 
     def _continue_from_snapshot(self, grant: Grant, hit: int) -> None:
         """Hand out the request's state page, filled with the snapshot after `hit` tokens.
@@ -163,7 +181,7 @@ class KVManager:
         The snapshot need not outlive this: in a full pool its own page may become the state.
         """
         group = self._state
-        source = self._snapshot(grant.chain, hit)
+        source = self._snapshots.find(grant.chain, hit)
         self.pool.touch(group, source)
         fresh = self.pool.allocate([int(number == group) for number in range(len(self._rules))])
         assert fresh is not None, "admission made sure of this page"
@@ -188,13 +206,76 @@ class KVManager:
         for group, hit in enumerate(grant.group_hits):
             self._group_hits[group] += hit
 
+    # -- siblings
+
+    def offer(self, grant: Grant, family: str, prompt: Sequence[int]) -> None:
+        """The plan in the making computes the last of the grant's `prompt`: siblings of `family` may go on from its pages.
+
+        Not where layers have recurrent state, which is past the prompt's last token then. Siblings copy its snapshot.
+        """
+        if self._state < 0 and grant.epoch == self._epoch:
+            self._forks.offer(prompt_key(family, grant.chain, prompt), grant, self._plans)
+
+    def must_wait(self, grant: Grant) -> bool:
+        """Whether a new grant borrows pages that the plan in the making still fills: its first row is for the next plan."""
+        return grant.starts == self._plans + 1
+
+    def _fork(self, grant: Grant, family: str, prompt: Sequence[int], tokens: int) -> bool:
+        """Put the pages of the first `tokens` tokens of a sibling's prompt into the grant; False if no sibling has all.
+
+        Pages that the rest of their unit may make different are borrowed: they become the grant's own in `grow`.
+        """
+        chain = grant.chain
+        for holder, plan in self._forks.holders(prompt_key(family, chain, prompt)):
+            found = [self._pages_of(holder, group, chain, tokens) for group in range(len(self._rules))]
+            if holder.epoch != self._epoch or not all(found):
+                continue
+            for group, (first, pages) in enumerate(filter(None, found)):
+                self._hold(grant, group, first, pages)
+                stop = first + len(pages)
+                grant.borrowed.append(range(min(max(self._rules[group].complete(tokens), first), stop), stop))
+            grant.starts = plan + 1 if any(grant.borrowed) else 0
+            return True
+        return False
+
+    def _pages_of(self, holder: Grant, group: int, chain: PrefixChain, tokens: int) -> tuple[int, list[int]] | None:
+        """The holder's pages of what position `tokens` reads, and the first one's number; None if it hasn't all any more.
+
+        Complete ones that it has given back may still be in the index.
+        """
+        rule, index = self._rules[group], self.index.pages[group]
+        first, stop = rule.span(tokens, tokens)
+        pages = holder.pages[group][first:stop]
+        if HOLE in pages:
+            for number in range(first, min(stop, rule.complete(tokens))):
+                if pages[number - first] == HOLE:
+                    pages[number - first] = index.get(rule.key(chain, number), HOLE)
+        return (first, pages) if len(pages) == stop - first and HOLE not in pages else None
+
+    def _to_copy(self, grant: Grant, group: int) -> list[int]:
+        """Numbers of the borrowed pages that others hold or may find; the other ones are the grant's own by now."""
+        refs, keys, pages = self.pool.refs[group], self.index.keys[group], grant.pages[group]
+        return [number for number in grant.borrowed[group] if refs[pages[number]] > 1 or pages[number] in keys]
+
+    def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
+        """Copy borrowed pages into `fresh` ones: the grant is about to write to them."""
+        offset, pages = self.plan.page_offset, grant.pages[group]
+        for number, page in zip(numbers, fresh, strict=True):
+            self._copies.append(PageCopy(group, offset(group, pages[number]), offset(group, page)))
+            self._fresh[group].pop(page, None)
+            self.pool.release(group, (pages[number],))
+            pages[number] = page
+        if numbers:
+            grant.sent[group] = min(grant.sent[group], numbers[0])
+        grant.reserve[group] -= len(grant.borrowed[group])
+
     # -- growth
 
     def grow(self, grant: Grant, start: int, end: int) -> int:
         """Provide the pages to compute positions [start, end). Returns the end; 0, and nothing new, if they can't be had now.
 
-        Where windows or chunks would hold more for a long step than there is, an earlier end is returned. Pages that no
-        position from `start` on reads are given back.
+        Where windows or chunks would hold more for a long step than there is, an earlier end is returned, unless the plan
+        is one without chunked prefill. Pages that no position from `start` on reads are given back.
         """
         if end <= grant.capacity:
             return end
@@ -202,12 +283,23 @@ class KVManager:
             grant.reserve = [0] * len(grant.reserve)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
+        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []
+        marks = grant.marks
         while True:
-            wanted = [self._wanted(grant, group, end) for group in range(len(self._rules))]
+            wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
             needs = [count for count, _ in wanted]
-            if not self._forgetting or end - start <= SHORT_CHUNK or self._has_room(grant, needs):
+            if copied:
+                needs = [count + len(numbers) for count, numbers in zip(needs, copied, strict=True)]
+            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
                 break
-            end = start + max((end - start) // 2, SHORT_CHUNK)
+            if self._has_room(grant, needs):
+                break
+            if self._shortens:
+                end = start + max((end - start) // 2, SHORT_CHUNK)
+            elif marks:
+                marks = []  # what later requests would like to find
+            else:
+                break
         fresh = self.pool.allocate(needs)
         if fresh is None:
             if not self._make_room_for(needs):
@@ -215,6 +307,11 @@ class KVManager:
             fresh = self.pool.allocate(needs)
             assert fresh is not None
         capacity = FOREVER
+        if copied:
+            for group, numbers in enumerate(copied):
+                self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
+                del fresh[group][: len(numbers)]
+            grant.borrowed = []
         for group, pages in enumerate(fresh):
             held = grant.pages[group]
             if wanted[group][1]:
@@ -232,14 +329,14 @@ class KVManager:
         self._dirty[grant] = None
         return end
 
-    def _wanted(self, grant: Grant, group: int, end: int) -> tuple[int, list[range]]:
-        """How many more pages the positions below `end` need, and which, if not simply the next ones."""
+    def _wanted(self, grant: Grant, group: int, end: int, marks: Sequence[int]) -> tuple[int, list[range]]:
+        """How many more pages the positions below `end` and hits at `marks` need, and which, if not simply the next ones."""
         rule = self._rules[group]
         there = len(grant.pages[group])
         stop = rule.span(end, end)[1]
         if not rule.forgets or stop <= there:
             return max(stop - there, 0), []
-        spans = [rule.hit_span(mark) for mark in grant.marks if mark <= end]
+        spans = [rule.hit_span(mark) for mark in marks if mark <= end]
         spans.append((rule.tail(end), stop))
         parts: list[range] = []
         for first, last in spans:
@@ -293,7 +390,7 @@ class KVManager:
             grant.published[group] = complete
         grant.next_publish = min(map(_next_publish, self._rules, grant.published))
         if grant.saves:
-            self._publish_saves(grant)
+            self._snapshots.publish(grant, current=True)
 
     def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
         """Call when a plan has all its rows (grant, start, end) and its table writes: the snapshots that the plan takes.
@@ -301,10 +398,12 @@ class KVManager:
         From here on, pages that only this plan's rows read can be handed out: the next plan runs after it.
         """
         saves: list[StateSave] = []
+        self._plans += 1
         if self._state >= 0:
             for number, (grant, start, end) in enumerate(rows):
                 if end >= grant.next_save:
-                    self._take_snapshots(saves, number, grant, start, end)
+                    current = grant.epoch == self._epoch
+                    self.version += self._snapshots.take(saves, number, grant, start, end, current=current)
         for grant, end in self._swollen.items():
             for group in self._forgetting:
                 # A page for a page, as in decoding, makes no room for anybody.
@@ -312,8 +411,6 @@ class KVManager:
             self._update_promises(grant)
         self._swollen.clear()
         return saves
-
-    # -- snapshots of recurrent state
 
     def _plan_marks(self, grant: Grant, hit: int) -> None:
         """Where a later request may want to continue: at the last boundary of this prompt, so that the same prompt hits, and
@@ -323,98 +420,7 @@ class KVManager:
         wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
         grant.marks = sorted(mark for mark in wanted if mark > hit)
         if self._state >= 0:
-            for mark in grant.marks:
-                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
-                self._planned[key] = self._planned.get(key, 0) + 1
-            self._set_next_save(grant, hit)
-
-    def _set_next_save(self, grant: Grant, end: int) -> None:
-        turn = (max(end, grant.target) // TURN_TOKENS + 1) * TURN_TOKENS if self.enable_prefix_caching else FOREVER
-        grant.next_save = next((mark for mark in grant.marks if mark > end), turn)
-
-    def _unplan(self, grant: Grant, end: int) -> None:
-        """Snapshots up to position `end` are taken, or never will be."""
-        for mark in grant.marks:
-            key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
-            if mark <= end and key in self._planned:
-                self._planned[key] -= 1
-                if not self._planned[key]:
-                    del self._planned[key]
-                self.version += 1
-        grant.marks = [mark for mark in grant.marks if mark > end]
-
-    def _is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
-        return any(hit < mark <= limit and chain.hashes[mark // UNIT_TOKENS - 1] == key for mark, key in self._planned)
-
-    def _take_snapshots(self, saves: list[StateSave], number: int, grant: Grant, start: int, end: int) -> None:
-        """Decide the snapshots of one row. They take what nobody has and nobody was promised, or are left out."""
-        marks = [mark for mark in grant.marks if start < mark <= end]
-        turns = end // TURN_TOKENS * TURN_TOKENS
-        is_turn = not marks and turns >= grant.next_save > grant.target
-        if grant.epoch == self._epoch:
-            for position in [turns] if is_turn else marks:
-                self._save(saves, number, grant, position, is_turn)
-        self._unplan(grant, end)
-        self._set_next_save(grant, end)
-        self._publish_saves(grant)
-
-    def _save(self, saves: list[StateSave], number: int, grant: Grant, position: int, is_turn: bool) -> None:
-        group, pool = self._state, self.pool
-        unit = position // UNIT_TOKENS
-        hashes = grant.chain.hashes
-        if unit <= len(hashes) and hashes[unit - 1] in self.index.pages[group]:
-            return
-        if is_turn:
-            self._drop_turn(grant)
-        need = [int(other == group) for other in range(len(self._rules))]
-        if pool.slack([one + promised for one, promised in zip(need, self._promised, strict=True)]) < 0:
-            return
-        pages = pool.allocate(need)
-        assert pages is not None
-        (page,) = pages[group]
-        grant.saves.append((position, page))
-        if is_turn:
-            grant.turn = (position, page)
-            grant.next_publish = min(grant.next_publish, position)
-        saves.append(StateSave(number, position, group, self.plan.page_offset(group, page)))
-
-    def _drop_turn(self, grant: Grant) -> None:
-        """The text went on: its last snapshot makes room for the next."""
-        group, (position, page) = self._state, grant.turn
-        unit = position // UNIT_TOKENS
-        if page == HOLE or unit > len(grant.chain.hashes):
-            return
-        if self.index.pages[group].get(grant.chain.hashes[unit - 1]) == page:
-            self.pool.evict(group, page)
-        grant.turn = (0, HOLE)
-
-    def _publish_saves(self, grant: Grant) -> None:
-        """Make the snapshots findable whose tokens are known; from then on they are cache like any other."""
-        group, hashes = self._state, grant.chain.hashes
-        kept: list[tuple[int, int]] = []
-        for position, page in grant.saves:
-            unit = position // UNIT_TOKENS
-            known = unit <= len(hashes)
-            if known and grant.epoch == self._epoch:
-                self.index.publish(group, hashes[unit - 1], page)
-            if known and (self.enable_prefix_caching or page not in self.index.keys[group]):
-                self.pool.release(group, (page,))
-            else:
-                kept.append((position, page))
-                if not known:
-                    grant.next_publish = min(grant.next_publish, position)
-        grant.saves = kept
-
-    def _drop_saves(self) -> bool:
-        """Free the snapshots that requests hold themselves; whether there were any."""
-        dropped = False
-        for grant in self._grants:
-            for _, page in grant.saves:
-                self.index.forget(self._state, page)
-                self.pool.release(self._state, (page,))
-                dropped = True
-            grant.saves = []
-        return dropped
+            self._snapshots.plan(grant, hit)
 
     # -- the end
 
@@ -426,8 +432,9 @@ class KVManager:
             self._promised[group] -= grant.promise[group]
         for _, page in grant.saves:
             self.pool.release(self._state, (page,))
-        if self._planned:
-            self._unplan(grant, FOREVER)
+        if self._state >= 0:
+            self._snapshots.unplan(grant, FOREVER)
+        self._forks.withdraw(grant)
         del self._grants[grant]
         self._dirty.pop(grant, None)
         self._swollen.pop(grant, None)
@@ -461,16 +468,11 @@ class KVManager:
             for group, pages in enumerate(grant.pages):
                 first = max(grant.sent[group], grant.first[group])
                 if first < len(pages):
-                    writes.append(TableWrite(group, grant.slot, first, self._entries(group, pages[first:])))
+                    entries = self.plan.table_entries(group, pages[first:])
+                    writes.append(TableWrite(group, grant.slot, first * self._parts[group], entries))
                     grant.sent[group] = len(pages)
         self._dirty.clear()
         return writes
-
-    def _entries(self, group: int, pages: list[int]) -> list[int]:
-        entries = self.plan.table_entries(group, pages)
-        if group in self._forgetting:
-            return [HOLE if page == HOLE else entry for page, entry in zip(pages, entries, strict=True)]
-        return entries
 
     def take_fresh(self) -> list[list[int]]:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""
@@ -490,7 +492,7 @@ class KVManager:
 
     def _make_room_for(self, needs: Sequence[int]) -> bool:
         """Do without snapshots in the making, then move pages together, if that makes room for `needs`."""
-        if self._state >= 0 and self._drop_saves() and self.pool.slack(needs) >= 0:
+        if self._state >= 0 and self._snapshots.drop(self._grants) and self.pool.slack(needs) >= 0:
             return True
         return self._compact_for(needs)
 
@@ -542,7 +544,7 @@ class KVManager:
         return sum(group.page_bytes * used for group, used in groups) / self.plan.kv_bytes
 
     def usage_by_group(self) -> list[PageUsage]:
-        """Pages in use and cached, and evictions so far."""
+        """What each group holds, has had evicted, and loses."""
         pool = self.pool
         return [
             PageUsage(
@@ -552,6 +554,9 @@ class KVManager:
                 pool.evictions[number],
                 pool.free_in_slabs(number),
                 self._group_hits[number],
+                pool.used[number] * group.page_bytes / self.plan.kv_bytes,
+                pool.group_fragmentation(number),
+                self.plan.group_waste(number),
             )
             for number, group in enumerate(self.plan.groups)
         ]
@@ -571,16 +576,11 @@ class KVManager:
                 pages += [page for _, page in grant.saves] if group == self._state else []
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1
-            held = {page: count for page, count in enumerate(refs) if count}
-            assert counts == held, f"group {group}: grants hold {counts}, the pool counts {held}"
+            assert counts == refs, f"group {group}: grants hold {counts}, the pool counts {refs}"
             promised = sum(grant.promise[group] for grant in self._grants)
             assert promised == self._promised[group], "promises"
-        planned: dict[tuple[int, PageKey], int] = {}
-        for grant in self._grants if self._state >= 0 else ():
-            for mark in grant.marks:
-                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
-                planned[key] = planned.get(key, 0) + 1
-        assert planned == self._planned, "planned snapshots"
+        if self._state >= 0:
+            self._snapshots.check(self._grants)
 
 
 def _next_publish(rule: GroupRule, published: int) -> int:

@@ -4,7 +4,8 @@ A slab belongs to one group at a time and is cut into that group's pages: page =
 free, in use (reference count above 0), or cached (count 0, its content findable in the prefix index, kept until its
 bytes are needed, least recently used first). A slab without a page in use can go to any group.
 
-Pages are handed out ascending, from whole slabs where possible, so that reads stream.
+Pages are handed out ascending, from whole slabs where possible, so that reads stream. Nothing is kept of a page that is
+free in a slab that nobody owns: a pool of a hundred million pages is made at once and costs what is in use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from pagerunner.memory.prefix import PrefixIndex
+
+_LISTED = 4_096  # free slabs, and free pages of a huge slab, that are listed at a time
 
 
 class SlabPool:
@@ -30,14 +33,16 @@ class SlabPool:
         self.per_slab = tuple(pages_per_slab)
         self.index = index
         self.keep_cached = keep_cached
-        self.refs = [[0] * (num_slabs * count) for count in pages_per_slab]
+        self.refs: list[dict[int, int]] = [{} for _ in groups]  # page in use -> how many hold it
         self.cached: list[OrderedDict[int, int]] = [OrderedDict() for _ in groups]  # page -> when, oldest first
         self.used = [0 for _ in groups]  # pages in use
         self.evictions = [0 for _ in groups]
-        self.free_slabs = list(range(num_slabs - 1, -1, -1))  # a stack, lowest on top
-        self.owner = [-1] * num_slabs
-        self._slab_free: list[list[int]] = [[] for _ in range(num_slabs)]  # stacks of free pages
-        self._slab_used = [0] * num_slabs
+        self._unused_slabs = min(_LISTED, num_slabs)  # slabs from here on are free and not in `_free_slabs` yet
+        self._free_slabs = list(range(self._unused_slabs - 1, -1, -1))  # a stack, lowest on top
+        self.owner: dict[int, int] = {}  # slab -> group
+        self._slab_free: dict[int, list[int]] = {}  # of owned slabs: stacks of free pages
+        self._slab_used: dict[int, int] = {}  # of owned slabs: pages in use
+        self._unlisted: dict[int, int] = {}  # of huge slabs: from this page on all are free and not in `_slab_free` yet
         self._open: list[dict[int, None]] = [{} for _ in groups]  # slabs with free pages
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in groups]  # slab with cached pages only -> when
         self._busy = [0 for _ in groups]  # slabs with a page in use
@@ -45,6 +50,11 @@ class SlabPool:
         self._clock = 0
 
     # -- capacity
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that belong to no group."""
+        return self.num_slabs - len(self.owner)
 
     def slack(self, needs: Sequence[int]) -> int:
         """Slabs left over if every group got `needs[group]` more pages; negative if they can't be had.
@@ -82,10 +92,12 @@ class SlabPool:
     def share(self, group: int, page: int) -> None:
         """One more reference to a page that is in use or cached."""
         refs = self.refs[group]
-        if refs[page] == 0:
-            del self.cached[group][page]
-            self._mark_used(group, page // self.per_slab[group], 1)
-        refs[page] += 1
+        if page in refs:
+            refs[page] += 1
+            return
+        refs[page] = 1
+        del self.cached[group][page]
+        self._mark_used(group, page // self.per_slab[group], 1)
 
     def touch(self, group: int, page: int) -> None:
         """A cached page was used: of all cached pages it is now evicted last."""
@@ -103,7 +115,10 @@ class SlabPool:
         per_slab, alone = self.per_slab[group], len(self.per_slab) == 1
         while need > len(taken):
             missing = need - len(taken)
-            slab = self._pick(group, alone and missing >= per_slab)
+            if missing >= per_slab and self._free_slabs and (alone or not self._open[group]):
+                taken += self._take_slab(group)
+                continue
+            slab = self._pick(group)
             if slab >= 0:
                 taken += self._take_free(group, slab, missing)
             elif alone:
@@ -124,7 +139,7 @@ class SlabPool:
             partial = (page for page in cached if self._slab_used[page // per_slab])
             taken += self._reuse(group, list(islice(partial, need - len(taken))))
         while need > len(taken):
-            if not self.free_slabs:
+            if not self._free_slabs:
                 slab = self._oldest_idle()
                 if self.owner[slab] == group:
                     taken += self._take_free(group, slab, need - len(taken))
@@ -142,7 +157,7 @@ class SlabPool:
         if not part:
             return part
         del free[-len(part) :]
-        if not free:
+        if not free and not (self._unlisted and self._list_more(group, slab)):
             del self._open[group][slab]
         self._mark_used(group, slab, len(part))
         refs = self.refs[group]
@@ -154,12 +169,21 @@ class SlabPool:
         """Free pages in slabs that the group occupies: other groups can't have them."""
         return self._owned[group] * self.per_slab[group] - self.used[group] - len(self.cached[group])
 
+    def shared(self, group: int) -> int:
+        """Pages of the group that several hold."""
+        return sum(count > 1 for count in self.refs[group].values())
+
     @property
     def fragmentation(self) -> float:
         """Share of the slabs that packing every group's pages together would give back, 0 to 1."""
         if not self.num_slabs or len(self.per_slab) == 1:
             return 0.0
         return sum(self.free_in_slabs(group) // count for group, count in enumerate(self.per_slab)) / self.num_slabs
+
+    def group_fragmentation(self, group: int) -> float:
+        """The group's part of `fragmentation`."""
+        alone = not self.num_slabs or len(self.per_slab) == 1
+        return 0.0 if alone else self.free_in_slabs(group) // self.per_slab[group] / self.num_slabs
 
     def _mark_used(self, group: int, slab: int, pages: int) -> None:
         if self._slab_used[slab] == 0:
@@ -168,20 +192,60 @@ class SlabPool:
         self._slab_used[slab] += pages
         self.used[group] += pages
 
-    def _pick(self, group: int, whole: bool) -> int:
-        """A slab of the group with a free page, or -1. Opens a free slab if `whole`, or if there is no other."""
-        if self._open[group] and not (whole and self.free_slabs):
+    def _pick(self, group: int) -> int:
+        """A slab of the group with a free page, or -1. Opens a free slab if there is no other."""
+        if self._open[group]:
             return next(reversed(self._open[group]))
-        return self._open_slab(group) if self.free_slabs else -1
+        return self._open_slab(group) if self._free_slabs else -1
 
-    def _open_slab(self, group: int) -> int:
-        slab = self.free_slabs.pop()
-        per_slab = self.per_slab[group]
+    def _own_slab(self, group: int) -> int:
+        slab = self._free_slabs.pop()
+        if not self._free_slabs and self._unused_slabs < self.num_slabs:
+            first = self._unused_slabs
+            self._unused_slabs = min(first + _LISTED, self.num_slabs)
+            self._free_slabs = list(range(self._unused_slabs - 1, first - 1, -1))
         self.owner[slab] = group
         self._owned[group] += 1
-        self._slab_free[slab] = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
+        return slab
+
+    def _take_slab(self, group: int) -> Sequence[int]:
+        """All pages of a free slab, into use."""
+        slab, per_slab = self._own_slab(group), self.per_slab[group]
+        self._slab_free[slab] = []
+        self._slab_used[slab] = per_slab
+        self.used[group] += per_slab
+        self._busy[group] += 1
+        refs, pages = self.refs[group], range(slab * per_slab, (slab + 1) * per_slab)
+        for page in pages:
+            refs[page] = 1
+        return pages
+
+    def _open_slab(self, group: int) -> int:
+        slab = self._own_slab(group)
+        per_slab = self.per_slab[group]
+        first, end = slab * per_slab, (slab + 1) * per_slab
+        if per_slab > _LISTED and len(self.per_slab) == 1:
+            self._unlisted[slab] = end = first + _LISTED
+        self._slab_used[slab] = 0
+        self._slab_free[slab] = list(range(end - 1, first - 1, -1))
         self._open[group][slab] = None
         return slab
+
+    def _list_more(self, group: int, slab: int) -> bool:
+        """List the next free pages of a huge slab; whether there were any."""
+        first = self._unlisted.pop(slab, -1)
+        if first < 0:
+            return False
+        last = (slab + 1) * self.per_slab[group]
+        end = min(first + _LISTED, last)
+        self._slab_free[slab] = list(range(end - 1, first - 1, -1))
+        if end < last:
+            self._unlisted[slab] = end
+        return True
+
+    def _num_free(self, group: int, slab: int) -> int:
+        last = (slab + 1) * self.per_slab[group]
+        return len(self._slab_free[slab]) + last - self._unlisted.get(slab, last)
 
     # -- giving pages back
 
@@ -192,9 +256,10 @@ class SlabPool:
         self._clock += 1
         for page in pages:
             count = refs[page] - 1
-            refs[page] = count
             if count:
+                refs[page] = count
                 continue
+            del refs[page]
             slab = page // per_slab
             self.used[group] -= 1
             left = self._slab_used[slab] = self._slab_used[slab] - 1
@@ -211,13 +276,13 @@ class SlabPool:
 
     def _close_if_free(self, group: int, slab: int) -> None:
         """A slab of which every page is free belongs to nobody."""
-        if len(self._slab_free[slab]) == self.per_slab[group]:
-            self.owner[slab] = -1
+        if (self._num_free(group, slab) if self._unlisted else len(self._slab_free[slab])) == self.per_slab[group]:
+            self._unlisted.pop(slab, None)
+            del self.owner[slab], self._slab_free[slab], self._slab_used[slab]
             self._owned[group] -= 1
-            self._slab_free[slab] = []
             del self._open[group][slab]
             self._idle[group].pop(slab, None)
-            self.free_slabs.append(slab)
+            self._free_slabs.append(slab)
 
     # -- eviction
 
@@ -283,7 +348,7 @@ class SlabPool:
         moves: list[tuple[int, int, int]] = []
         for group, per_slab in enumerate(self.per_slab):
             spread = sorted(
-                (slab for slab, owner in enumerate(self.owner) if owner == group and self._slab_used[slab]),
+                (slab for slab, owner in sorted(self.owner.items()) if owner == group and self._slab_used[slab]),
                 key=lambda slab: self._slab_used[slab],
                 reverse=True,
             )
@@ -292,13 +357,13 @@ class SlabPool:
                 page
                 for slab in spread[:keep]
                 for page in range(slab * per_slab, (slab + 1) * per_slab)
-                if not self.refs[group][page]
+                if page not in self.refs[group]
             ]
             sources = [
                 page
                 for slab in spread[keep:]
                 for page in range(slab * per_slab, (slab + 1) * per_slab)
-                if self.refs[group][page]
+                if page in self.refs[group]
             ]
             for source, target in zip(sources, targets, strict=False):
                 self._move(group, source, target)
@@ -316,7 +381,7 @@ class SlabPool:
             per_slab, used = self.per_slab[group], self._slab_used
             ranked = sorted(self._open[group], key=lambda slab: used[slab])
             pages = range(ranked[0] * per_slab, (ranked[0] + 1) * per_slab)
-            sources = [page for page in pages if self.refs[group][page]]
+            sources = [page for page in pages if page in self.refs[group]]
             free = (page for slab in ranked[:0:-1] for page in sorted(self._slab_free[slab]))
             moved = list(zip(sources, islice(free, len(sources)), strict=True))
             for page in pages:
@@ -342,33 +407,38 @@ class SlabPool:
 
     def check(self) -> None:
         """Recount everything. Raises AssertionError with what disagrees."""
-        free = sum(self.owner[slab] == -1 for slab in self.free_slabs)
-        assert free == len(self.free_slabs) == len(set(self.free_slabs)) == self.owner.count(-1), "free slabs"
+        free = [*self._free_slabs, *range(self._unused_slabs, self.num_slabs)]
+        assert len(free) == len(set(free)) == self.free_slabs, "free slabs"
+        assert not self.owner.keys() & set(free), "a free slab is owned"
+        assert self.owner.keys() == self._slab_free.keys() == self._slab_used.keys(), "slab books"
         for group, per_slab in enumerate(self.per_slab):
             refs, cached = self.refs[group], self.cached[group]
-            assert min(refs, default=0) >= 0, "negative reference count"
-            assert self.used[group] == sum(count > 0 for count in refs), "pages in use"
+            assert min(refs.values(), default=1) > 0, "reference count below 1"
+            assert self.used[group] == len(refs), "pages in use"
             assert len(self.index.keys[group]) == len(self.index.pages[group]), "index sides differ"
             for key, page in self.index.pages[group].items():
                 assert self.index.keys[group][page] == key, "index sides differ"
-                assert refs[page] or page in cached, f"page {page} is findable but free"
-            busy = 0
-            assert self._owned[group] == self.owner.count(group), "owned slabs"
-            assert self.free_in_slabs(group) == sum(map(len, map(self._slab_free.__getitem__, self._open[group]))), (
-                "free"
-            )
-            for slab in range(self.num_slabs):
-                pages = range(slab * per_slab, (slab + 1) * per_slab)
-                used = sum(refs[page] > 0 for page in pages)
-                kept = sum(page in cached for page in pages)
-                if self.owner[slab] != group:
-                    assert used == kept == 0, f"slab {slab} has pages of a group that doesn't own it"
-                    continue
-                loose = self._slab_free[slab]
-                assert all(not refs[page] and page not in cached for page in loose), "a free page is also held"
-                assert used + kept + len(set(loose)) == per_slab and len(set(loose)) == len(loose), "pages lost"
-                assert used == self._slab_used[slab] and (slab in self._open[group]) == bool(loose), "slab state"
-                assert used or kept, "an empty slab is still owned"
-                assert (slab in self._idle[group]) == (used == 0), "idle slabs"
-                busy += used > 0
-            assert busy == self._busy[group], "busy slabs"
+                assert page in refs or page in cached, f"page {page} is findable but free"
+            owned = [slab for slab, owner in self.owner.items() if owner == group]
+            assert self._owned[group] == len(owned), "owned slabs"
+            loose = sum(self._num_free(group, slab) for slab in self._open[group])
+            assert self.free_in_slabs(group) == loose, "free pages"
+            for page in (*refs, *cached):
+                assert self.owner.get(page // per_slab) == group, f"page {page} lies in a slab of another group"
+            self._check_slabs(group, owned)
+
+    def _check_slabs(self, group: int, owned: Sequence[int]) -> None:
+        refs, cached, per_slab = self.refs[group], self.cached[group], self.per_slab[group]
+        busy = 0
+        for slab in owned:
+            pages = range(slab * per_slab, (slab + 1) * per_slab)
+            used = sum(page in refs for page in pages)
+            kept = sum(page in cached for page in pages)
+            loose = [*self._slab_free[slab], *range(self._unlisted.get(slab, pages.stop), pages.stop)]
+            assert all(page not in refs and page not in cached for page in loose), "a free page is also held"
+            assert used + kept + len(set(loose)) == per_slab and len(set(loose)) == len(loose), "pages lost"
+            assert used == self._slab_used[slab] and (slab in self._open[group]) == bool(loose), "slab state"
+            assert used or kept, "an empty slab is still owned"
+            assert (slab in self._idle[group]) == (used == 0), "idle slabs"
+            busy += used > 0
+        assert busy == self._busy[group], "busy slabs"

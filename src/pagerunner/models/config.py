@@ -31,6 +31,9 @@ _IMAGE_FIELDS = (
     "vision_start_token_id",
     "vision_end_token_id",
     "language_model_only",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
 )
 
 
@@ -55,7 +58,9 @@ def read_model_config(path: str | Path, max_model_len: int | None = None) -> Mod
         values = _text_values(Fields(values, str(file)), family)
     fields = Fields(values, str(file))
     for name in ("quantization_config", "compression_config"):
-        if values.get(name) is not None:
+        if values.get(name) is not None and _only_pages(values[name]):
+            fields.take(name)
+        elif values.get(name) is not None:
             method = values[name].get("quant_method") if isinstance(values[name], dict) else None
             shown = f"is set (quant_method {method!r})" if method else "is set"
             raise fields.error(name, f"{shown}; quantised checkpoints are not supported yet.")
@@ -64,6 +69,17 @@ def read_model_config(path: str | Path, max_model_len: int | None = None) -> Mod
     config = FAMILIES[family].read(fields, common)
     fields.finish()
     return config
+
+
+def _only_pages(quantization: Any) -> bool:
+    """Whether a quantization_config is about keys and values only: fp8 with one scale a layer, which the loader finds."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if quantization.get("quant_method") not in ("compressed-tensors", "modelopt") or not isinstance(scheme, dict):
+        return False
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return scheme.get("num_bits") == 8 and all(scheme.get(name, value) == value for name, value in wanted.items())
 
 
 def _text_values(outer: Fields, family: str) -> dict[str, Any]:

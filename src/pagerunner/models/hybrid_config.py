@@ -1,4 +1,4 @@
-"""Configurations of families that mix recurrent layers with full attention: Qwen3-Next, Qwen3.5 and Bamba. Torch-free."""
+"""Configurations of families that mix recurrent layers with attention: Qwen3-Next, Qwen3.5 and Bamba. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagerunner.config import DTYPE_BYTES, KVDtype
-from pagerunner.memory.specs import FullKV, RecurrentState, Spec
+from pagerunner.memory.specs import FullKV, RecurrentState, Spec, WindowKV
 from pagerunner.models.base import ModelConfig, RopeConfig
-from pagerunner.models.decoder_config import read_rope
+from pagerunner.models.decoder_config import read_rope, read_window
 from pagerunner.models.fields import Fields
 
-LayerKind = Literal["full_attention", "linear_attention"]
+LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
 # Names that transformers' layer lists have had.
 _KINDS: dict[str, LayerKind] = {
     "full_attention": "full_attention",
     "attention": "full_attention",
+    "sliding_attention": "sliding_attention",
     "linear_attention": "linear_attention",
     "mamba": "linear_attention",
 }
@@ -25,9 +26,9 @@ _KINDS: dict[str, LayerKind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(ModelConfig):
-    """A decoder whose layers are full attention or recurrent, by `layer_kinds`, each with a feed-forward after it.
+    """A decoder whose layers are attention or recurrent, by `layer_kinds`, each with a feed-forward after it.
 
-    `state_shapes` are those of a recurrent layer: the convolution's last inputs, and the recurrence's state per head.
+    Sliding attention sees the last `window` tokens, its own among them. `state_shapes` are those of a recurrent layer: the convolution's last inputs, and the recurrence's state per head.
     `recurrence_dtype` is what the latter is kept in; None means as the former and the keys and values are.
     """
 
@@ -41,6 +42,7 @@ class HybridConfig(ModelConfig):
     rope: RopeConfig
     attention_bias: bool
     layer_kinds: tuple[LayerKind, ...]
+    window: int = 0
     recurrence_dtype: str | None = None
 
     @property
@@ -59,9 +61,13 @@ class HybridConfig(ModelConfig):
         Quantised keys and values leave the states in the checkpoint's dtype: they are read and written at every token.
         """
         kept = self.dtype if kv_dtype not in DTYPE_BYTES else kv_dtype
-        attention = FullKV(self.num_kv_heads, self.head_dim, kv_dtype)
-        recurrent = RecurrentState(self.state_shapes, (kept, self.recurrence_dtype or kept))
-        return tuple(attention if kind == "full_attention" else recurrent for kind in self.layer_kinds)
+        specs: dict[LayerKind, Spec] = {
+            "full_attention": FullKV(self.num_kv_heads, self.head_dim, kv_dtype),
+            "linear_attention": RecurrentState(self.state_shapes, (kept, self.recurrence_dtype or kept)),
+        }
+        if "sliding_attention" in self.layer_kinds:
+            specs["sliding_attention"] = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
+        return tuple(specs[kind] for kind in self.layer_kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +208,7 @@ def _read_gated_delta(
         **common,
         **_read_attention(fields, common, partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
         intermediate_size=inner,
-        layer_kinds=_read_kinds(fields, common["num_layers"]),
+        **_read_kinds(fields, common["num_layers"]),
         recurrence_dtype=dtype,
         conv_taps=fields.integer("linear_conv_kernel_dim", 4, least=2),
         key_heads=key_heads,
@@ -254,17 +260,34 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
     )
 
 
-def _read_kinds(fields: Fields, layers: int) -> tuple[LayerKind, ...]:
+def _read_kinds(fields: Fields, layers: int) -> dict[str, Any]:
+    """`layer_kinds` and `window`.
+
+    transformers' classes of these families have no windowed layers, but let a config name them, and the fields mean what
+    they do for Qwen2 and Qwen3: `sliding_attention` in layer_types, sliding_window, and use_sliding_window to allow it.
+    """
     interval = fields.integer("full_attention_interval", 4)
+    used, window = fields.flag("use_sliding_window", False), fields.take("sliding_window")
     kinds = fields.take("layer_types")
     if kinds is None:
-        return tuple("linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers))
+        kinds = ["full_attention" if (at + 1) % interval == 0 else "linear_attention" for at in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {kinds!r}.")
     for kind in kinds:
         if kind not in _KINDS:
             raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
-    return tuple(_KINDS[kind] for kind in kinds)
+    named = tuple(_KINDS[kind] for kind in kinds)
+    windowed = tuple(kind == "sliding_attention" for kind in named)
+    if any(windowed) and not used:
+        raise fields.error("layer_types", "holds 'sliding_attention', but use_sliding_window is not true.")
+    if used and not any(windowed):
+        raise fields.error("use_sliding_window", "is true, but no layer of layer_types is 'sliding_attention'.")
+    if any(windowed) and window is None:
+        raise fields.error("sliding_window", "is missing, but layer_types holds 'sliding_attention'.")
+    limit = read_window(fields, window, windowed)
+    if not limit:  # no windows, or one that no sequence outgrows
+        named = tuple("full_attention" if kind == "sliding_attention" else kind for kind in named)
+    return {"layer_kinds": named, "window": limit.get("window", 0)}
 
 
 def _read_attention(

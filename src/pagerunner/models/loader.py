@@ -21,6 +21,7 @@ from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_json
+from pagerunner.models.kv_scales import place_of
 from pagerunner.models.registry import FAMILIES
 from pagerunner.models.staging import CopyWeight, copy_now
 
@@ -29,6 +30,7 @@ ALIGNMENT = 64
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 class Model(Protocol):
@@ -42,7 +44,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         ...
 
     def modules(self) -> Iterator[Module]:
@@ -90,10 +92,13 @@ def _aligned(size: int) -> int:
 
 
 def dummy_weights(model: Model, seed: int = 0) -> None:
-    """Fill the weights with small random values: norms near 1, everything else with a deviation of 0.02."""
+    """Fill the weights with small random values: norms near 1, indices 0, everything else with a deviation of 0.02."""
     generators: dict[torch.device, torch.Generator] = {}
     for module in model.modules():
         for name, tensor in module.weights.items():
+            if not tensor.is_floating_point():
+                tensor.zero_()
+                continue
             if tensor.device not in generators:
                 generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
             is_norm = name == "weight" and tensor.dim() == 1
@@ -103,6 +108,8 @@ def dummy_weights(model: Model, seed: int = 0) -> None:
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
     """Fill every weight from the `*.safetensors` of the model directory `path`, converting to the model's dtype.
 
+    Scales of fp8 keys and values are no weights: `kv_scales` reads them.
+
     `progress(done, total)` is called with bytes of the files' tensors. `copy` brings a tensor to where its weight is.
 
     Raises:
@@ -111,10 +118,11 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     directory = Path(path)
     targets = dict(model.checkpoint())
     stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
-    files = _files(directory)
+    files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     done, pending, extra = 0, dict(targets), []
     filled: dict[str, str] = {}
+    scales: list[str] = []
     unused: dict[str, list[str]] = {}
     for file in files:
         for name, tensor in _tensors(file, files[file]):
@@ -129,11 +137,15 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 copy(target, tensor)
             elif name.startswith(model.unused_tensors):
                 unused.setdefault(name.partition(".")[0], []).append(name)
+            elif place_of(name) is not None:
+                scales.append(name)
             elif not _is_derived(name):
                 extra.append((file, name, tensor if name == "lm_head.weight" else None))
             done += tensor.nbytes
             if progress is not None:
                 progress(min(done, total), total)
+    if scales:
+        logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
     for file, name, tied in extra:
         _check_extra(file, name, tied, targets)
     if pending:
@@ -164,7 +176,7 @@ def _check_tensor(file: Path, name: str, tensor: torch.Tensor, target: torch.Ten
         raise CheckpointError(
             f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(target.shape)}."
         )
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in (_DTYPES if target.is_floating_point() else _INDEX_DTYPES):
         raise CheckpointError(f"{file}: {name} has dtype {str(tensor.dtype)[6:]}, which is not supported.")
 
 
@@ -184,8 +196,12 @@ def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict
         )
 
 
-def _files(directory: Path) -> dict[Path, list[str]]:
-    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds."""
+def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
+    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds.
+
+    Raises:
+        CheckpointError: there is none, the index is damaged, or a file that it names is missing.
+    """
     index = directory / _INDEX
     if not index.is_file():
         single = directory / "model.safetensors"

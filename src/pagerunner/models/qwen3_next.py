@@ -1,8 +1,9 @@
-"""Qwen3-Next and Qwen3.5: gated delta rule layers with gated full attention in between, dense or with experts.
+"""Qwen3-Next and Qwen3.5: gated delta rule layers with gated attention in between, dense or with experts.
 
-Norms store their weight less one; a quarter of each head is rotated; attention's output passes a gate that the query
-projection computes beside the query. Shape letters: T tokens of the step, S sampled tokens, D hidden features, H query
-heads, K key/value heads, d head size, C convolution channels, V vocabulary.
+Attention is full or windowed, as its layer's memory group is. Norms store their weight less one; a quarter of each head
+is rotated; attention's output passes a gate that the query projection computes beside the query. Shape letters: T tokens
+of the step, S sampled tokens, D hidden features, H query heads, K key/value heads, d head size, C convolution channels, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class DecoderLayer(Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attends = config.layer_kinds[layer_index] == "full_attention"
+        self.attends = config.layer_kinds[layer_index] != "linear_attention"
         if self.attends:
             self.self_attn = Attention(config, layer_index, dtype)
         else:
@@ -216,9 +217,9 @@ class Qwen3NextForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV.float()
+        return logits_SV
 
 
 class Qwen35ForCausalLM(Qwen3NextForCausalLM):

@@ -32,6 +32,13 @@ def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     return gate.mul_(torch.sigmoid(gate * 1.702)).mul_(up.add_(1))
 
 
+def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu_and_mul` with the gate at most `limit` and up within +-`limit` (DeepSeek-V4)."""
+    inner = gate_up_T2I.shape[-1] // 2
+    gate, up = gate_up_T2I[..., :inner].clamp(max=limit), gate_up_T2I[..., inner:].clamp(-limit, limit)
+    return F.silu(gate).mul_(up)
+
+
 @gpu_kernel("activation")
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     """`cap * tanh(x / cap)` in place."""

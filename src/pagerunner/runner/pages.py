@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,27 +24,46 @@ TORCH_DTYPES = {
 POISON_BYTE = 0xFF  # every float format reads NaN from bytes of all ones
 
 
-def layer_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LayerKV:
-    """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
+def layer_view(
+    kv_bytes: torch.Tensor,
+    group: GroupPlan,
+    index: int,
+    piece: LayerSlice,
+    static_scales: tuple[float, float] | None = None,
+) -> LayerKV:
+    """One layer's K and V as views [num_entries, kernel_tokens, num_kv_heads, head_dim] whose first stride is the unit.
 
     The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
+    `static_scales` (of keys, of values) are those of a layer whose spec has them.
     """
     spec = piece.spec
     dtype = TORCH_DTYPES[spec.dtype]
     typed = kv_bytes.view(dtype)
-    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
 
     def view(offset_bytes: int, head_dim: int) -> torch.Tensor:
         row = spec.num_kv_heads * head_dim
-        size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
+        size = (num_entries, group.kernel_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
-    scales = None
-    if spec.has_page_scales:
-        first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
-        scales = kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
+    static = spec.quantised and spec.static_scales
+    if static:
+        if static_scales is None:
+            raise ValueError(f"layer {piece.layer} needs static scales")
+        scales = torch.tensor(static_scales, dtype=torch.float32, device=kv_bytes.device).expand(num_entries, 2)
+    else:
+        scales = _page_scales(kv_bytes, group, piece)
     values = piece.offset + spec.value_offset(group.page_tokens)
-    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales)
+    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales, static)
+
+
+def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) -> torch.Tensor | None:
+    spec = piece.spec
+    if not spec.has_page_scales:
+        return None
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
+    first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
+    return kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
 
 
 def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:
@@ -64,38 +83,78 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
 
 
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
-    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit."""
+    """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit.
+
+    Indexer keys are another such view.
+    """
     spec = piece.spec
     if (
         not isinstance(spec, LatentSpec)
-        or spec.quantised
-        or spec.indexer_dim
-        or spec.rope_dtype not in (None, spec.dtype)
+        or spec.scale_bytes
+        or spec.indexer_scale_bytes
+        or any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype))
     ):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
     dtype = TORCH_DTYPES[spec.dtype]
-    vector = spec.latent_dim + spec.rope_dim
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
-    size = (num_entries, spec.slots(group.page_tokens), vector)
-    strides = (group.unit // dtype.itemsize, vector, 1)
-    return LatentKV(index, kv_bytes.view(dtype).as_strided(size, strides, piece.offset // dtype.itemsize))
+
+    def view(offset_bytes: int, elements: int) -> torch.Tensor:
+        size = (num_entries, spec.slots(group.page_tokens), elements)
+        strides = (group.unit // dtype.itemsize, elements, 1)
+        return kv_bytes.view(dtype).as_strided(size, strides, offset_bytes // dtype.itemsize)
+
+    indexer = None
+    if spec.indexer_dim:
+        indexer = view(piece.offset + spec.indexer_offset(group.page_tokens), spec.indexer_dim)
+    vectors = view(piece.offset, spec.latent_dim + spec.rope_dim)
+    return LatentKV(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
+
+
+def window_view(
+    kv_bytes: torch.Tensor,
+    group: GroupPlan,
+    index: int,
+    piece: LayerSlice,
+    static_scales: tuple[float, float] | None = None,
+) -> LayerKV:
+    """One layer of a window: keys and values, or vectors that serve as both, as one head."""
+    if not isinstance(piece.spec, LatentSpec):
+        return layer_view(kv_bytes, group, index, piece, static_scales)
+    found = latent_view(kv_bytes, group, index, piece)
+    vectors = found.latent.unsqueeze(2)
+    return LayerKV(index, vectors, vectors, found.scales)
 
 
 # by the kind of the layer's spec; the others are keys and values
-_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_STATE_VIEWS = {"recurrent": recurrent_view, "latent": latent_view}
+_KEY_VIEWS = {"window": window_view}
 
 
 class Pages:
     """Owns the views of the KV region, and zeroes, poisons and copies whole pages in it."""
 
-    def __init__(self, plan: MemoryPlan, kv_bytes: torch.Tensor, *, poison: bool) -> None:
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        kv_bytes: torch.Tensor,
+        *,
+        poison: bool,
+        static_scales: Mapping[int, tuple[float, float]] | None = None,
+    ) -> None:
+        """`static_scales`: of keys and of values, for the layers whose specs have them."""
         self._bytes = kv_bytes
         self._groups = plan.groups
         self._poison = poison
+        static = static_scales or {}
         layers: dict[int, LayerMemory] = {}
         for index, group in enumerate(plan.groups):
             for piece in group.layers:
-                layers[piece.layer] = _VIEWS.get(piece.spec.kind, layer_view)(kv_bytes, group, index, piece)
+                state_view = _STATE_VIEWS.get(piece.spec.kind)
+                if state_view is not None:
+                    layers[piece.layer] = state_view(kv_bytes, group, index, piece)
+                else:
+                    view = _KEY_VIEWS.get(piece.spec.kind, layer_view)
+                    layers[piece.layer] = view(kv_bytes, group, index, piece, static.get(piece.layer))
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
 
     def copies(self, copies: Sequence[PageCopy]) -> list[list[Triple]]:

@@ -16,7 +16,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "cached_tokens", "chain", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
+        "cached_tokens", "chain", "family", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
         "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
@@ -30,6 +30,8 @@ class Sequence:
         self.request_id = request.request_id
         self.chain = chain
         self.shares = shares
+        # of a request that has siblings
+        self.family = request.family if shares and request.family != request.request_id else ""
         self.key = (request.priority, request.arrival_time, arrival)
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)

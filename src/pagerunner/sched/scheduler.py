@@ -16,6 +16,7 @@ import msgspec
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (
@@ -31,7 +32,11 @@ from pagerunner.types import (
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached."""
+    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached.
+
+    `usage` is its share of the page memory's bytes, `fragmentation` the share of all slabs that packing its pages would give
+    back, `waste` the share of a slab of its that can hold no state.
+    """
 
     name: str
     pages_in_use: int
@@ -39,6 +44,9 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int
     pages_free: int = 0
     hits_total: int = 0
+    usage: float = 0.0
+    fragmentation: float = 0.0
+    waste: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +239,8 @@ class Scheduler:
         sequence.pending += samples
         if end >= grant.next_publish:
             self.manager.publish(grant, tokens, end)
+        if samples and sequence.family:
+            self.manager.offer(grant, sequence.family, tokens[: sequence.prompt_len])
         return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
 
     def _schedule_waiting(
@@ -245,22 +255,33 @@ class Scheduler:
                 break
             known = len(sequence.tokens)
             slot = self._free_slots[0]
-            grant = manager.admit(slot, sequence.chain, sequence.tokens, sequence.hit_limit(), shares=sequence.shares)
+            grant = manager.admit(
+                slot,
+                sequence.chain,
+                sequence.tokens,
+                sequence.hit_limit(),
+                shares=sequence.shares,
+                family=sequence.family,
+                prompt_len=sequence.prompt_len,
+            )
             if grant is None:
                 sequence.retry_version = manager.version
                 break
             start = grant.cached_tokens
+            waits = manager.must_wait(grant)
             end = min(known, start + budget)
-            if end < known and not self.enable_chunked_prefill and budget < self.max_num_batched_tokens:
+            if end < known and not waits and not self.enable_chunked_prefill and budget < self.max_num_batched_tokens:
                 manager.release(grant)  # nothing was computed or published
                 sequence.retry_budget = min(known - start, self.max_num_batched_tokens)
                 break
-            end = manager.grow(grant, start, end)
-            assert end, "admission promised these pages"
+            if not waits:
+                end = manager.grow(grant, start, end)
+                assert end, "admission promised these pages"
             waiting.remove(sequence)
             heapq.heappop(self._free_slots)
             sequence.grant = grant
             sequence.refill = known
+            sequence.scheduled = start
             sequence.retry_budget = 0
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
@@ -271,9 +292,10 @@ class Scheduler:
             else:
                 self._running.append(sequence)
             admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
-            budget -= end - start
-            rows.append(self._row(sequence, grant, start, end))
-            sequences.append(sequence)
+            if not waits:
+                budget -= end - start
+                rows.append(self._row(sequence, grant, start, end))
+                sequences.append(sequence)
         return budget
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -395,6 +417,11 @@ class Scheduler:
         """Forget all cached pages; False if some are in use (they can't be found any more either)."""
         return self.manager.reset_prefix_cache()
 
+    def memory_state(self) -> MemoryState:
+        """Who holds which pages now."""
+        holders = {sequence.request_id: sequence.grant for sequence in self._running if sequence.grant is not None}
+        return memory_state(self.manager, holders)
+
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""
         manager = self.manager
@@ -410,6 +437,9 @@ class Scheduler:
                     evictions=use.evictions,
                     pages_free=use.free,
                     hits_total=use.hits,
+                    usage=use.share,
+                    fragmentation=use.fragmentation,
+                    waste=use.waste,
                 )
                 for use in manager.usage_by_group()
             ],

@@ -88,6 +88,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
         route("/ping", info.health, method)
     route("/version", info.version, "GET")
     route("/metrics", info.metrics, "GET")
+    route("/memory", info.memory, "GET")
     _, schemas = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
     )
@@ -153,6 +154,11 @@ class _Information:
     async def metrics(self, request: Request) -> Response:
         """Metrics in the Prometheus text format."""
         return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def memory(self, request: Request) -> Response:
+        """The memory plan, and who holds which pages between two steps."""
+        engine = self._service.engine
+        return json_response({"plan": engine.memory_plan, "state": await engine.memory_state()})
 
     def _card(self, name: str) -> ModelCard:
         service = self._service

@@ -17,6 +17,58 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 _LENGTHS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1_000_000)
 
 
+class GroupMetrics:
+    """What each memory group holds and loses: `pagerunner:*`, labelled with the group's name."""
+
+    def __init__(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
+        self._values = values
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"pagerunner:{name}", text, (*_LABELS, "group"), registry=registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"pagerunner:{name}", text, (*_LABELS, "group"), registry=registry)
+
+        self._gauges = {
+            "usage": gauge("group_usage_ratio", "Share of the page memory's bytes that requests hold in this group."),
+            "pages_in_use": gauge("group_pages_in_use", "Pages of the group that requests hold."),
+            "pages_cached": gauge("group_pages_cached", "Pages of the group that only the prefix index knows."),
+            "pages_free": gauge("group_pages_free", "Free pages in slabs that the group occupies."),
+            "fragmentation": gauge(
+                "group_fragmentation_ratio", "Share of all slabs that packing the group would free."
+            ),
+            "waste": gauge("group_waste_ratio", "Share of a slab of the group that can hold no state."),
+        }
+        self._counters = {
+            "evictions": counter("group_evictions", "Cached pages of the group that were evicted."),
+            "hits_total": counter("group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
+        }
+        self._all = [
+            (Gauge(f"pagerunner:{name}", text, _LABELS, registry=registry).labels(**values), field)
+            for name, text, field in (
+                (
+                    "kv_fragmentation_ratio",
+                    "Share of all slabs that packing every group would free.",
+                    "kv_fragmentation",
+                ),
+                ("kv_waste_ratio", "Share of a slab that can hold no state, of the worst group.", "kv_waste"),
+            )
+        ]
+
+    def update(self, stats: EngineStats, last: EngineStats) -> None:
+        """Set the gauges and move the counters from `last` to `stats`."""
+        for gauge, field in self._all:
+            gauge.set(getattr(stats, field))
+        before = {group.name: group for group in last.groups}
+        for group in stats.groups:
+            labels = {**self._values, "group": group.name}
+            for field, family in self._gauges.items():
+                family.labels(**labels).set(getattr(group, field))
+            for field, total in self._counters.items():
+                old = getattr(before.get(group.name), field, 0)
+                total.labels(**labels).inc(max(0, getattr(group, field) - old))
+
+
 class Metrics:
     """An EngineObserver that fills a registry of its own. `render` gives the text that /metrics serves."""
 
@@ -36,6 +88,7 @@ class Metrics:
         self._preemptions = self._counter("num_preemptions", "Requests preempted, to be computed again.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache at admission.")
+        self._groups = GroupMetrics(self._registry, self._values)
         self._finished = Counter(
             "vllm:request_success",
             "Finished sequences by reason.",
@@ -75,6 +128,7 @@ class Metrics:
         self._preemptions.inc(max(0, stats.preemptions - self._last.preemptions))
         self._queries.inc(max(0, stats.prefix_queries - self._last.prefix_queries))
         self._hits.inc(max(0, stats.prefix_hits - self._last.prefix_hits))
+        self._groups.update(stats, self._last)
         self._last = stats
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:

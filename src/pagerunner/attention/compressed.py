@@ -1,0 +1,252 @@
+"""Attention over compressed latents (DeepSeek-V4) and over those that an indexer chooses (V3.2), in plain torch: the reference
+that faster backends are compared with.
+
+A page of P tokens stores P / r vectors, each of which stands for r tokens and serves as key and value of every head. The
+vector of a slot is pooled from its tokens (`SlotPooling`) and written when the last of them is computed; the query at
+position p sees the (p + 1) // r slots that are complete by then, or those of them that an indexer likes best. What a query
+sees of its own window is attended to elsewhere and merged here by log-sum-exp. Without compression r is 1.
+
+Everything is read from pages, also what this step has written, so that results don't depend on how a prompt was divided.
+Slots beyond the complete ones are never read.
+
+Shape letters: T tokens of the step, Q queries of a block, N slots completed by the step, S slots of a row, H heads, D
+vector size, I indexer key size, J indexer heads, W tokens that a slot is pooled from, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.attention.held import store_pages
+from pagerunner.attention.mla import merge
+from pagerunner.attention.recurrent import Tensors
+from pagerunner.attention.torch_ref import Result, Scratch, attend
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
+from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.memory.specs import Spec
+from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
+
+BLOCK_QUERIES = 256  # bounds the scores that exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPooling:
+    """Slots' vectors before their norm, as a recurrence over the tokens' projections; see `attention.recurrent.Recurrence`.
+
+    Each of `biases`, [r, C / 2], is one pooling: of the vectors and, where there is an indexer, of its keys. Inputs: the
+    poolings' projections [T, C] float32, a value half and a gate half, and the positions [T]. States: for each pooling the
+    inputs of the last W tokens. Outputs: at the last token of each slot the pooled values, poolings side by side;
+    anything elsewhere. A value is the average over a slot's tokens, channel by channel, by the softmax of gate + bias.
+
+    With `overlap` a slot is pooled from 2 r tokens: the first half of the values' channels is for the slot after the
+    token's own, the second half for its own.
+    """
+
+    biases: tuple[torch.Tensor, ...]
+    overlap: bool
+
+    @property
+    def ratio(self) -> int:
+        """r."""
+        return self.biases[0].shape[0]
+
+    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        *projected, positions_B = inputs
+        kept = tuple(torch.cat((s[:, 1:], x.unsqueeze(1)), 1) for x, s in zip(projected, states, strict=True))
+        pooled = [self._pool(x, bias, positions_B) for x, bias in zip(kept, self.biases, strict=True)]
+        return torch.cat(pooled, -1), kept
+
+    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See Recurrence."""
+        *projected, positions_L = inputs
+        last_N = ((positions_L + 1) % self.ratio == 0).nonzero().squeeze(-1)
+        outputs, kept = [], []
+        for x_LC, state_WC, bias in zip(projected, states, self.biases, strict=True):
+            width = state_WC.shape[0]
+            both_C = torch.cat((state_WC, x_LC))
+            window_NW = last_N.unsqueeze(-1) + torch.arange(1, width + 1, device=last_N.device)
+            pooled_ND = self._pool(both_C[window_NW], bias, positions_L[last_N])
+            outputs.append(pooled_ND.new_zeros(x_LC.shape[0], pooled_ND.shape[-1]).index_copy_(0, last_N, pooled_ND))
+            kept.append(both_C[-width:])
+        return torch.cat(outputs, -1), tuple(kept)
+
+    def _pool(self, x_NWC: torch.Tensor, bias: torch.Tensor, last_N: torch.Tensor) -> torch.Tensor:
+        values, gates = x_NWC.chunk(2, -1)
+        if not self.overlap:
+            return (values * (gates + bias).softmax(1)).sum(1)
+        ratio, half = self.ratio, bias.shape[-1] // 2
+        first = (last_N < ratio)[:, None, None]  # of the sequence: there is no slot before it
+        before = (gates[:, :ratio, :half] + bias[:, :half]).masked_fill(first, float("-inf"))
+        weights = torch.cat((before, gates[:, ratio:, half:] + bias[:, half:]), 1).softmax(1)
+        return (torch.cat((values[:, :ratio, :half], values[:, ratio:, half:]), 1) * weights).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerQueries:
+    """What chooses slots: the score of a slot is the sum over heads of `weight * relu(query . key)`; the best `top_k` are seen."""
+
+    q_TJI: torch.Tensor
+    weights_TJ: torch.Tensor
+    top_k: int
+
+
+@dataclass(slots=True)
+class CompressedMetadata:
+    """Rows as (first token, start, length). What depends on the ratio is made by the first layer that asks."""
+
+    rows: list[tuple[int, int, int]]
+    page_table_RP: torch.Tensor
+    _done: list[torch.Tensor] = field(default_factory=list)
+    _places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def done(self, positions_T: torch.Tensor, ratio: int) -> torch.Tensor:
+        """The tokens that complete a slot, [N]."""
+        if not self._done:
+            self._done.append(((positions_T + 1) % ratio == 0).nonzero().squeeze(-1))
+        return self._done[0]
+
+    def places(self, row: int, slots_per_page: int, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries and offsets of a row's complete slots, [S] each."""
+        found = self._places.get(row)
+        if found is None:
+            slots_S = torch.arange(self.rows[row][2] // ratio, device=self.page_table_RP.device)
+            entries_S = self.page_table_RP[row].index_select(0, slots_S // slots_per_page)
+            found = self._places[row] = (entries_S, slots_S % slots_per_page)
+        return found
+
+
+class _SlotWriter:
+    """Every value given has a page."""
+
+    def write(self, group: GroupBatch, pages: torch.Tensor, values_TKD: torch.Tensor) -> None:
+        layout = slot_layout(pages)
+        write_slots(pages, slot_rows(group.write_entry, group.write_offset, layout), values_TKD, layout)
+
+
+class CompressedBackend:
+    """See the module. One instance serves one group: its calls must not overlap."""
+
+    name = "torch_compressed"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
+        """Serves latents of one dtype (fp8 with scales per page) that are compressed, chosen by an indexer, or both."""
+        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
+            return f"it serves latent attention only, not {spec.kind}"
+        if spec.compression == 1 and not spec.indexer_dim:
+            return "it serves latents whose slots stand for several tokens or are chosen by an indexer"
+        if any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype)):
+            return f"it needs rotary parts and indexer keys in the latents' dtype, {spec.dtype}"
+        if spec.scale_bytes or spec.indexer_scale_bytes:
+            return "it needs fp8 latents to have one scale per page, not scales in every slot"
+        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+
+    def plan(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        page_table_RP: torch.Tensor,
+        page_tokens: int,
+        query_start: torch.Tensor,
+    ) -> CompressedMetadata:
+        """Note the rows; `query_start` follows from `query_lens` and is not read."""
+        rows, first = [], 0
+        for queries, length in zip(query_lens, seq_lens, strict=True):
+            rows.append((first, length - queries, length))
+            first += queries
+        return CompressedMetadata(rows, page_table_RP)
+
+    def completed(self, layer: LatentKV, group: GroupBatch, batch: ForwardBatch) -> torch.Tensor:
+        """Indices of the step's tokens that complete a slot, [N]; their slots' vectors are what `forward` wants."""
+        metadata: CompressedMetadata = group.metadata
+        return metadata.done(batch.positions, group.page_tokens // layer.latent.shape[1])
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        window: Result | None,
+        vectors_ND: torch.Tensor,
+        index_keys_NI: torch.Tensor | None,
+        chooser: IndexerQueries | None,
+        layer: LatentKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+    ) -> Result:
+        """Write the completed slots, attend to what is complete, and merge with the `window`'s result, if there is one:
+        [T, H, D] and the log-sum-exp [T, H].
+        """
+        metadata: CompressedMetadata = group.metadata
+        ratio = group.page_tokens // layer.latent.shape[1]
+        done_N = metadata.done(batch.positions, ratio)
+        slots = replace(group, write_entry=group.write_entry[done_N], write_offset=group.write_offset[done_N] // ratio)
+        if done_N.numel():
+            store_pages(layer.latent.unsqueeze(2), layer.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())
+            if index_keys_NI is not None and layer.indexer is not None:
+                pages = layer.indexer.unsqueeze(2)
+                store_pages(pages, layer.scales, 1, index_keys_NI.unsqueeze(1), slots, _SlotWriter())
+        if window is None:
+            out_THD = torch.zeros_like(q_THD)
+            lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        else:
+            out_THD, lse_TH = window[0].clone(), window[1].clone()
+        for row, (first, start, length) in enumerate(metadata.rows):
+            seen = max(start, ratio - 1)  # the first query that has a complete slot before it
+            if seen >= length:
+                continue
+            places = metadata.places(row, layer.latent.shape[1], ratio)
+            vectors_SD = self._read(0, layer.latent, layer.scales, places, q_THD.dtype)
+            keys_SI = None
+            if chooser is not None and layer.indexer is not None and length // ratio > chooser.top_k:
+                keys_SI = self._read(1, layer.indexer, layer.scales, places, q_THD.dtype)
+            for at in range(seen, length, BLOCK_QUERIES):
+                end = min(at + BLOCK_QUERIES, length)
+                tokens = slice(first + at - start, first + end - start)
+                allowed_QS = _allowed(at, end, ratio, chooser, keys_SI, tokens)
+                found = _attend(q_THD[tokens], vectors_SD[: end // ratio], allowed_QS, scale)
+                out_THD[tokens], lse_TH[tokens] = merge((out_THD[tokens], lse_TH[tokens]), found)
+        return out_THD, lse_TH
+
+    def _read(
+        self,
+        which: int,
+        pages_ESD: torch.Tensor,
+        scales: torch.Tensor | None,
+        places: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        pages = pages_ESD.unsqueeze(2)
+        layout = slot_layout(pages)
+        rows = slot_rows(*places, layout)
+        scale_S = None if scales is None else scales[places[0], which]
+        return self._scratch.read(which, pages, rows, layout, dtype, scale_S).squeeze(1)
+
+
+def _allowed(
+    at: int, end: int, ratio: int, chooser: IndexerQueries | None, keys_SI: torch.Tensor | None, tokens: slice
+) -> torch.Tensor:
+    """Which of its row's slots each query in [at, end) sees, [Q, S]; of equal scores the earlier slots are taken."""
+    device = chooser.q_TJI.device if chooser is not None else None
+    positions_Q1 = torch.arange(at, end, device=device).unsqueeze(-1)
+    allowed_QS = torch.arange(end // ratio, device=device) < (positions_Q1 + 1) // ratio
+    if chooser is None or keys_SI is None or allowed_QS.shape[1] <= chooser.top_k:
+        return allowed_QS
+    scores_JQS = F.relu(torch.matmul(chooser.q_TJI[tokens].transpose(0, 1).float(), keys_SI[: end // ratio].float().T))
+    scores_QS = (scores_JQS * chooser.weights_TJ[tokens].float().T.unsqueeze(-1)).sum(0)
+    order_QS = scores_QS.masked_fill(~allowed_QS, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    best_QS = torch.zeros_like(allowed_QS).scatter_(-1, order_QS[:, : chooser.top_k], True)
+    return allowed_QS & best_QS
+
+
+def _attend(q_QHD: torch.Tensor, vectors_SD: torch.Tensor, allowed_QS: torch.Tensor, scale: float) -> Result:
+    mask = torch.zeros(allowed_QS.shape, dtype=q_QHD.dtype, device=q_QHD.device)
+    mask.masked_fill_(~allowed_QS.to(mask.device), float("-inf"))
+    k_1HSD = vectors_SD.expand(q_QHD.shape[1], -1, -1).unsqueeze(0)
+    out, lse = attend(q_QHD.transpose(0, 1).unsqueeze(0), k_1HSD, k_1HSD, scale, mask=mask[None, None])
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)

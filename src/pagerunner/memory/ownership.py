@@ -1,0 +1,113 @@
+"""Who holds the page memory of a live engine: slabs by group, pages by request, what is cached, shared and free.
+
+Page and slab ids are listed as runs (first, count), so that the state of a large pool is a small value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagerunner.memory.grant import HOLE
+
+if TYPE_CHECKING:
+    from pagerunner.memory.grant import Grant
+    from pagerunner.memory.manager import KVManager
+    from pagerunner.memory.planner import GroupPlan
+
+Runs = list[tuple[int, int]]
+
+
+class GroupOwnership(msgspec.Struct, frozen=True, kw_only=True):
+    """One group's slabs, by slab id, and pages, by the group's page id (slab * pages_per_slab + place).
+
+    `in_use` pages are held by requests, `shared` of them by several; `cached` ones only by the prefix index; `free` ones lie
+    in slabs of the group and belong to nobody. `page_bytes` and `pages_per_slab` are the plan's.
+    """
+
+    name: str
+    page_bytes: int
+    pages_per_slab: int
+    slabs: Runs
+    in_use: int
+    shared: int
+    free: int
+    cached: Runs
+
+
+class RequestPages(msgspec.Struct, frozen=True, kw_only=True):
+    """One running request: its table row, and its pages of each group, in the order of its tokens.
+
+    A page that requests share is listed with each of them. Snapshots that a request still holds itself are listed too.
+    """
+
+    request_id: str
+    slot: int
+    pages: list[Runs]
+
+
+class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
+    """The page memory at one moment, between two steps."""
+
+    num_slabs: int
+    slab_bytes: int
+    free_slabs: int
+    groups: list[GroupOwnership]
+    requests: list[RequestPages]
+
+
+def runs_of(numbers: Iterable[int]) -> Runs:
+    """Adjacent ascending numbers as (first, count); holes are left out."""
+    runs: Runs = []
+    first = end = HOLE
+    for number in numbers:
+        if number != end or first == HOLE:
+            if first != HOLE:
+                runs.append((first, end - first))
+            first = number
+        end = number + 1
+    if first != HOLE:
+        runs.append((first, end - first))
+    return runs
+
+
+def memory_state(manager: KVManager, running: Mapping[str, Grant]) -> MemoryState:
+    """The manager's pages at this moment. `running` names the requests that hold them."""
+    plan, pool = manager.plan, manager.pool
+    slabs: list[list[int]] = [[] for _ in plan.groups]
+    for slab, owner in sorted(pool.owner.items()):
+        slabs[owner].append(slab)
+    groups = [
+        GroupOwnership(
+            name=group.name,
+            page_bytes=group.page_bytes,
+            pages_per_slab=group.pages_per_slab,
+            slabs=runs_of(slabs[number]),
+            in_use=pool.used[number],
+            shared=pool.shared(number),
+            free=pool.free_in_slabs(number),
+            cached=runs_of(sorted(pool.cached[number])),
+        )
+        for number, group in enumerate(plan.groups)
+    ]
+    return MemoryState(
+        num_slabs=plan.num_slabs,
+        slab_bytes=plan.slab_bytes,
+        free_slabs=pool.free_slabs,
+        groups=groups,
+        requests=[
+            RequestPages(
+                request_id=name,
+                slot=grant.slot,
+                pages=[runs_of(_pages(grant, number, group)) for number, group in enumerate(plan.groups)],
+            )
+            for name, grant in running.items()
+        ],
+    )
+
+
+def _pages(grant: Grant, number: int, group: GroupPlan) -> list[int]:
+    pages = grant.pages[number]
+    return [*pages, *(page for _, page in grant.saves)] if group.rule.snapshots else pages

@@ -1,0 +1,365 @@
+"""DeepSeek-V4: one vector per token that is key and value of every head, kept in a window and, compressed, of everything.
+
+The formulas are those of the technical report's sections 2.1 (experts by token id in the first layers), 2.2
+(manifold-constrained hyper-connections) and 2.3 (compressed sparse and heavily compressed attention).
+
+Shape letters: T tokens of the step, S sampled tokens, D hidden features, M residual streams, H heads, d head size, N slots
+that the step completes, E experts, A active experts of a token, I an expert's inner features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.attention.compressed import IndexerQueries, SlotPooling
+from pagerunner.attention.torch_ref import take_sinks
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.recurrent import PagedRecurrence
+from pagerunner.models.deepseek_v4_config import DeepseekV4Config, LayerConfig
+from pagerunner.models.rotary import Rotary
+from pagerunner.ops.activation import limited_silu_and_mul
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.norm import rms_norm
+from pagerunner.ops.rope import RopeAngles, rope_pairs_
+
+
+def _float32(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float32, device="meta")
+
+
+class Pooling(Module):
+    """What a slot's vector is made of: its tokens' projections to values and gates, a bias per place, and a norm."""
+
+    def __init__(
+        self, hidden: int, head_dim: int, ratio: int, eps: float, dtype: torch.dtype, *, overlap: bool
+    ) -> None:
+        super().__init__()
+        size = 2 * head_dim if overlap else head_dim
+        self.weights = {"ape": _float32(ratio, size)}
+        self.proj = FusedLinear(hidden, {"wkv": size, "wgate": size}, dtype)
+        self.norm = RMSNorm(head_dim, eps, dtype)
+
+    def project(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Values and gates of every token, side by side, in the float32 of the state that they may wait in."""
+        return self.proj(x_TD).float()
+
+    def finish(self, pooled_ND: torch.Tensor, rope_dim: int, angles: RopeAngles, dtype: torch.dtype) -> torch.Tensor:
+        """Slots' vectors from what was pooled, with the angles of their first tokens."""
+        vectors = self.norm(pooled_ND.to(dtype))
+        rope_pairs_(vectors[:, None, -rope_dim:], angles)
+        return vectors
+
+
+class Indexer(Module):
+    """Chooses slots: queries and weights per head, and keys pooled as slots are."""
+
+    def __init__(self, config: DeepseekV4Config, ratio: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        own, hidden = config.indexer, config.hidden_size
+        self.heads, self.head_dim, self.top_k, self.rope_dim = own.heads, own.head_dim, own.top_k, config.rope_dim
+        self.compressor = Pooling(hidden, own.head_dim, ratio, config.rms_norm_eps, dtype, overlap=True)
+        self.wq_b = Linear(config.query_rank, own.heads * own.head_dim, dtype)
+        self.weights_proj = Linear(hidden, own.heads, dtype)
+
+    def __call__(self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles) -> IndexerQueries:
+        """The step's queries."""
+        q_TJI = self.wq_b(query_TR).view(-1, self.heads, self.head_dim)
+        rope_pairs_(q_TJI[..., -self.rope_dim :], angles)
+        weights_TJ = self.weights_proj(x_TD).float() * (self.heads * self.head_dim) ** -0.5
+        return IndexerQueries(q_TJI, weights_TJ, self.top_k)
+
+
+class Angles:
+    """A step's angles: of its tokens in layers with a window only and in the others, and of slots by their ratio."""
+
+    def __init__(self, window: Rotary, slots: Rotary, batch: ForwardBatch) -> None:
+        self.window = window(batch.positions)
+        self.tokens = slots(batch.positions)
+        self._rotary, self._positions = slots, batch.positions
+        self._slots: dict[int, RopeAngles] = {}
+
+    def slots(self, ratio: int, done_N: torch.Tensor) -> RopeAngles:
+        """Of the slots that the tokens `done` complete: a slot's position is its first token's."""
+        if ratio not in self._slots:
+            self._slots[ratio] = self._rotary(self._positions[done_N] + 1 - ratio)
+        return self._slots[ratio]
+
+
+class Attention(Module):
+    """Attention over the window's vectors and, where the layer compresses, over slots; a sink takes a share of each head."""
+
+    def __init__(self, config: DeepseekV4Config, layer: LayerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        self.num_heads, self.head_dim, self.rope_dim = heads, head_dim, config.rope_dim
+        self.rank, self.groups, self.ratio, self.eps = (
+            config.query_rank,
+            config.output_groups,
+            layer.ratio,
+            config.rms_norm_eps,
+        )
+        self.weights = {"attn_sink": _float32(heads)}
+        self.a_proj = FusedLinear(hidden, {"wq_a": config.query_rank, "wkv": head_dim}, dtype)
+        self.q_norm = RMSNorm(config.query_rank, self.eps, dtype)
+        self.wq_b = Linear(config.query_rank, heads * head_dim, dtype)
+        self.norm = RMSNorm(head_dim, self.eps, dtype)
+        self.wo_a = Linear(heads * head_dim // self.groups, self.groups * config.output_rank, dtype)
+        self.wo_b = Linear(self.groups * config.output_rank, hidden, dtype)
+        index, scale = layer.memory_index, head_dim**-0.5
+        self.attend_window = PagedWindowVectors(index, scale)
+        if layer.ratio > 1:
+            self.attend_slots = PagedSlots(index + 1, scale)
+            self.pool = PagedRecurrence(index + 2)
+            self.compressor = Pooling(hidden, head_dim, layer.ratio, self.eps, dtype, overlap=layer.sparse)
+        if layer.sparse:
+            self.indexer = Indexer(config, layer.ratio, dtype)
+        self.sparse = layer.sparse
+
+    def __call__(self, x_TD: torch.Tensor, angles: Angles, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the normed hidden states."""
+        turn = angles.window if self.ratio == 1 else angles.tokens
+        both = self.a_proj(x_TD)
+        query_TR = self.q_norm(both[:, : self.rank])
+        q_THd = self.wq_b(query_TR).view(-1, self.num_heads, self.head_dim)
+        q_THd = rms_norm(q_THd, torch.ones_like(q_THd[0, 0]), self.eps)
+        vectors_Td = self.norm(both[:, self.rank :])
+        rope_pairs_(q_THd[..., -self.rope_dim :], turn)
+        rope_pairs_(vectors_Td[:, None, -self.rope_dim :], turn)
+        found = self.attend_window(q_THd, vectors_Td, batch)
+        if self.ratio > 1:
+            vectors_Nd, keys_NI = self._slots(x_TD, angles, batch)
+            chooser = self.indexer(x_TD, query_TR, turn) if self.sparse else None
+            found = self.attend_slots(q_THd, found, vectors_Nd, keys_NI, chooser, batch)
+        out_THd = take_sinks(found, self.weights["attn_sink"])
+        rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(turn.cos_T1D, -turn.sin_T1D))  # values were turned too
+        grouped = out_THd.reshape(out_THd.shape[0], self.groups, -1).transpose(0, 1)
+        weight = self.wo_a.weights["weight"].view(self.groups, -1, grouped.shape[-1])
+        return self.wo_b(torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1))
+
+    def _slots(
+        self, x_TD: torch.Tensor, angles: Angles, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Vectors of the slots that the step completes, [N, d], and their indexer keys."""
+        poolings = (self.compressor, self.indexer.compressor) if self.sparse else (self.compressor,)
+        recurrence = SlotPooling(tuple(pooling.weights["ape"] for pooling in poolings), overlap=self.sparse)
+        inputs = (*(pooling.project(x_TD) for pooling in poolings), batch.positions)
+        pooled = self.pool(recurrence, inputs, batch)
+        done_N = self.attend_slots.completed(batch)
+        turn = angles.slots(self.ratio, done_N)
+        pooled_N = pooled.index_select(0, done_N)
+        vectors = self.compressor.finish(pooled_N[:, : self.head_dim], self.rope_dim, turn, x_TD.dtype)
+        if not self.sparse:
+            return vectors, None
+        keys = self.indexer.compressor.finish(pooled_N[:, self.head_dim :], self.rope_dim, turn, x_TD.dtype)
+        return vectors, keys
+
+
+class Router(Module):
+    """Scores every expert for every token, and picks the best or those that the token's id names."""
+
+    def __init__(self, config: DeepseekV4Config, *, hashed: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hashed, self.active, self.factor = hashed, config.active_experts, config.routing_factor
+        self.score = torch.sigmoid if config.routing == "sigmoid" else lambda x: F.softplus(x).sqrt()
+        self.weights = {"weight": torch.empty(config.experts, config.hidden_size, dtype=dtype, device="meta")}
+        if hashed:
+            shape = (config.vocab_size, config.active_experts)
+            self.weights["tid2eid"] = torch.empty(shape, dtype=torch.int64, device="meta")
+        else:
+            self.weights["bias"] = _float32(config.experts)
+
+    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 weights [T, A] and experts [T, A]."""
+        scores_TE = self.score(F.linear(x_TD, self.weights["weight"]).float())
+        if self.hashed:
+            experts_TA = self.weights["tid2eid"][token_ids_T]
+        else:
+            experts_TA = (scores_TE + self.weights["bias"]).topk(self.active, -1).indices
+        weights_TA = scores_TE.gather(-1, experts_TA)
+        return weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20) * self.factor, experts_TA
+
+
+class Experts(Module):
+    """Gated feed-forwards with limited inner features; the checkpoint has w1 (gate), w3 (up) and w2 (down) per expert."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, features, inner = config.experts, config.hidden_size, config.expert_size
+        self.weights = {
+            "w13": torch.empty(experts, 2 * inner, features, dtype=dtype, device="meta"),
+            "w2": torch.empty(experts, features, inner, dtype=dtype, device="meta"),
+        }
+        self.activation = functools.partial(limited_silu_and_mul, limit=config.activation_limit)
+
+    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of what each token's experts make of it, [T, D]."""
+        return moe_experts(x_TD, weights_TA, experts_TA, self.weights["w13"], self.weights["w2"], self.activation)
+
+    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """One slice per expert and matrix."""
+        w13, w2 = self.weights["w13"], self.weights["w2"]
+        inner = w2.shape[-1]
+        for expert in range(w2.shape[0]):
+            yield f"{prefix}{expert}.w1.weight", w13[expert, :inner]
+            yield f"{prefix}{expert}.w3.weight", w13[expert, inner:]
+            yield f"{prefix}{expert}.w2.weight", w2[expert]
+
+
+class SharedExpert(Module):
+    """The expert that every token passes."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        inner = config.expert_size
+        self.w13 = FusedLinear(config.hidden_size, {"w1": inner, "w3": inner}, dtype)
+        self.w2 = Linear(inner, config.hidden_size, dtype)
+        self.limit = config.activation_limit
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        return self.w2(limited_silu_and_mul(self.w13(x_TD), self.limit))
+
+
+class ExpertMLP(Module):
+    """Each token's routed experts, weighted, plus the shared one."""
+
+    def __init__(self, config: DeepseekV4Config, *, hashed: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Router(config, hashed=hashed, dtype=dtype)
+        self.experts = Experts(config, dtype)
+        self.shared_experts = SharedExpert(config, dtype)
+
+    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        weights_TA, experts_TA = self.gate(x_TD, token_ids_T)
+        return self.experts(x_TD, weights_TA.to(x_TD.dtype), experts_TA).add_(self.shared_experts(x_TD))
+
+
+def _mixes(streams_TMD: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
+    flat = streams_TMD.flatten(1).float()
+    return F.linear(rms_norm(flat, torch.ones_like(flat[0]), eps), fn)
+
+
+class DecoderLayer(Module):
+    """Attention and experts. Each reads a mixture of the residual streams and is added to all of them; the streams are
+    mixed among each other by a matrix whose rows and columns sum to one.
+    """
+
+    def __init__(self, config: DeepseekV4Config, layer: LayerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        streams = config.streams
+        self.streams, self.iterations = streams, config.stream_iterations
+        self.stream_eps, self.eps = config.stream_eps, config.rms_norm_eps
+        mixes = (2 + streams) * streams
+        for place in ("attn", "ffn"):
+            self.weights[f"hc_{place}_fn"] = _float32(mixes, streams * config.hidden_size)
+            self.weights[f"hc_{place}_base"] = _float32(mixes)
+            self.weights[f"hc_{place}_scale"] = _float32(3)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attn = Attention(config, layer, dtype)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.ffn = ExpertMLP(config, hashed=layer.hashed, dtype=dtype)
+
+    def __call__(self, streams_TMD: torch.Tensor, angles: Angles, batch: ForwardBatch) -> torch.Tensor:
+        """The streams after the layer."""
+        x_TD, out_TM, mixed = self._enter("attn", streams_TMD)
+        streams_TMD = mixed + out_TM.unsqueeze(-1) * self.attn(self.attn_norm(x_TD), angles, batch).unsqueeze(1)
+        x_TD, out_TM, mixed = self._enter("ffn", streams_TMD)
+        return mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), batch.token_ids).unsqueeze(1)
+
+    def _enter(self, place: str, streams_TMD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the sublayer reads [T, D], how much of its result goes to each stream [T, M], and the streams mixed."""
+        count, eps, dtype = self.streams, self.stream_eps, streams_TMD.dtype
+        mixes = _mixes(streams_TMD, self.weights[f"hc_{place}_fn"], self.eps)
+        sizes = (count, count, count * count)
+        read, out, among = mixes.split(sizes, -1)
+        read_base, out_base, among_base = self.weights[f"hc_{place}_base"].split(sizes)
+        scale = self.weights[f"hc_{place}_scale"]
+        read_TM = torch.sigmoid(read * scale[0] + read_base) + eps
+        out_TM = 2 * torch.sigmoid(out * scale[1] + out_base)
+        among_TMM = (among * scale[2] + among_base).unflatten(-1, (count, count)).softmax(-1) + eps
+        among_TMM = among_TMM / (among_TMM.sum(-2, keepdim=True) + eps)
+        for _ in range(self.iterations - 1):
+            among_TMM = among_TMM / (among_TMM.sum(-1, keepdim=True) + eps)
+            among_TMM = among_TMM / (among_TMM.sum(-2, keepdim=True) + eps)
+        x_TD = (read_TM.unsqueeze(-1) * streams_TMD).sum(1).to(dtype)
+        return x_TD, out_TM.to(dtype), torch.matmul(among_TMM.to(dtype).transpose(1, 2), streams_TMD)
+
+
+class Collapse(Module):
+    """The streams become one, weighted by what is in them."""
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        super().__init__()
+        streams = config.streams
+        self.eps, self.stream_eps = config.rms_norm_eps, config.stream_eps
+        self.weights = {
+            "hc_fn": _float32(streams, streams * config.hidden_size),
+            "hc_base": _float32(streams),
+            "hc_scale": _float32(1),
+        }
+
+    def __call__(self, streams_TMD: torch.Tensor) -> torch.Tensor:
+        """[T, D]."""
+        mixes_TM = _mixes(streams_TMD, self.weights["hc_fn"], self.eps)
+        read_TM = torch.sigmoid(mixes_TM * self.weights["hc_scale"] + self.weights["hc_base"]) + self.stream_eps
+        return (read_TM.unsqueeze(-1) * streams_TMD).sum(1).to(streams_TMD.dtype)
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.streams = config.streams
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = tuple(DecoderLayer(config, layer, dtype) for layer in config.layers)
+        self.hc_head = Collapse(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.window_rotary = Rotary(config.window_rope, config.rope_dim, dtype, device)
+        self.slot_rotary = Rotary(config.slot_rope, config.rope_dim, dtype, device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The normed hidden state of every token, [T, D]."""
+        angles = Angles(self.window_rotary, self.slot_rotary, batch)
+        streams_TMD = self.embed_tokens(batch.token_ids).unsqueeze(1).repeat(1, self.streams, 1)
+        for layer in self.layers:
+            streams_TMD = layer(streams_TMD, angles, batch)
+        return self.norm(self.hc_head(streams_TMD))
+
+
+class DeepseekV4ForCausalLM(Module):
+    """The decoder and its output weights."""
+
+    unused_tensors = ("mtp.",)  # layers for multi-token prediction
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = Decoder(config, dtype, device)
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
+        return self.head(hidden_SD)
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """The names of the published files, which differ from transformers' in what stands before the layers."""
+        for name, tensor in self.checkpoint(prefix):
+            published = (
+                name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+            )
+            if published != name:
+                yield published, tensor, (name,)

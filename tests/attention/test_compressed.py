@@ -1,0 +1,199 @@
+"""Compressed latents against a dense computation, row by row, with NaN in every slot that no token has completed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagerunner.attention import compressed
+from pagerunner.attention.compressed import CompressedBackend, IndexerQueries, SlotPooling
+from pagerunner.attention.torch_plan import scratch_bytes
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
+from pagerunner.memory import specs
+
+HEADS, DIM, INDEX = 2, 6, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: rows of (past, new tokens)."""
+
+    rows: tuple[tuple[int, int], ...]
+    ratio: int = 4
+    slots: int = 4  # of a page
+    top_k: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def pool_densely(x_LC: torch.Tensor, bias: torch.Tensor, overlap: bool) -> torch.Tensor:
+    """Every complete slot of a sequence, one by one, [S, D]."""
+    ratio, size = bias.shape
+    found = []
+    for first in range(0, len(x_LC) - ratio + 1, ratio):
+        values, gates = x_LC[first : first + ratio, :size], x_LC[first : first + ratio, size:] + bias
+        if overlap:
+            values, gates = values[:, size // 2 :], gates[:, size // 2 :]
+            if first:
+                before = x_LC[first - ratio : first]
+                values = torch.cat((before[:, : size // 2], values))
+                gates = torch.cat((before[:, size : size + size // 2] + bias[:, : size // 2], gates))
+        found.append((values * gates.softmax(0)).sum(0))
+    return torch.stack(found) if found else x_LC.new_zeros(0, size // 2 if overlap else size)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("cuts", [(30,), (1, 2, 7, 30), (3, 4, 5, 8, 12, 29, 30), tuple(range(1, 31))])
+def test_pooling_does_not_depend_on_chunks(overlap: bool, cuts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    ratio, size = 4, 2 * DIM if overlap else DIM
+    biases = tuple(torch.randn(ratio, size) for _ in range(2))
+    inputs = tuple(torch.randn(30, 2 * size) for _ in range(2))
+    pooling, positions = SlotPooling(biases, overlap), torch.arange(30)
+    states = tuple(torch.zeros(2 * ratio if overlap else ratio, 2 * size) for _ in range(2))
+    outputs, first = [], 0
+    for end in cuts:
+        part = (*(x[first:end] for x in inputs), positions[first:end])
+        if end - first == 1:
+            out, kept = pooling.step(part, tuple(state.unsqueeze(0) for state in states))
+            states = tuple(state.squeeze(0) for state in kept)
+        else:
+            out, states = pooling.chunks(part, states)
+        outputs.append(out)
+        first = end
+    found = torch.cat(outputs)[ratio - 1 :: ratio]
+    want = torch.cat([pool_densely(x, bias, overlap) for x, bias in zip(inputs, biases, strict=True)], -1)
+    torch.testing.assert_close(found, want)
+
+
+def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, CompressedBackend]:
+    """What the backend makes of a step, and what a dense computation does, [T, H, D]."""
+    torch.manual_seed(0)
+    size, tokens_page = case.slots, case.slots * case.ratio
+    pages = sum(-(-(past + new) // tokens_page) for past, new in case.rows) + 2
+    pool = torch.full((pages, 2 * size * (DIM + INDEX)), float("nan"), dtype=case.dtype)
+    stride = pool.stride(0)
+    latent = pool.as_strided((pages, size, DIM), (stride, DIM, 1), 3)
+    indexer = pool.as_strided((pages, size, INDEX), (stride, INDEX, 1), 3 + size * DIM)
+    free = torch.randperm(pages).tolist()
+    table = torch.zeros(
+        len(case.rows), max(-(-(past + new) // tokens_page) for past, new in case.rows), dtype=torch.int64
+    )
+    vectors, keys, entries, offsets, positions = [], [], [], [], []
+    for row, (past, new) in enumerate(case.rows):
+        held = [free.pop() for _ in range(-(-(past + new) // tokens_page))]
+        table[row, : len(held)] = torch.tensor(held)
+        count = (past + new) // case.ratio
+        vectors.append(torch.randn(count, DIM).to(case.dtype).float())
+        keys.append(torch.randn(count, INDEX).to(case.dtype).float())
+        for slot in range(past // case.ratio):
+            latent[held[slot // size], slot % size] = vectors[row][slot].to(case.dtype)
+            indexer[held[slot // size], slot % size] = keys[row][slot].to(case.dtype)
+        for position in range(past, past + new):
+            entries.append(held[position // tokens_page])
+            offsets.append(position % tokens_page)
+            positions.append(position)
+    query_lens, seq_lens = [new for _, new in case.rows], [sum(row) for row in case.rows]
+    start = torch.tensor([0, *query_lens]).cumsum(0)
+    total = len(positions)
+    q, local, lse = torch.randn(total, HEADS, DIM), torch.randn(total, HEADS, DIM), torch.randn(total, HEADS)
+    chooser = None
+    if case.top_k is not None:
+        chooser = IndexerQueries(torch.randn(total, 5, INDEX), torch.randn(total, 5), case.top_k)
+    backend = CompressedBackend()
+    metadata = backend.plan(query_lens, seq_lens, table, tokens_page, start)
+    group = GroupBatch(
+        table, torch.zeros(len(table)), torch.tensor(entries), torch.tensor(offsets), tokens_page, backend, metadata
+    )
+    layer, where = LatentKV(0, latent, None, indexer), torch.tensor(positions)
+    rows = StepRows.of(query_lens, seq_lens, range(len(query_lens)))
+    batch = ForwardBatch(where, where, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)
+    done = backend.completed(layer, group, batch)
+    assert done.tolist() == [i for i, position in enumerate(positions) if (position + 1) % case.ratio == 0]
+    new_vectors = torch.cat([x[past // case.ratio :] for x, (past, _) in zip(vectors, case.rows, strict=True)])
+    new_keys = torch.cat([x[past // case.ratio :] for x, (past, _) in zip(keys, case.rows, strict=True)])
+    for _ in range(2):  # a second layer of the same step reuses the plan
+        got, got_lse = backend.forward(q, (local, lse), new_vectors, new_keys, chooser, layer, group, batch, 0.4)
+    want, want_lse = local.double().clone(), lse.double().clone()
+    token = 0
+    for row, (past, new) in enumerate(case.rows):
+        for position in range(past, past + new):
+            seen = (position + 1) // case.ratio
+            chosen = torch.arange(seen)
+            if chooser is not None and seen > chooser.top_k:
+                scores = (q_at := chooser.q_TJI[token]) @ keys[row][:seen].T
+                assert q_at.shape == (5, INDEX)
+                chosen = (chooser.weights_TJ[token] @ scores.relu()).topk(chooser.top_k).indices
+            if seen:
+                picked = vectors[row][chosen].double()
+                scores = q[token].double() @ picked.T * 0.4
+                weights = torch.cat((scores, lse[token].double().unsqueeze(-1)), -1).softmax(-1)
+                want[token] = weights[:, :-1] @ picked + weights[:, -1:] * local[token].double()
+                want_lse[token] = torch.logaddexp(scores.logsumexp(-1), lse[token].double())
+            token += 1
+    torch.testing.assert_close(got_lse.double(), want_lse, atol=5e-5, rtol=5e-5)
+    return got.double(), want, backend
+
+
+rows = st.tuples(
+    st.one_of(st.just(0), st.integers(0, 90)), st.one_of(st.just(1), st.integers(1, 9), st.integers(1, 60))
+)
+cases = st.builds(
+    Case,
+    rows=st.lists(rows, min_size=1, max_size=4).map(tuple),
+    ratio=st.sampled_from([2, 3, 8]),
+    slots=st.sampled_from([1, 3, 16]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_equals_a_dense_computation(case: Case) -> None:
+    got, want, _ = run(case)
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("block", [256, 7])
+@pytest.mark.parametrize("top_k", [1, 3, 100])
+def test_an_indexer_chooses_slots(monkeypatch: pytest.MonkeyPatch, block: int, top_k: int) -> None:
+    monkeypatch.setattr(compressed, "BLOCK_QUERIES", block)
+    got, want, _ = run(Case(((0, 3), (40, 33), (61, 1), (2, 50)), top_k=top_k))
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+def test_of_equal_slots_the_earlier_are_seen() -> None:
+    chooser = IndexerQueries(torch.ones(8, 1, INDEX), torch.ones(8, 1), 2)
+    keys = torch.zeros(6, INDEX)
+    keys[4] = 1
+    seen = compressed._allowed(16, 24, 4, chooser, keys, slice(0, 8))
+    assert [row.nonzero().flatten().tolist() for row in seen] == [[0, 1]] * 3 + [[0, 4]] * 5
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_reading_takes_what_the_plan_says(held: str) -> None:
+    case = Case(((87, 9), (3, 1)), top_k=5, dtype=getattr(torch, held))
+    spec = specs.LatentKV(DIM - 2, 2, held, compression=4, indexer_dim=INDEX)
+    assert run(case)[2]._scratch.num_bytes == scratch_bytes((spec, spec), 96, 8, "float32")
+    other = specs.LatentKV(DIM - 2, 2, held, compression=8)
+    alone = scratch_bytes((other,), 96, 8, "float32")
+    assert scratch_bytes((spec, other), 96, 8, "float32") == scratch_bytes((spec,), 96, 8, "float32") + alone
+
+
+def test_says_what_it_does_not_serve() -> None:
+    backend = CompressedBackend()
+    for dtype in ("float32", "bfloat16", "fp8_e4m3"):
+        for sizes in ({"compression": 4, "indexer_dim": 4}, {"compression": 4}, {"indexer_dim": 4}):
+            spec = specs.LatentKV(8, 4, dtype, **sizes)
+            assert backend.unsupported(spec, "cpu", torch.float32) is None
+    for spec, word in (
+        (specs.LatentKV(8, 4, "float32"), "several tokens"),
+        (specs.FullKV(1, 8, "float32"), "full"),
+        (specs.LatentKV(8, 4, "float32", window=8), "window"),
+        (specs.LatentKV(8, 4, "fp8_e4m3", compression=4, rope_dtype="bfloat16"), "rotary"),
+        (specs.LatentKV(8, 4, "fp8_e4m3", compression=4, scale_bytes=8), "scale"),
+    ):
+        reason = backend.unsupported(spec, "cpu", torch.float32)
+        assert reason is not None and word in reason

@@ -1,0 +1,184 @@
+"""DeepSeek-V4 through the engine against `transformers` in float32: windows, compressed latents and compressor state.
+
+Chunks, prefix hits, preemption and the pages' size change nothing; every fresh page holds NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
+from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
+from pagerunner.config import EngineArgs
+from pagerunner.engine.resolve import resolve
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.models.config import read_model_config
+
+pytest.importorskip("transformers")
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "three kinds": {},
+    "yarn, sigmoid scores": {"rope_parameters": YARN, "scoring_func": "sigmoid"},
+    "windows only": {"layer_types": [WINDOW] * 2, "num_hidden_layers": 2},
+    "heavy only, 2 to 1": {
+        "layer_types": [HEAVY] * 2,
+        "num_hidden_layers": 2,
+        "compress_rates": {SPARSE: 4, HEAVY: 2},
+        "mlp_layer_types": ["moe", "hash_moe"],
+    },
+    "odd sizes": {
+        "compress_rates": {SPARSE: 3, HEAVY: 10},
+        "sliding_window": 5,
+        "index_topk": 2,
+        "num_attention_heads": 6,
+        "o_groups": 3,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 1,
+        "vocab_size": 517,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function from a variant's name to its directory and reference model, each made once."""
+    directory = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: make_compressed_checkpoint(directory, seed=len(name), **VARIANTS[name]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(models: Any, name: str) -> None:
+    path, reference = models(name)
+    check(
+        reference,
+        run(engine(path, max_num_batched_tokens=100), [prompt(i, n) for i, n in enumerate((1, 35, 3, 170, 64))]),
+    )
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("name", ["three kinds", "odd sizes"])
+def test_results_do_not_depend_on_the_memory(models: Any, name: str, condition: str) -> None:
+    path, reference = models(name)
+    llm = engine(path, **CONDITIONS[condition])
+    for _ in range(2):  # prompt log-probabilities need the whole prompt; siblings of a step may share it
+        check(reference, run(llm, [prompt(i, n) for i, n in enumerate((5, 130, 33, 32, 77))]))
+
+
+@pytest.mark.parametrize("batched_tokens", [16, 50, 1000])
+def test_prefix_hits(models: Any, batched_tokens: int) -> None:
+    path, reference = models("three kinds")
+    llm = engine(path, max_num_batched_tokens=batched_tokens)
+    shared = prompt(4, 150)
+    for text in (shared, shared, shared + prompt(5, 20), shared[:100] + prompt(6, 3), shared[:130]):
+        assert tokens_of(llm, [text]) == [greedy(reference, text)]
+    assert llm.stats().prefix_hits_total >= 2 * 128
+
+
+def test_siblings_and_a_pool_too_small(models: Any) -> None:
+    path, reference = models("three kinds")
+    check(reference, run(engine(path, max_num_batched_tokens=48), [prompt(5, 70), prompt(6, 33)], n=3))
+    llm = engine(path, max_num_batched_tokens=40, max_model_len=128, kv_cache_memory_bytes=400_000)
+    shared = prompt(7, 64)
+    texts = [shared[: 16 * (i % 5)] + prompt(20 + i, 4 + 5 * (i % 9)) for i in range(24)]
+    assert tokens_of(llm, texts) == [greedy(reference, text) for text in texts]
+    assert llm.stats().preemptions_total or sum(group.evictions for group in llm.stats().groups)
+
+
+def test_pages_store_fewer_slots_than_tokens(models: Any) -> None:
+    plan = resolve(EngineArgs(model=str(models("three kinds")[0]), max_model_len=512, block_size=16)).plan
+    latents = {group.layers[0].spec.compression: group for group in plan.groups if group.kind == "latent"}
+    assert {ratio: group.page_tokens % ratio for ratio, group in latents.items()} == {4: 0, 32: 0}
+    for ratio, group in latents.items():
+        assert group.layers[0].spec.slots(group.page_tokens) == group.page_tokens // ratio
+
+
+def test_without_the_state_zeroed_the_poison_is_noticed(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagerunner.memory.specs import RecurrentState
+
+    monkeypatch.setattr(RecurrentState, "zero_fresh", False)
+    (output,) = run(engine(models("three kinds")[0]), [prompt(8, 40)])
+    assert output.error is not None and "NaN" in output.error
+
+
+def rewrite(path: Path, drop: tuple[str, ...] = (), **fields: Any) -> Path:
+    values = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if name not in drop}))
+    return path
+
+
+def test_fields_and_names_as_the_published_files_have_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    sizes = {"compress_rates": {SPARSE: 4, HEAVY: 128}, "rope_parameters": YARN}
+    path, reference = make_compressed_checkpoint(tmp_path, **sizes)
+    rewrite(
+        path,
+        ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
+        compress_ratios=[0, 4, 128, 4, 0],  # one more, for multi-token prediction
+        num_hash_layers=1,
+        qk_rope_head_dim=8,
+        rope_scaling={**{name: x for name, x in YARN.items() if name != "rope_type"}, "type": "yarn"},
+        topk_method="noaux_tc",
+    )
+    names = {"model.embed_tokens.weight": "embed.weight"}
+    names |= {f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
+    tensors = load_file(path / "model.safetensors")
+    renamed = {names.get(name, name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"mtp.0.enorm.weight": torch.ones(48)}, path / "model.safetensors")
+    check(reference, run(engine(path), [prompt(1, 300)]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_key_value_heads", 2),
+        ("o_groups", 3),
+        ("index_head_dim", 4),
+        ("num_experts_per_tok", 7),
+        ("norm_topk_prob", False),
+        ("tie_word_embeddings", True),
+        ("n_shared_experts", 2),
+        ("scoring_func", "softmax"),
+        ("qk_rope_head_dim", 6),
+        ("compress_rates", {SPARSE: 1}),
+        ("compress_rates", [4, 128]),
+        ("layer_types", [WINDOW] * 3),
+        ("layer_types", ["full_attention"] * 4),
+        ("mlp_layer_types", ["dense"] * 4),
+        ("sliding_window", 0),
+        ("hc_mult", 0),
+        ("swiglu_limit", 0.0),
+    ],
+)
+def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: Any) -> None:
+    path, _ = make_compressed_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=field):
+        read_model_config(rewrite(path, **{field: value}))
+
+
+def test_a_missing_table_of_experts_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path, _ = make_compressed_checkpoint(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.ffn.gate.tid2eid"
+    save_file({**tensors, name: tensors[name].float()}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tid2eid.*float32"):
+        engine(path)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tid2eid"):
+        engine(path)

@@ -1,0 +1,114 @@
+"""No page is read before it is written: every family, in every dtype of pages, with NaN in whatever is handed out.
+
+Pages are few and short, so that most of them have had another owner; prompts come in pieces, hit each other's prefixes and
+some are preempted. `tests/engine/test_kv_dtypes.py` has the bounds of what the dtypes cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_chunked import make_chunked_checkpoint
+from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from pagerunner import LLM, SamplingParams
+from pagerunner.config import KV_DTYPE_BYTES
+from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState
+from pagerunner.models.registry import FAMILIES
+
+pytest.importorskip("transformers")
+
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    **{name: lambda path, name=name: make_checkpoint(path, name) for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "qwen3_next": lambda path: make_hybrid_checkpoint(path, "qwen3_next")[0],
+    "qwen3_5_text": lambda path: make_hybrid_checkpoint(path, "qwen3_5")[0],
+    "qwen3_5_moe_text": lambda path: make_hybrid_checkpoint(path, "qwen3_5_moe")[0],
+    "qwen3_5": lambda path: make_vision_checkpoint(path, "qwen3_5")[0],
+    "qwen3_5_moe": lambda path: make_vision_checkpoint(path, "qwen3_5_moe")[0],
+    "bamba": lambda path: make_hybrid_checkpoint(path, "bamba")[0],
+    "llama4_text": lambda path: make_chunked_checkpoint(path)[0],
+    "llama4": lambda path: make_chunked_checkpoint(path, vision=True)[0],
+    "deepseek_v2": lambda path: make_latent_checkpoint(path, "deepseek_v2")[0],
+    # ratios that allow prefix hits of 128 tokens in pages of bytes
+    "deepseek_v4": lambda path: make_compressed_checkpoint(path, compress_rates={SPARSE: 4, HEAVY: 8})[0],
+    "deepseek_v32": lambda path: make_latent_checkpoint(path, "deepseek_v32")[0],
+    "deepseek_v3": lambda path: make_latent_checkpoint(path, "deepseek_v3")[0],
+    **{
+        name: lambda path, name=name: make_window_checkpoint(path, name)
+        for name in ("gemma3_text", "gpt_oss", "qwen3_moe")
+    },
+}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "bamba", "deepseek_v4")
+PREFIX = [(5 * i) % 490 + 4 for i in range(150)]
+PROMPTS = [
+    PREFIX[: (0, 150, 8, 40, 140)[i % 5]] + [(11 * i + 3 * j) % 490 + 4 for j in range(4 + 9 * (i % 5))]
+    for i in range(9)
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A function from a family's name to its checkpoint, made once."""
+    made: dict[str, str] = {}
+
+    def get(family: str) -> str:
+        if family not in made:
+            made[family] = str(MAKERS[family](tmp_path_factory.mktemp("checkpoints")))
+        return made[family]
+
+    return get
+
+
+def run(path: str, kv_cache_dtype: str, **options: Any) -> list[Any]:
+    limits = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 48, "kv_cache_memory_bytes": 400_000}
+    llm = LLM(path, kv_cache_dtype=kv_cache_dtype, skip_tokenizer_init=True, **(limits | options))
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False)
+    outputs: list[Any] = []
+    for prompts in (PROMPTS[:5], PROMPTS):
+        outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert llm.stats().prefix_hits_total
+    return outputs
+
+
+def results(outputs: list[Any]) -> list[list[tuple[int, float]]]:
+    for output in outputs:
+        assert output.error is None, output.error
+    found = [
+        [(token, entry[token].logprob) for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
+        for one in (output.outputs[0] for output in outputs)
+    ]
+    assert all(math.isfinite(logprob) for row in found for _, logprob in row)
+    return found
+
+
+def test_every_family_is_here() -> None:
+    assert set(MAKERS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_DTYPE_BYTES)
+@pytest.mark.parametrize("family", MAKERS)
+def test_poison_changes_nothing(checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str) -> None:
+    path = checkpoint(family)
+    assert results(run(path, kv_cache_dtype, poison_fresh_pages=True)) == results(run(path, kv_cache_dtype))
+
+
+ZEROED = [(family, dtype) for family in MAKERS for dtype in KV_DTYPE_BYTES if dtype.startswith("fp8")]
+ZEROED += [(family, "float32") for family in HYBRIDS]
+
+
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), ZEROED)
+def test_without_zeroing_it_is_noticed(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, family: str, kv_cache_dtype: str
+) -> None:
+    for spec in (RecurrentState,) if kv_cache_dtype == "float32" else (FullKV, LatentKV):
+        monkeypatch.setattr(spec, "zero_fresh", property(lambda self: False))
+    outputs = run(checkpoint(family), kv_cache_dtype, poison_fresh_pages=True)
+    assert all(output.error is not None and "NaN" in output.error for output in outputs)
