@@ -83,11 +83,13 @@ def kernel_tokens(
     the smallest of all if none does (the plan then refuses it by number).
     """
     found: dict[Hashable, int] = {}
+    backends = [BACKENDS[name]() for name in _names(wanted, device) if name in BACKENDS]
+    if not any(hasattr(backend, "page_sizes") for backend in backends):
+        return found
     for lifetime in {spec.lifetime for spec in specs if spec.kind not in KIND_BACKENDS}:
         own = [spec for spec in specs if spec.lifetime == lifetime]
-        for name in _names(wanted, device):
-            backend = BACKENDS[name]() if name in BACKENDS else None
-            if backend is None or any(backend.unsupported(spec, device.type, dtype) for spec in own):
+        for backend in backends:
+            if any(backend.unsupported(spec, device.type, dtype) for spec in own):
                 continue
             sizes: tuple[int, ...] = getattr(backend, "page_sizes", ())
             if sizes and page_tokens not in sizes:
