@@ -289,7 +289,7 @@ def _launch(
         write_entry_T, write_offset_T, num_tokens,
         num_heads, num_kv_heads, triton.next_power_of_2(num_kv_heads), query_block, pages.k.shape[1],
         dim, half, triton.next_power_of_2(half), dim_v, half_v, triton.next_power_of_2(half_v),
-        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.scales_are_static,
+        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
         num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
     )  # fmt: skip
 
