@@ -40,11 +40,14 @@ ENGINE_HELP: dict[str, str] = {
     "attention_backend": "attention implementation; auto takes the first that supports the model",
     "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
     "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
+    "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
     "disable_log_stats": "log no statistics",
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
-BENCH_EXCLUDED: frozenset[str] = frozenset({"tokenizer", "served_model_name", "generation_config", "chat_template"})
+BENCH_EXCLUDED: frozenset[str] = frozenset(
+    {"tokenizer", "served_model_name", "generation_config", "chat_template", "pooler_config"}
+)
 PLAN_FIELDS: frozenset[str] = frozenset(
     {
         "dtype",

@@ -43,16 +43,7 @@ class CompletionsEndpoint:
         return json_response(_answer(call, shape, await collected(http, outputs)))
 
     async def _prompts(self, request: CompletionRequest) -> list[dict[str, Any]]:
-        prompts: list[dict[str, Any]] = []
-        for prompt in request.prompts():
-            if not isinstance(prompt, str):
-                prompts.append({"prompt_token_ids": prompt})
-            elif request.add_special_tokens is False:
-                ids = await self._service.engine.encode(prompt, add_special_tokens=False)
-                prompts.append({"prompt_token_ids": ids})
-            else:
-                prompts.append({"prompt": prompt})
-        return prompts
+        return [await self._service.prompt(one, request.add_special_tokens) for one in request.prompts()]
 
     async def _echoes(self, request: CompletionRequest, prompts: list[dict[str, Any]]) -> list[_Echo]:
         if not request.echo:

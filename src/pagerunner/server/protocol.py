@@ -6,6 +6,7 @@ always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUE
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -111,17 +112,22 @@ class CompletionRequest(_Request):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(item) for item in self.prompt}
-        if len(kinds) != 1:
-            what = "is empty" if not kinds else "mixes texts and token ids"
-            raise InvalidRequestError(
-                f"prompt {what}; give a text, a list of texts, token ids, or a list of token id lists.", param="prompt"
-            )
-        if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+        return as_prompts(self.prompt, "prompt")
+
+
+def as_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts in the field `param`, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) != 1:
+        what = "is empty" if not kinds else "mixes texts and token ids"
+        raise InvalidRequestError(
+            f"{param} {what}; give a text, a list of texts, token ids, or a list of token id lists.", param=param
+        )
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -213,15 +219,15 @@ class ChatRequest(_Request):
     web_search_options: Unsupported = None
 
 
-def check_supported(request: _Request) -> None:
+def check_supported(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
     """Raise InvalidRequestError that names the first field asking for something this server can't do."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
-        if value is None or name not in NEUTRAL_VALUES:
+        if value is None or name not in neutral:
             continue
-        if name == "best_of" and value == (request.n or 1):
+        if name == "best_of" and value == (getattr(request, "n", None) or 1):
             continue
-        if value not in NEUTRAL_VALUES[name]:
+        if value not in neutral[name]:
             raise InvalidRequestError(f"{name}={_short(value)} is not supported by this server.", param=name)
 
 

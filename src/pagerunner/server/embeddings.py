@@ -1,0 +1,143 @@
+"""POST /v1/embeddings: pooled hidden states, for models that say how they are pooled."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.models.pooling import Pooler
+from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.protocol import Priority, PromptTokensDetails, Salt, Unsupported, as_prompts, check_supported
+from pagerunner.server.service import Service, collected, json_response
+from pagerunner.types import SamplingParams
+
+_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Unsupported = None
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """One input's vector: numbers, or float32 little-endian as base64."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """Answer of /v1/embeddings."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+_DECODER = msgspec.json.Decoder(EmbeddingRequest)
+
+
+class EmbeddingsEndpoint:
+    """Answers with one vector for each input."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        """Answer one call; raises what errors.error_response turns into an HTTP status."""
+        request = decode_body(await read_body(http), _DECODER)
+        service = self._service
+        call = service.begin("embd", request.model)
+        check_supported(request)
+        pooler = service.engine.pooler
+        if pooler is None:
+            raise InvalidRequestError(
+                f"The model {call.model!r} doesn't say how its hidden states become embeddings (it has no modules.json); "
+                'start the server with --pooler-config \'{"pooling_type": "LAST"}\' (or MEAN) to say it.',
+                param="model",
+            )
+        if request.encoding_format not in (None, "float", "base64"):
+            raise InvalidRequestError(
+                f"encoding_format must be float or base64, got {request.encoding_format!r}.", param="encoding_format"
+            )
+        _check_dimensions(pooler, request.dimensions)
+        inputs = as_prompts(request.input, "input")
+        if len(inputs) > limits.MAX_PROMPTS_PER_CALL:
+            raise InvalidRequestError(
+                f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
+            )
+        prompts = [await service.prompt(one, request.add_special_tokens) for one in inputs]
+        results = await collected(http, service.run(call, prompts, _PARAMS, request, pooling=pooler.kind))
+        vectors = [_finish(result.pooled or [], pooler, request.dimensions) for result in results]
+        count = sum(len(result.prompt_token_ids) for result in results)
+        cached = PromptTokensDetails(sum(result.num_cached_tokens for result in results))
+        base64_asked = request.encoding_format == "base64"
+        return json_response(
+            EmbeddingList(
+                id=call.id,
+                created=call.created,
+                model=call.model,
+                data=[
+                    Embedding(
+                        index=index,
+                        embedding=base64.b64encode(vector.tobytes()).decode() if base64_asked else vector.tolist(),
+                    )
+                    for index, vector in enumerate(vectors)
+                ],
+                usage=EmbeddingUsage(count, count, cached),
+            )
+        )
+
+
+def _check_dimensions(pooler: Pooler, dimensions: int | None) -> None:
+    allowed = pooler.dimensions
+    if dimensions is None or allowed == ():
+        return
+    if allowed is None:
+        raise InvalidRequestError(
+            "dimensions is not supported: the model's config.json doesn't say is_matryoshka, so its vectors can't be cut.",
+            param="dimensions",
+        )
+    if dimensions not in allowed:
+        raise InvalidRequestError(f"dimensions must be one of {allowed}, got {dimensions}.", param="dimensions")
+
+
+def _finish(pooled: list[float], pooler: Pooler, dimensions: int | None) -> np.ndarray:
+    vector = np.asarray(pooled, dtype="<f4")
+    if dimensions is not None:
+        if dimensions > len(vector):
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}, but the model's vectors have {len(vector)}.", param="dimensions"
+            )
+        vector = vector[:dimensions]
+    length = float(np.linalg.norm(vector.astype("<f8")))
+    return (vector / length).astype("<f4") if pooler.normalize and length > 0 else vector
