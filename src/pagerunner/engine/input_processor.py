@@ -16,6 +16,8 @@ from pagerunner.types import EngineRequest, Pooling, SamplingParams, show
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
+POOLING_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
+"""For requests with `pooling`, whose prompt must leave room for a token although none is generated."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 

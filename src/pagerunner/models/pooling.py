@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.config import read_json
 from pagerunner.types import Pooling
+
+Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 _MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 _TYPES: dict[str, Pooling] = {"LAST": "last", "MEAN": "mean"}
@@ -36,9 +40,37 @@ class Pooler:
     normalize: bool
     dimensions: tuple[int, ...] | None
 
+    def check_dimensions(self, wanted: int | None) -> None:
+        """Raise InvalidRequestError unless vectors can be cut to `wanted` numbers."""
+        if wanted is None or self.dimensions == ():
+            return
+        if self.dimensions is None:
+            why = "is not supported: the model's config.json doesn't say is_matryoshka, so its vectors can't be cut."
+        elif wanted not in self.dimensions:
+            why = f"must be one of {', '.join(map(str, self.dimensions))}, got {wanted}."
+        else:
+            return
+        raise InvalidRequestError(f"dimensions {why}", param="dimensions")
 
-def read_pooler(path: str, option: str | None = None) -> Pooler | None:
-    """What `modules.json` of the model directory `path` says, with `option`, a PoolerConfig as JSON, over it.
+    def finish(self, pooled: Sequence[float], dimensions: int | None = None) -> Vector:
+        """The embedding, float32 [D], of what the engine pooled: cut to `dimensions`, then of length 1 if so asked.
+
+        Raises:
+            InvalidRequestError: there aren't that many dimensions.
+        """
+        vector = np.asarray(pooled, dtype="<f4")
+        if dimensions is not None:
+            if dimensions > len(vector):
+                raise InvalidRequestError(
+                    f"dimensions is {dimensions}, but the model's vectors have {len(vector)}.", param="dimensions"
+                )
+            vector = vector[:dimensions]
+        length = float(np.linalg.norm(vector.astype("<f8")))
+        return (vector / length).astype("<f4") if self.normalize and length > 0 else vector
+
+
+def read_pooler(path: str, option: str | dict[str, Any] | None = None) -> Pooler | None:
+    """What `modules.json` of the model directory `path` says, with `option`, a PoolerConfig, over it.
 
     None where neither says which hidden states to take.
 
@@ -58,9 +90,11 @@ def read_pooler(path: str, option: str | None = None) -> Pooler | None:
     return None if kind is None else Pooler(kind, normalize, _dimensions(directory))
 
 
-def _read_option(option: str | None) -> PoolerConfig:
+def _read_option(option: str | dict[str, Any] | None) -> PoolerConfig:
     try:
-        return PoolerConfig() if option is None else msgspec.json.decode(option, type=PoolerConfig)
+        if isinstance(option, str):
+            return msgspec.json.decode(option, type=PoolerConfig)
+        return msgspec.convert(option or {}, type=PoolerConfig)
     except msgspec.MsgspecError as error:
         raise ConfigError(f'pooler_config must be JSON such as {{"pooling_type": "LAST"}}: {error}.') from None
 

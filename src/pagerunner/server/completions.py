@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -11,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.fanout import TokenCounter
+from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from pagerunner.server.params import completion_params, stream_options
+from pagerunner.server.params import completion_params, scores_only, stream_options
 from pagerunner.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
@@ -37,6 +39,8 @@ class CompletionsEndpoint:
         prompts = await self._prompts(request)
         echoes = await self._echoes(request, prompts)
         outputs = self._service.run(call, prompts, params, request)
+        if scores_only(request):
+            outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)
         if request.stream:
             return await streamed(http, outputs, _Writer(call, shape, UsageReporter(options)))
@@ -58,6 +62,14 @@ class CompletionsEndpoint:
             return _Echo(text, await engine.decode(ids[:1]))
 
         return list(await asyncio.gather(*map(echo, request.prompts(), prompts)))
+
+
+async def _without_answers(outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            for one in output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], []
+            yield index, output
 
 
 class _Echo(msgspec.Struct, frozen=True):

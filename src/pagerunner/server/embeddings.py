@@ -6,20 +6,16 @@ import base64
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner import limits
+from pagerunner.engine.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError
-from pagerunner.models.pooling import Pooler
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.protocol import Priority, PromptTokensDetails, Salt, Unsupported, as_prompts, check_supported
 from pagerunner.server.service import Service, collected, json_response
-from pagerunner.types import SamplingParams
-
-_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -89,15 +85,15 @@ class EmbeddingsEndpoint:
             raise InvalidRequestError(
                 f"encoding_format must be float or base64, got {request.encoding_format!r}.", param="encoding_format"
             )
-        _check_dimensions(pooler, request.dimensions)
+        pooler.check_dimensions(request.dimensions)
         inputs = as_prompts(request.input, "input")
         if len(inputs) > limits.MAX_PROMPTS_PER_CALL:
             raise InvalidRequestError(
                 f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
             )
         prompts = [await service.prompt(one, request.add_special_tokens) for one in inputs]
-        results = await collected(http, service.run(call, prompts, _PARAMS, request, pooling=pooler.kind))
-        vectors = [_finish(result.pooled or [], pooler, request.dimensions) for result in results]
+        results = await collected(http, service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind))
+        vectors = [pooler.finish(result.pooled or (), request.dimensions) for result in results]
         count = sum(len(result.prompt_token_ids) for result in results)
         cached = PromptTokensDetails(sum(result.num_cached_tokens for result in results))
         base64_asked = request.encoding_format == "base64"
@@ -116,28 +112,3 @@ class EmbeddingsEndpoint:
                 usage=EmbeddingUsage(count, count, cached),
             )
         )
-
-
-def _check_dimensions(pooler: Pooler, dimensions: int | None) -> None:
-    allowed = pooler.dimensions
-    if dimensions is None or allowed == ():
-        return
-    if allowed is None:
-        raise InvalidRequestError(
-            "dimensions is not supported: the model's config.json doesn't say is_matryoshka, so its vectors can't be cut.",
-            param="dimensions",
-        )
-    if dimensions not in allowed:
-        raise InvalidRequestError(f"dimensions must be one of {allowed}, got {dimensions}.", param="dimensions")
-
-
-def _finish(pooled: list[float], pooler: Pooler, dimensions: int | None) -> np.ndarray:
-    vector = np.asarray(pooled, dtype="<f4")
-    if dimensions is not None:
-        if dimensions > len(vector):
-            raise InvalidRequestError(
-                f"dimensions is {dimensions}, but the model's vectors have {len(vector)}.", param="dimensions"
-            )
-        vector = vector[:dimensions]
-    length = float(np.linalg.norm(vector.astype("<f8")))
-    return (vector / length).astype("<f4") if pooler.normalize and length > 0 else vector

@@ -37,6 +37,8 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     """
     values = _shared(request, defaults)
     values["max_tokens"] = request.max_tokens if request.max_tokens is not None else defaults.max_tokens
+    if scores_only(request):
+        values["max_tokens"] = 1
     values["logprobs"] = request.logprobs
     if request.echo and request.logprobs is not None:
         values.setdefault("prompt_logprobs", request.logprobs)
@@ -51,6 +53,11 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
             param="prompt",
         )
     return params
+
+
+def scores_only(request: CompletionRequest) -> bool:
+    """Whether the call wants its prompt back and nothing generated: the engine's one token isn't shown then."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:

@@ -87,6 +87,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    request_id: str | None = None
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
