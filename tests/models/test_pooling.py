@@ -13,7 +13,9 @@ from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.pooling import Pooler, read_pooler
 
 
-def write(path: Path, modes: dict[str, bool], kinds: tuple[str, ...] = ("Transformer", "Pooling"), **config: Any) -> str:
+def write(
+    path: Path, modes: dict[str, bool], kinds: tuple[str, ...] = ("Transformer", "Pooling"), **config: Any
+) -> str:
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": f"1_{kind}"} for kind in kinds]
     (path / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
     (path / "1_Pooling").mkdir()
