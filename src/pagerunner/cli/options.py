@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import msgspec
 
+from pagerunner.cli.vllm_flags import screen
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 
@@ -162,7 +163,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
         """
-        namespace, extra = self.parse_known_intermixed_args([_dashed(word) for word in argv])
+        known = {option for action in self._actions for option in action.option_strings}
+        namespace, extra = self.parse_known_intermixed_args(screen([_dashed(word) for word in argv], known))
         if extra:
             self.error(self._explain(extra))
         return namespace
