@@ -93,6 +93,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     store: Any = None
     user: Any = None
     # refused unless neutral
+    best_of: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     response_format: Unsupported = None
@@ -108,7 +109,6 @@ class CompletionRequest(_Request):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: Unsupported = None
     suffix: Unsupported = None
 
     def prompts(self) -> list[str | list[int]]:
