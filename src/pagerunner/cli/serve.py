@@ -14,7 +14,9 @@ from pagerunner.errors import ConfigError
 def build_parser() -> ConfiguredParser:
     """The verb's flags."""
     parser = ConfiguredParser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory (default: the demo model)")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="model directory, or a demo's name (default: demo)"
+    )
     parser.add_argument("--model", help="the same as MODEL")
     group = parser.add_argument_group("server options")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
