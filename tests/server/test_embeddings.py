@@ -14,6 +14,7 @@ from helpers import fake_core
 from helpers.serving import MODEL, RunningServer, running_server, write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.types import RequestOutput
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +81,13 @@ def test_what_is_refused(pooling_server: RunningServer, fields: dict[str, Any], 
 def test_a_model_that_does_not_say_how_is_a_400(server: RunningServer) -> None:
     error = server.post("/v1/embeddings", {"input": "hello"}).json()["error"]
     assert error["code"] == 400 and "--pooler-config" in error["message"]
+
+
+def test_a_request_that_is_ended_has_no_vector(pooling_server: RunningServer) -> None:
+    async def ended(*_: Any, **__: Any) -> Any:
+        yield RequestOutput(request_id="1", prompt=None, prompt_token_ids=[5], outputs=[], finished=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooling_server.engine, "generate", ended)
+        response = pooling_server.post("/v1/embeddings", {"input": "hello"})
+    assert response.status_code == 500 and "was ended" in response.json()["error"]["message"]

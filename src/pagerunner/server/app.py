@@ -106,7 +106,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     route("/sleep", control.sleep, "POST", query=("level", "mode"))
     route("/wake_up", control.wake_up, "POST", query=("tags",))
     route("/is_sleeping", control.is_sleeping, "GET")
-    route("/reset_prefix_cache", control.reset_prefix_cache, "POST")
+    route(
+        "/reset_prefix_cache",
+        control.reset_prefix_cache,
+        "POST",
+        query=("reset_running_requests", "reset_external"),
+    )
     info = _Information(service, metrics)
     route("/v1/models", info.models, "GET")
     route("/v1/models/{model:path}", info.model, "GET")

@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from pagerunner import limits
 from pagerunner.engine.input_processor import POOLING_PARAMS
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.protocol import Priority, PromptTokensDetails, Salt, Unsupported, as_prompts, check_supported
+from pagerunner.server.protocol import Priority, Salt, Unsupported, as_prompts, check_supported
 from pagerunner.server.service import Service, collected, json_response
+from pagerunner.types import RequestOutput
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -32,38 +33,11 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncate_prompt_tokens: Unsupported = None
 
 
-class Embedding(msgspec.Struct, kw_only=True):
-    """One input's vector: numbers, or float32 little-endian as base64."""
-
-    object: str = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(msgspec.Struct):
-    """Token counts."""
-
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    """Answer of /v1/embeddings."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
-
-
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 
 class EmbeddingsEndpoint:
-    """Answers with one vector for each input."""
+    """Answers with one vector for each input: numbers, or float32 little-endian as base64."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -93,22 +67,24 @@ class EmbeddingsEndpoint:
             )
         prompts = [await service.prompt(one, request.add_special_tokens) for one in inputs]
         results = await collected(http, service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind))
-        vectors = [pooler.finish(result.pooled or (), request.dimensions) for result in results]
+        vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
+        as_text = request.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
+            }
+            for index, vector in enumerate(vectors)
+        ]
         count = sum(len(result.prompt_token_ids) for result in results)
-        cached = PromptTokensDetails(sum(result.num_cached_tokens for result in results))
-        base64_asked = request.encoding_format == "base64"
-        return json_response(
-            EmbeddingList(
-                id=call.id,
-                created=call.created,
-                model=call.model,
-                data=[
-                    Embedding(
-                        index=index,
-                        embedding=base64.b64encode(vector.tobytes()).decode() if base64_asked else vector.tolist(),
-                    )
-                    for index, vector in enumerate(vectors)
-                ],
-                usage=EmbeddingUsage(count, count, cached),
-            )
-        )
+        cached = {"cached_tokens": sum(result.num_cached_tokens for result in results)}
+        usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": cached}
+        answer = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
+        return json_response({**answer, "data": data, "usage": usage})
+
+
+def _pooled(result: RequestOutput) -> list[float]:
+    if result.pooled is None:
+        raise RequestFailedError("The request was ended before its prompt had been read.")
+    return result.pooled

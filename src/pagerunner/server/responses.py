@@ -21,13 +21,10 @@ from pagerunner.server.protocol import TokenLogprob, check_supported
 from pagerunner.server.responses_protocol import (
     LOGPROBS_ITEM,
     NEUTRAL,
-    InputDetails,
-    OutputDetails,
     OutputMessage,
     OutputText,
     ResponseBody,
     ResponsesRequest,
-    ResponseUsage,
 )
 from pagerunner.server.service import Call, Service, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
@@ -162,10 +159,18 @@ class _Answer:
     def _part(self) -> OutputText:
         return OutputText(text=self._text, logprobs=self._logprobs)
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> dict[str, Any]:
         usage = self._counter.usage()
-        cached = InputDetails(usage.prompt_tokens_details.cached_tokens)
-        return ResponseUsage(usage.prompt_tokens, cached, usage.completion_tokens, OutputDetails(), usage.total_tokens)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        }
 
     def first(self) -> Iterator[bytes]:
         """The events before the text."""
