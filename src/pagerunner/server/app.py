@@ -17,7 +17,7 @@ from pagerunner import __version__
 from pagerunner.errors import EngineDeadError, PagerunnerError
 from pagerunner.server.chat import ChatEndpoint
 from pagerunner.server.completions import CompletionsEndpoint
-from pagerunner.server.control import Control
+from pagerunner.server.control import QUERIES, Control
 from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from pagerunner.server.errors import HttpError, error_response
 from pagerunner.server.http import ClientGoneError
@@ -75,7 +75,7 @@ def create_app(service: Service, metrics: Metrics, api_keys: Sequence[str] = ())
 def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
     bodies: list[type] = []
 
-    def route(path: str, handler: Handler, method: str, body: type | None = None, query: Sequence[str] = ()) -> None:
+    def route(path: str, handler: Handler, method: str, body: type | None = None) -> None:
         async def guarded(request: Request) -> Response:
             response = await _answer(handler, request)
             # The client's name for its call comes back as it is; inside, a call has an id of our own.
@@ -86,8 +86,9 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (handler if inspect.ismethod(handler) else type(handler).__call__).__doc__
         extra: dict[str, Any] | None = None
-        if query:
-            extra = {"parameters": [{"name": one, "in": "query", "schema": {"type": "string"}} for one in query]}
+        if path in QUERIES:
+            values = QUERIES[path].items()
+            extra = {"parameters": [{"name": name, "in": "query", "schema": {"enum": [*one]}} for name, one in values]}
         if body is not None:
             bodies.append(body)
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
@@ -103,15 +104,10 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     route("/detokenize", tokens.detokenize, "POST", DetokenizeRequest)
     route("/tokenizer_info", tokens.info, "GET")
     control = Control(service)
-    route("/sleep", control.sleep, "POST", query=("level", "mode"))
-    route("/wake_up", control.wake_up, "POST", query=("tags",))
+    route("/sleep", control.sleep, "POST")
+    route("/wake_up", control.wake_up, "POST")
     route("/is_sleeping", control.is_sleeping, "GET")
-    route(
-        "/reset_prefix_cache",
-        control.reset_prefix_cache,
-        "POST",
-        query=("reset_running_requests", "reset_external"),
-    )
+    route("/reset_prefix_cache", control.reset_prefix_cache, "POST")
     info = _Information(service, metrics)
     route("/v1/models", info.models, "GET")
     route("/v1/models/{model:path}", info.model, "GET")

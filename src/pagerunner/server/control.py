@@ -9,8 +9,13 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.server.service import Service, json_response
 
 CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache"))
+QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
+    "/sleep": {"level": ("0", "1", "2"), "mode": ("abort", "wait", "keep")},
+    "/wake_up": {"tags": ("weights", "kv_cache")},
+    "/reset_prefix_cache": {"reset_running_requests": ("false",), "reset_external": ("false",)},
+}
+"""The parameters of each path, and the values that they take."""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_TAGS = ("weights", "kv_cache")
 
 
 class Control:
@@ -23,14 +28,11 @@ class Control:
         """Free memory until /wake_up. `level` 1 keeps the weights on the host, 2 reads them again; `mode` says what
         becomes of unfinished requests: abort (the default), wait or keep."""
         _only(request, "level", "mode", "tags")
-        level = request.query_params.get("level", "1")
-        if level not in ("0", "1", "2"):
-            raise InvalidRequestError(f"level must be 0, 1 or 2, got {level!r}.", param="level")
         if request.query_params.getlist("tags"):
             raise InvalidRequestError("sleep takes no tags: it frees everything. /wake_up takes them.", param="tags")
-        mode = request.query_params.get("mode", "abort")
-        if mode not in ("abort", "wait", "keep"):
-            raise InvalidRequestError(f"mode must be abort, wait or keep, got {mode!r}.", param="mode")
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        for name, value in (("level", level), ("mode", mode)):
+            _check("/sleep", name, value)
         await self._engine.sleep(int(level), mode)
         return Response()
 
@@ -38,8 +40,8 @@ class Control:
         """Take memory back. `tags`, repeatable: weights, kv_cache; all without."""
         _only(request, "tags")
         tags = [tag for given in request.query_params.getlist("tags") for tag in given.split(",")]
-        if unknown := [tag for tag in tags if tag not in _TAGS]:
-            raise InvalidRequestError(f"tags must be of {', '.join(_TAGS)}, got {unknown[0]!r}.", param="tags")
+        for tag in tags:
+            _check("/wake_up", "tags", tag)
         await self._engine.wake_up(tags or None)
         return Response()
 
@@ -62,6 +64,12 @@ class Control:
             if _BOOLEANS[value]:
                 raise InvalidRequestError(f"{name}=true is not supported: {why}.", param=name)
         return json_response({"success": await self._engine.reset_prefix_cache()})
+
+
+def _check(path: str, name: str, value: str) -> None:
+    allowed = QUERIES[path][name]
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.", param=name)
 
 
 def _only(request: Request, *allowed: str) -> None:

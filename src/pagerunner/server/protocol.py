@@ -28,9 +28,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "kv_transfer_params": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
+    "return_tokens_as_token_ids": (False,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
@@ -96,7 +98,9 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     best_of: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
+    logits_processors: Unsupported = None
     response_format: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structured_outputs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
