@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 
-from pagerunner.cli.options import Parser, add_common_options, add_engine_options, parse_number, reported
+from pagerunner.cli.options import add_common_options, add_engine_options, parse_number, reported
 from pagerunner.cli.session import one_model, resolve_model
+from pagerunner.cli.settings import ConfiguredParser
+from pagerunner.errors import ConfigError
 
 
-def build_parser() -> Parser:
+def build_parser() -> ConfiguredParser:
     """The verb's flags."""
-    parser = Parser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
+    parser = ConfiguredParser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="model directory, or a demo's name (default: demo)"
     )
@@ -22,9 +23,11 @@ def build_parser() -> Parser:
     group.add_argument(
         "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
+    key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
-    add_engine_options(parser)
+    names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
+    add_engine_options(parser, without=("served_model_name",))
     add_common_options(parser)
     return parser
 
@@ -32,22 +35,23 @@ def build_parser() -> Parser:
 def run(namespace: argparse.Namespace) -> int:
     """Serve until interrupted."""
     namespace.model = one_model(namespace)
+    names = namespace.served_model_name or []
+    if namespace.model is None and len(names) > 1:
+        raise ConfigError(f"no model is named; if {names[-1]} is it, put it before --served-model-name.")
+    del namespace.served_model_name
     args, _ = resolve_model(namespace)
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from pagerunner.server.launch import run_server
 
     return run_server(
-        args, host=namespace.host, port=namespace.port, api_keys=_keys(namespace), access_log=not namespace.quiet
+        args,
+        host=namespace.host,
+        port=namespace.port,
+        api_keys=namespace.api_key or (),
+        served_model_name=names or None,
+        access_log=not namespace.quiet,
     )
-
-
-def _keys(namespace: argparse.Namespace) -> list[str]:
-    """The keys; one on the command line shows in the process list, one in the environment doesn't."""
-    if namespace.api_key:
-        return list(namespace.api_key)
-    key = os.environ.get("PAGERUNNER_API_KEY")
-    return [key] if key else []
 
 
 def _port(text: str) -> int:
