@@ -81,7 +81,9 @@ def offline(options: argparse.Namespace) -> None:
 async def one_stream(port: int, body: bytes) -> tuple[int, int]:
     """Events and generated tokens of one stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     events, tail = 0, b""
     while piece := await reader.read(2**18):

@@ -52,4 +52,11 @@ def build(args: EngineArgs) -> EngineCore:
     """A core for `args.model`, of which only config.json is read."""
     resolved = resolve(args, 256 * 2**20)
     scheduler = build_scheduler(resolved.config, resolved.plan)
-    return EngineCore(scheduler, FailingExecutor(), resolved.plan, max_in_flight=2, enable_sleep_mode=True)
+    return EngineCore(
+        scheduler,
+        FailingExecutor(),
+        resolved.plan,
+        vocab_size=resolved.model.vocab_size,
+        max_in_flight=2,
+        enable_sleep_mode=True,
+    )

@@ -22,6 +22,14 @@ def build_parser() -> Parser:
     )
     key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
+    admin_help = "key for the control endpoints (sleep, memory ...); repeatable (default: $PAGERUNNER_ADMIN_KEY)"
+    group.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
+    origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
+    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
+    drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
+    group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
+    stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
+    group.add_argument("--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS", help=stall_help)
     add_engine_options(parser)
     add_common_options(parser)
     return parser
@@ -36,16 +44,31 @@ def run(namespace: argparse.Namespace) -> int:
     from pagerunner.server.launch import run_server
 
     return run_server(
-        args, host=namespace.host, port=namespace.port, api_keys=_keys(namespace), access_log=not namespace.quiet
+        args,
+        host=namespace.host,
+        port=namespace.port,
+        api_keys=_keys(namespace.api_key, "PAGERUNNER_API_KEY"),
+        admin_keys=_keys(namespace.admin_key, "PAGERUNNER_ADMIN_KEY"),
+        allowed_origins=namespace.allowed_origin,
+        drain_seconds=namespace.shutdown_timeout,
+        stall_seconds=namespace.stall_timeout,
+        access_log=not namespace.quiet,
     )
 
 
-def _keys(namespace: argparse.Namespace) -> list[str]:
+def _keys(given: list[str] | None, variable: str) -> list[str]:
     """The keys; one on the command line shows in the process list, one in the environment doesn't."""
-    if namespace.api_key:
-        return list(namespace.api_key)
-    key = os.environ.get("PAGERUNNER_API_KEY")
+    if given:
+        return list(given)
+    key = os.environ.get(variable)
     return [key] if key else []
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text}")
+    return value
 
 
 def _port(text: str) -> int:

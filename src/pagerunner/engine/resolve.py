@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pagerunner import limits
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import DeviceMemory, available_memory, device_memory, resolve_device
@@ -64,6 +65,8 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         CapacityError: the memory cannot hold one request of the wanted length.
     """
     started = time.perf_counter()
+    if limits.FAULTS:
+        raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     model = read_model_config(args.model, asked)
     device = resolve_device(args.device)

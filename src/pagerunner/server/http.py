@@ -27,16 +27,24 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES."""
+    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls."""
     limit = limits.MAX_BODY_BYTES
-    too_long = HttpError(413, f"The request body is larger than {limit} bytes.")
+    too_long = HttpError(413, f"The request body is larger than {limit} bytes {limits.knob('MAX_BODY_BYTES')}.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise too_long
     body = bytearray()
     receive = request.receive
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(limits.BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"The request body stopped after {len(body)} bytes, for {limits.BODY_SECONDS} seconds "
+                f"{limits.knob('BODY_SECONDS')}.",
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")

@@ -15,18 +15,20 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
+from pagerunner.server.connection import Connection
+from pagerunner.server.gate import Keys
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
-_MAX_HEADER_BYTES = 64 * 1024
 _LAST_WORDS_SECONDS = 5.0
 
 
@@ -36,16 +38,19 @@ def run_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
 
-    With `api_keys` every path but /health asks for one of them. Only loopback is served unless `host` says otherwise.
-    The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
-    that time, ends them with what they have.
+    With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
+    see gate.Keys. Only loopback is served unless `host` says otherwise. The first signal stops accepting and lets running
+    requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
@@ -60,8 +65,11 @@ def run_server(
                 args,
                 listener,
                 api_keys=api_keys,
+                admin_keys=admin_keys,
+                allowed_origins=allowed_origins,
                 served_model_name=served_model_name,
                 drain_seconds=drain_seconds,
+                stall_seconds=stall_seconds,
                 access_log=access_log,
                 core_factory=core_factory,
             )
@@ -115,6 +123,8 @@ async def serve(
     listener: socket.socket,
     *,
     api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
@@ -125,6 +135,12 @@ async def serve(
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
+    keys = Keys(
+        api=tuple(api_keys),
+        admin=tuple(admin_keys),
+        origins=tuple(allowed_origins),
+        loopback=_is_loopback(listener),
+    )
     metrics = Metrics(names[0])
     with StopSignals().installed() as stop:
         loading = asyncio.create_task(
@@ -138,7 +154,7 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, api_keys)
+            app = create_app(Service(engine, names, args.model), metrics, keys)
             server = _Server(_uvicorn_config(app, access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
@@ -210,8 +226,8 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # its limits on headers are known
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http=Connection,
+        h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 
 Unsupported = Any
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Salt = Annotated[str, Meta(max_length=256)]
+Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
