@@ -68,7 +68,12 @@ def test_every_route_but_health_asks_for_a_key_and_control_routes_for_the_admin_
             assert access is Access.ADMIN
         if access is Access.PUBLIC:
             continue
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic root"}, {"Authorization": "root"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic root"},
+            {"Authorization": "root"},
+        ):
             assert status(app, path, method, **headers) == 401, (path, headers)
         as_client = status(app, path, method, Authorization="Bearer client")
         assert (as_client == 401) == (access is Access.ADMIN), path

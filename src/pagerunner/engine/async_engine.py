@@ -47,6 +47,7 @@ class AsyncEngine:
         self._stall_seconds = stall_seconds
         self._encoder = msgspec.msgpack.Encoder()
         self._asleep = False
+        self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
         self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
@@ -129,11 +130,15 @@ class AsyncEngine:
         arrival = time.monotonic()
         if (death := self._client.death) is not None:
             raise EngineDeadError(str(death))
+        if self._stopped:
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         requests = await self._text_work(
             len(text) if isinstance(text, str) else 0,
             lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),
         )
+        if self._stopped:  # meanwhile
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
         return self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
 
     async def generate(
@@ -209,9 +214,13 @@ class AsyncEngine:
         """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
         self._send_abort(self._desk.sequences(request_id))
 
-    def abort_all(self) -> None:
-        """End every request; the readers get what there is, with finish_reason "abort"."""
-        self._send_abort(self._desk.all_sequences())
+    def stop(self, error: EngineDeadError | None = None) -> None:
+        """End every request and take no others. The readers get what there is: with finish_reason "abort", or `error`."""
+        self._stopped = True
+        running = self._desk.all_sequences()
+        if error is not None:
+            self._desk.fail_all(error)
+        self._send_abort(running)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""

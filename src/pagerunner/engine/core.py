@@ -101,11 +101,12 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self._executor.run(plan)))
+        failed = self._scheduler.take_failed()
         if self._in_flight:
-            return self._commit_oldest()
-        if self.has_work:
+            return failed + self._commit_oldest()
+        if self.has_work and not failed:
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
-        return []
+        return failed
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending = self._in_flight.popleft()

@@ -19,7 +19,7 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.connection import Connection
 from pagerunner.server.gate import Keys
@@ -248,7 +248,14 @@ async def _run(
         server.should_exit = True
         await stop.wait(stop.insisted, serving, drain_seconds)
     if not serving.done():
-        engine.abort_all()
+        late = None
+        if not stop.insisted.is_set():
+            late = EngineDeadError(
+                f"The server is shutting down, and the request has not ended within {drain_seconds:g} seconds "
+                "(--shutdown-timeout)."
+            )
+        logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
+        engine.stop(late)
         await asyncio.wait([serving], timeout=_LAST_WORDS_SECONDS)
         server.force_exit = True
     await serving
