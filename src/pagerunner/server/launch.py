@@ -29,7 +29,7 @@ from pagerunner.server.service import Service
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
-_LAST_WORDS_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 10.0
 
 
 def run_server(
@@ -50,7 +50,8 @@ def run_server(
 
     With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
     see gate.Keys. Only loopback is served unless `host` says otherwise. The first signal stops accepting and lets running
-    requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have.
+    requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have; clients
+    then have 10 seconds to read it, unless there is a third one.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
@@ -180,15 +181,17 @@ def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> N
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second."""
+    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second, `forced` at the third."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
+        self.forced = asyncio.Event()
 
     def ask(self) -> None:
         """What a signal does; also callable without one."""
-        (self.insisted if self.asked.is_set() else self.asked).set()
+        events = (self.asked, self.insisted, self.forced)
+        next((event for event in events if not event.is_set()), self.forced).set()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:
@@ -256,6 +259,6 @@ async def _run(
             )
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
-        await asyncio.wait([serving], timeout=_LAST_WORDS_SECONDS)
+        await stop.wait(stop.forced, serving, _LAST_WORDS_SECONDS)  # answers that were made are still being read
         server.force_exit = True
     await serving
