@@ -83,14 +83,14 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     priority: Priority | None = None
     return_token_ids: bool | None = None
-    # accepted: they don't change the answer
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
+    # accepted: they don't change the answer, and are not even decoded
+    metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_key: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    safety_identifier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    user: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
