@@ -14,6 +14,7 @@ import argparse
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -31,8 +32,8 @@ BYTES_PER_US = 4.35e6
 VOCAB = 151_936
 # (hidden, inner, layers, query heads, key/value heads, head size)
 MODELS = {"0.6b": (1024, 3072, 28, 16, 8, 128), "8b": (4096, 12_288, 36, 32, 8, 128)}
-ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2))]
-FEW = [FewConfig(*c) for c in itertools.product((16, 32), (64, 128, 256), (4, 8), (2, 3))]
+ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096), (1, 2, 4, 8))]
+FEW = [FewConfig(*c) for c in itertools.product((16, 32), (64, 128, 256), (4, 8), (3,))]
 
 
 def kinds(model: str) -> dict[str, tuple[int, int, bool, bool, bool]]:
@@ -102,11 +103,10 @@ class Kind:
 
 
 def fits(config: RowsConfig, inputs: int, gated: bool) -> bool:
-    """Whether each thread reads 64 weights ahead, or 32 or 64 twice, in blocks that don't waste most of a row."""
+    """Whether each thread reads 64 or 128 weights at a time, in blocks as long as the rows allow."""
     each = config.features * config.inputs * (2 if gated else 1) / (config.warps * 32)
     steps = -(-inputs // config.inputs)
-    sizes = (64,) if config.ahead == 1 else (32, 64)
-    return each in sizes and config.inputs < 2 * inputs and steps <= 8 and (config.ahead == 1 or steps > 1)
+    return each in (64, 128) and config.inputs < 2 * inputs and steps <= 3
 
 
 def few_fits(config: FewConfig, inputs: int, gated: bool) -> bool:
@@ -192,10 +192,59 @@ def step(model: str, tokens: int, how: str) -> Callable[[], object]:
     return fused if how == "fused" else separate
 
 
+# Blocks by (inputs, gated) that `sets` compares over a whole step of one token.
+SETS = {
+    "one warp": {
+        (1024, False): (4, 1024, 1),
+        (2048, False): (2, 2048, 1),
+        (1024, True): (2, 1024, 1),
+        (3072, False): (4, 1024, 1),
+    },
+    "two warps": {
+        (1024, False): (8, 1024, 2),
+        (2048, False): (4, 2048, 2),
+        (1024, True): (4, 1024, 2),
+        (3072, False): (4, 2048, 2),
+    },
+    "four warps": {
+        (1024, False): (16, 1024, 4),
+        (2048, False): (8, 2048, 4),
+        (1024, True): (8, 1024, 4),
+        (3072, False): (8, 2048, 4),
+    },
+    "64 weights": {
+        (1024, False): (4, 1024, 2),
+        (2048, False): (4, 2048, 4),
+        (1024, True): (2, 1024, 2),
+        (3072, False): (8, 2048, 8),
+    },
+}
+
+
+def set_table() -> None:
+    """Milliseconds per step of 0.6B with each of SETS."""
+    usual = kernels.rows_config
+    run = step("0.6b", 1, "fused")
+    for name, blocks in SETS.items():
+        kernels.rows_config = lambda inputs, gated, blocks=blocks: RowsConfig(*blocks[inputs, gated])
+        print(f"0.6b T=1 {name}: {graph_us(run, 1000):.3f}", flush=True)
+    kernels.rows_config = usual
+
+
+def cold_table() -> None:
+    """Seconds to compile what a step of 0.6B launches, with an empty cache (set TRITON_CACHE_DIR)."""
+    for tokens in (1, 2, 64):
+        run = step("0.6b", tokens, "fused")
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        print(f"0.6b T={tokens}: first step {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def chain_table() -> None:
     """Milliseconds per step."""
     dependent = kernels.dependent
-    for model, tokens in itertools.product(MODELS, (1, 2, 8, 16, 64, 256, 8192)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 16, 64, 256, 8192)):
         hidden, inner, layers, heads, kv_heads, dim = MODELS[model]
         per_layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
         line = f"{model} T={tokens:<3} floor {(per_layer * layers + VOCAB * hidden) * 2 / BYTES_PER_US / 1000:.3f}"
@@ -297,6 +346,10 @@ def main() -> None:
         best_table(few_tasks())
     if "ops" in sections:
         ops_table()
+    if "cold" in sections:
+        cold_table()
+    if "sets" in sections:
+        set_table()
     if "sampling" in sections:
         sampling_table()
     if "experts" in sections:

@@ -314,7 +314,7 @@ class StepRow(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """Pages `first` .. of a slot are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
+    """Pages `first` .. of a slot, as its backend counts them, are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
 
     group: int
     slot: int

@@ -185,10 +185,12 @@ def test_reading_takes_what_the_plan_says(held: str) -> None:
 def test_says_what_it_does_not_serve() -> None:
     backend = CompressedBackend()
     for dtype in ("float32", "bfloat16", "fp8_e4m3"):
-        spec = specs.LatentKV(8, 4, dtype, compression=4, indexer_dim=4)
-        assert backend.unsupported(spec, "cpu", torch.float32) is None
+        for sizes in ({"compression": 4, "indexer_dim": 4}, {"compression": 4}, {"indexer_dim": 4}):
+            spec = specs.LatentKV(8, 4, dtype, **sizes)
+            assert backend.unsupported(spec, "cpu", torch.float32) is None
     for spec, word in (
         (specs.LatentKV(8, 4, "float32"), "several tokens"),
+        (specs.FullKV(1, 8, "float32"), "full"),
         (specs.LatentKV(8, 4, "float32", window=8), "window"),
         (specs.LatentKV(8, 4, "fp8_e4m3", compression=4, rope_dtype="bfloat16"), "rotary"),
         (specs.LatentKV(8, 4, "fp8_e4m3", compression=4, scale_bytes=8), "scale"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from pagerunner.attention import torch_plan
+from pagerunner.attention.base import Reach
 from pagerunner.attention.mla import LatentBackend, UpProjection
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.attention.torch_ref import Scratch, TorchBackend
@@ -22,13 +25,15 @@ def serve(
 ) -> None:
     """Run steps of (past, new tokens) rows through one layer of `spec`."""
     query_lens, seq_lens = [q for _, q in rows], [past + q for past, q in rows]
+    reach = Reach.of(spec)
+    forgetting: dict[str, Any] = {} if reach is None else {"reach": reach, "first_pages": [0] * len(rows)}
     pages = -(-max(seq_lens) // SIZE)
     table = torch.arange(len(rows) * pages).view(len(rows), pages)
     positions = [(row, p) for row, (past, q) in enumerate(rows) for p in range(past, past + q)]
     entries = torch.tensor([int(table[row, p // SIZE]) for row, p in positions])
     offsets = torch.tensor([p % SIZE for _, p in positions])
     start = torch.tensor([0, *query_lens]).cumsum(0)
-    metadata = backend.plan(query_lens, seq_lens, table, SIZE, start)
+    metadata = backend.plan(query_lens, seq_lens, table, SIZE, start, **forgetting)
     group = GroupBatch(table, torch.zeros(len(rows)), entries, offsets, SIZE, backend, metadata)
     nothing = torch.zeros(len(positions), dtype=torch.int64)
     step = StepRows.of(query_lens, seq_lens, range(len(rows)))
@@ -77,6 +82,34 @@ def test_reading_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, kind:
         for rows in FULL_STEPS:
             serve(backend, spec, getattr(torch, computed), rows)
     assert backend._scratch.num_bytes == scratch_bytes(made[kind], LENGTH, 256, computed)
+
+
+WINDOW, CHUNK = 10, 20
+FORGETTING: dict[str, tuple[specs.FullKV, list[list[tuple[int, int]]]]] = {
+    "window": (
+        specs.WindowKV(2, 8, "bfloat16", window=WINDOW),
+        # decodes fill a call, or a row of as many tokens as still are in pages is the largest
+        [[(50, 1)] * 16, [(50, WINDOW - 1)], [(50, 40)], [(0, 90)]],
+    ),
+    "chunks": (
+        specs.ChunkedKV(2, 8, "bfloat16", chunk=CHUNK),
+        [[(35, 1)] * 10, [(38, 1)], [(30, 60)], [(0, 90)]],
+    ),
+}
+
+
+@pytest.mark.parametrize("seqs", [16, 1])
+@pytest.mark.parametrize("kind", FORGETTING)
+def test_groups_that_forget_read_no_more_than_they_keep(monkeypatch: pytest.MonkeyPatch, kind: str, seqs: int) -> None:
+    monkeypatch.setattr(torch_plan, "MAX_PADDED_SLOTS", PADDED)
+    spec, steps = FORGETTING[kind]
+    backend = TorchBackend()
+    for rows in steps:
+        serve(backend, spec, torch.float32, rows[:seqs])
+    said = scratch_bytes((spec,), 2**20, seqs, "float32")
+    assert said == backend._scratch.num_bytes
+    slots = {("window", 16): PADDED, ("window", 1): 2 * WINDOW - 2, ("chunks", 16): PADDED, ("chunks", 1): CHUNK - 1}
+    assert said == slots[kind, seqs] * 2 * 16 * (2 + 4)
 
 
 def test_few_short_requests_need_less() -> None:

@@ -103,6 +103,7 @@ def test_says_what_it_does_not_serve() -> None:
         FullKV(2, 16, "float32", 8),
         WindowKV(2, 16, "float32", window=9),
         ChunkedKV(2, 16, "float32", chunk=9),
+        LatentKV(2, 16, "fp8_e4m3", window=9),
     ):
         assert backend.unsupported(spec, "cpu", torch.float32) is None
     for other in (LatentKV(2, 16, "float32"), RecurrentState(((2,),), ("float32",))):

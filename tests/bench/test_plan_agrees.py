@@ -39,20 +39,26 @@ def tight_budget(model: ModelMemory) -> int:
     return plan.request_bytes(model.length // 3)
 
 
+@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_auto_fit_admission_and_the_check_of_a_given_length_agree_to_the_token(model: ModelMemory) -> None:
+def test_auto_fit_admission_and_the_check_of_a_given_length_agree_to_the_token(
+    model: ModelMemory, chunked: bool
+) -> None:
+    steps = (
+        {"chunked_prefill": chunked} if chunked else {"chunked_prefill": False, "max_num_batched_tokens": model.length}
+    )
     budget = tight_budget(model)
-    plan = plan_of(model, budget_bytes=budget)
+    plan = plan_of(model, budget_bytes=budget, **steps)
     longest = plan.max_model_len
-    assert 0.25 * model.length < longest < model.length
+    assert (0.25 if chunked else 0.1) * model.length < longest < model.length
     manager = KVManager(plan)
     assert manager.refusal(longest) is None
     refusal = manager.refusal(longest + 1)
     assert refusal is not None and refusal.needed > refusal.available
-    given = plan_of(model, budget_bytes=budget, max_model_len=longest)
+    given = plan_of(model, budget_bytes=budget, max_model_len=longest, **steps)
     assert KVManager(given).refusal(longest) is None
     with pytest.raises(CapacityError) as caught:
-        plan_of(model, budget_bytes=budget, max_model_len=longest + 1)
+        plan_of(model, budget_bytes=budget, max_model_len=longest + 1, **steps)
     assert f"longest length that fits is {longest:,}:" in str(caught.value)
 
 

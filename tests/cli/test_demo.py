@@ -150,6 +150,27 @@ def test_eval_prints_the_scores(capsys):
     assert all(score["accuracy"] >= 0.75 for score in report["scores"])
 
 
+def test_demos_go_by_their_names(capsys):
+    words = ["--model", "demo-hybrid", "--quiet", *SMALL_POOL]
+    assert main(["eval", "--tasks", "addition", "--num-examples", "6", "--json", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == "demo-hybrid" and report["scores"][0]["accuracy"] >= 0.8
+    assert main(["chat", "--quick", "Sort: 40, 31, 22, 67", *words]) == 0
+    assert capsys.readouterr().out == "22, 31, 40, 67\n"
+    assert main(["generate", *words[:2], *SMALL_POOL]) == 0
+    captured = capsys.readouterr()
+    assert "127 + 58 = 185" in captured.out and "pages" in captured.err
+    assert main(["plan", "demo-hybrid", "--json", "--memory", "1GiB"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["groups"]) == 3
+
+
+def test_a_directory_comes_before_the_demo_of_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert main(["generate", "--model", "demo", "--quiet"]) == 2
+    assert "config.json" in one_sentence(capsys.readouterr())
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat", "plan", "eval"])
 def test_a_model_that_is_not_there(verb, tmp_path, capsys):
     assert main([verb, "--model", str(tmp_path / "nowhere"), "--quiet"]) == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
-from pagerunner import LLM, SamplingParams
+from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
 from pagerunner.engine.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
@@ -23,7 +22,6 @@ from pagerunner.models.config import read_model_config
 
 pytest.importorskip("transformers")
 
-NEW_TOKENS = 6
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -52,14 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "vocab_size": 517,
     },
 }
-CONDITIONS: dict[str, dict[str, Any]] = {
-    "budget-7": {"max_num_batched_tokens": 7},
-    "budget-64": {"max_num_batched_tokens": 64},
-    "page-48": {"block_size": 48},
-    "page-1": {"block_size": 1, "max_num_batched_tokens": 50},
-    "two in flight": {"max_in_flight": 2, "max_num_batched_tokens": 40},
-    "no prefix hits": {"enable_prefix_caching": False},
-}
 
 
 @pytest.fixture(scope="module")
@@ -67,38 +57,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function from a variant's name to its directory and reference model, each made once."""
     directory = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: make_compressed_checkpoint(directory, seed=len(name), **VARIANTS[name]))
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    ids = random.Random(seed)
-    return [ids.randrange(4, 500) for _ in range(length)]
-
-
-def run(llm: LLM, prompts: list[list[int]], n: int = 1) -> list[Any]:
-    params = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, logprobs=0, prompt_logprobs=0, n=n, ignore_eos=True, detokenize=False
-    )
-    return llm.generate([{"prompt_token_ids": text} for text in prompts], params, use_tqdm=False)
-
-
-def engine(path: Path, **options: Any) -> LLM:
-    return LLM(str(path), **({"poison_fresh_pages": True, "skip_tokenizer_init": True} | options))
-
-
-@torch.inference_mode()
-def check(reference: Any, outputs: list[Any]) -> None:
-    """Tokens are the reference's greedy choice, with its log-probabilities; so are the prompt's that were computed."""
-    for output in outputs:
-        assert output.error is None, output.error
-        text = list(output.prompt_token_ids)
-        for made in output.outputs:
-            tokens = text + list(made.token_ids)
-            want = reference(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].float().log_softmax(-1)
-            assert want[len(text) - 1 :].argmax(-1).tolist() == tokens[len(text) :]
-            found = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
-            found = [entry[t].logprob for t, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)] + found
-            rows = want[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
-            assert found == pytest.approx(rows.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -117,21 +75,6 @@ def test_results_do_not_depend_on_the_memory(models: Any, name: str, condition: 
     llm = engine(path, **CONDITIONS[condition])
     for _ in range(2):  # prompt log-probabilities need the whole prompt; siblings of a step may share it
         check(reference, run(llm, [prompt(i, n) for i, n in enumerate((5, 130, 33, 32, 77))]))
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": text} for text in prompts], params, use_tqdm=False)
-    assert not any(output.error for output in outputs)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@torch.inference_mode()
-def greedy(reference: Any, text: list[int]) -> list[int]:
-    tokens = list(text)
-    for _ in range(NEW_TOKENS):
-        tokens.append(int(reference(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(text) :]
 
 
 @pytest.mark.parametrize("batched_tokens", [16, 50, 1000])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pagerunner.demo import demo_path
+from pagerunner.demo import demo_names, demo_path
 from pagerunner.eval.tasks import (
     END,
     END_OF_TEXT,
@@ -44,8 +44,15 @@ def loaded(check: ModuleType) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def test_directory_is_small_and_complete() -> None:
-    files = {path.name: path.stat().st_size for path in demo_path().iterdir()}
+@pytest.fixture(scope="module")
+def hybrid(check: ModuleType) -> tuple[Any, Any]:
+    model, tokenizer = check.load(demo_path("demo-hybrid"))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("name", demo_names())
+def test_directory_is_small_and_complete(name: str) -> None:
+    files = {path.name: path.stat().st_size for path in demo_path(name).iterdir()}
     assert sum(files.values()) < 4_000_000
     assert set(files) == {
         "config.json",
@@ -113,3 +120,17 @@ def test_answers_about_itself(check: ModuleType, loaded: tuple[Any, Any]) -> Non
     answers = check.generate(*loaded, [chat_prompt("hello"), chat_prompt("What can you do?")], 64)
     assert answers[0].startswith("Hello!")
     assert answers[1].startswith("I can add numbers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "distance"),
+    [("full_attention", "recall", 64), ("sliding_attention", "sorting", None), ("linear_attention", "addition", None)],
+)
+def test_the_hybrid_notices_damage_to_each_kind_of_memory(
+    check: ModuleType, hybrid: tuple[Any, Any], kind: str, task: str, distance: int | None
+) -> None:
+    examples = make_examples(task, 12, 3, distance)
+    assert check.accuracy(*hybrid, examples) >= 0.9
+    for fault in check.FAULTS[:2]:
+        hook = check.damage_group(hybrid[0], kind, fault, 0.5 if kind == "linear_attention" else 0.1, 0)
+        assert check.accuracy(*hybrid, examples, hook) <= 0.6, fault

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pagerunner.eval import corpus
+import demo_corpus as corpus
 from pagerunner.eval.tasks import (
     ANIMALS,
     ASSISTANT,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import windowed
 
+import windowed
 from helpers.checkpoints import write_tokenizer
 
 _GATED_DELTA: dict[str, Any] = {

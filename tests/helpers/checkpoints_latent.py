@@ -14,7 +14,7 @@ import torch
 
 from helpers.checkpoints import write_tokenizer
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 _COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 48,
@@ -43,6 +43,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v32": {
+        "q_lora_rank": 20,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_n_heads": 16,  # few make scores of exactly 0, whose order is nobody's business
+        "index_head_dim": 12,
+        "index_topk": 17,
     },
 }
 

@@ -15,14 +15,24 @@ from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 class Bench:
     """A scheduler over a mix of groups, with a page-checking runner behind it."""
 
-    def __init__(self, kinds: dict[str, tuple[int, int]], megabytes: float = 8, batched: int = 8192, **options: Any):
-        self.plan: MemoryPlan = mixed(kinds, int(megabytes * (1 << 20)), batched=batched, model_max_len=20_000)
+    def __init__(
+        self,
+        kinds: dict[str, tuple[int, int]],
+        megabytes: float = 8,
+        batched: int = 8192,
+        chunked_prefill: bool = True,
+        **options: Any,
+    ):
+        self.plan: MemoryPlan = mixed(
+            kinds, int(megabytes * (1 << 20)), batched=batched, model_max_len=20_000, chunked_prefill=chunked_prefill
+        )
         self.manager = KVManager(self.plan, **options)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=8,
             max_num_batched_tokens=batched,
             max_model_len=self.plan.max_model_len,
+            enable_chunked_prefill=chunked_prefill,
         )
         self.checker = PageChecker(self.plan, prefix_caching=options.get("enable_prefix_caching", True))
         self.cached: dict[str, int] = {}

@@ -21,7 +21,12 @@ class OtherFull(FullKV):
 
 
 def mixed(
-    kinds: Mapping[str, tuple[int, int]], budget_bytes: int, *, batched: int = 64, model_max_len: int = 160
+    kinds: Mapping[str, tuple[int, int]],
+    budget_bytes: int,
+    *,
+    batched: int = 64,
+    model_max_len: int = 160,
+    chunked_prefill: bool = True,
 ) -> MemoryPlan:
     """One group per kind of memory: kind -> (page tokens, heads that make its pages larger), and the sizes in its name.
 
@@ -48,6 +53,7 @@ def mixed(
         model_max_len=model_max_len,
         max_num_seqs=8,
         max_num_batched_tokens=batched,
+        chunked_prefill=chunked_prefill,
     )
 
 

@@ -70,6 +70,25 @@ def test_pages_needed_is_enough_for_every_short_chunk_and_reached(rule: WindowRu
     assert rule.pages_needed(1) == 1
 
 
+@pytest.mark.parametrize("kind", [WindowRule, ChunkedRule])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reach", REACHES)
+def test_a_whole_step_of_any_length_needs_what_was_promised(
+    kind: type[WindowRule] | type[ChunkedRule], size: int, reach: int
+) -> None:
+    """The pages read before the step and its tail, all held while it runs."""
+    step, total = 300, 400
+    rule = kind(size, reach, step, whole_steps=True)
+    assert rule.pages_needed(total) >= kind(size, reach, 1).pages_needed(total) and not rule.shortens
+    for start in range(0, total, 3):
+        for end in range(start + 1, min(start + step, total) + 1, 7):
+            first, stop = rule.span(start, end)
+            before = -(-start // size)
+            held = (before - first) + stop - max(min(rule.tail(end), stop), before)
+            assert held <= rule.pages_needed(total)
+            assert held <= rule.pages_needed(end)
+
+
 def test_a_long_chunk_needs_no_more_pages_than_a_short_one() -> None:
     assert WindowRule(16, 1024, 8192).pages_needed(131_072) == -(-(1024 + 254) // 16) + 1
     assert WindowRule(16, 1024, 8192).table_width(131_072) == (1024 + 8192) // 16 + 1

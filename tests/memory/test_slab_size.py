@@ -97,9 +97,12 @@ def test_a_backend_may_read_pages_of_128_tokens_as_pages_of_64(slab_pages: int |
     memory = torch.arange(plan.kv_bytes // 4, dtype=torch.float32)
     for number, group in enumerate(plan.groups):
         pages = [0, 1, plan.num_pages(number) - 1]
-        entries = plan.table_entries(number, pages)
-        halves = plan.kernel_entries(number, entries, 64)
-        assert len(halves) == 6
+        entries = [plan.page_offset(number, page) // group.unit for page in pages]
+        halves = plan.table_entries(number, pages)
+        assert halves == plan.kernel_entries(number, entries, 64) and len(halves) == 6
+        assert plan.table_entries(number, [-1, pages[1], -1]) == [-1, -1, *halves[2:4], -1, -1]
+        seen = plan.for_kernels().groups[number]
+        assert (seen.page_tokens, seen.table_width) == (64, 2 * group.table_width)
         for part in group.layers:
             for start in (part.offset, part.offset + part.spec.value_offset(128)):  # type: ignore[attr-defined]
                 whole = [memory[(entry * group.unit + start) // 4 :][: 128 * 16] for entry in entries]

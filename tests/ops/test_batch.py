@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -41,3 +42,10 @@ def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
     assert out.row_T[tokens:].tolist() == [-1] * 3
     assert out.positions_T[tokens:].tolist() == out.token_ids_T[tokens:].tolist() == [0] * 3
     assert out.write_entry_GT[:, tokens:].eq(-1).all()
+
+
+def test_the_bytes_of_a_steps_tensors_are_known_beforehand() -> None:
+    made = StepTensors.empty(7, 40, 3, torch.device("cpu"))
+    assert sum(getattr(made, field.name).nbytes for field in dataclasses.fields(made)) == StepTensors.num_bytes(
+        7, 40, 3
+    )

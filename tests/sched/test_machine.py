@@ -79,9 +79,10 @@ def mixes(draw: st.DrawFn, names: tuple[str, ...] = ()) -> MemoryPlan:
     sizes = st.tuples(st.sampled_from([4, 8, 16, 48]), st.integers(1, 4))
     kinds = {name: draw(sizes) for name in names}
     batched = draw(st.sampled_from([1, 7, 32, 64, 500]))
-    plan = mixed(kinds, 1 << 20, batched=batched)
+    chunked = draw(st.booleans())
+    plan = mixed(kinds, 1 << 20, batched=batched, chunked_prefill=chunked)
     alone = sum(group.pages_needed(150) * group.page_bytes for group in plan.groups)
-    return mixed(kinds, int(alone * draw(st.floats(1.2, 4.0))), batched=batched)
+    return mixed(kinds, int(alone * draw(st.floats(1.2, 4.0))), batched=batched, chunked_prefill=chunked)
 
 
 class Traffic(RuleBasedStateMachine):
@@ -102,7 +103,8 @@ class Traffic(RuleBasedStateMachine):
         self.batched = steps[0] if steps else data.draw(st.sampled_from([1, 7, 32, 64, 500]))
         self.max_len = self.plan.max_model_len
         self.seqs = data.draw(st.integers(1, 6))
-        chunked = data.draw(st.booleans())
+        whole = any(not group.rule.shortens for group in self.plan.groups)
+        self.chunked = not whole and data.draw(st.booleans() if not steps else st.just(True))
         self.manager = self.manager_class(
             self.plan, enable_prefix_caching=self.caching, list_fresh_pages=data.draw(st.booleans())
         )
@@ -112,7 +114,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=self.batched,
             max_model_len=self.max_len,
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
-            enable_chunked_prefill=chunked,
+            enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
         )
         self.checker = PageChecker(self.plan, prefix_caching=self.caching)
@@ -183,6 +185,8 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         if plan is not None:
             assert 0 < sum(row.num_tokens for row in plan.rows) <= self.batched
+            if not self.chunked and not all(row.samples for row in plan.rows):
+                assert sum(row.num_tokens for row in plan.rows) == self.batched, "a prompt is spread over steps"
             assert len({row.slot for row in plan.rows}) == len(plan.rows) <= self.seqs
             self.flight.append((plan, self.checker.run(plan, {0: "broken"} if fault else None)))
         if self.flight and (plan is None or len(self.flight) == self.depth):

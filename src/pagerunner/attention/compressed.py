@@ -1,9 +1,10 @@
-"""Attention over compressed latents (DeepSeek-V4), in plain torch: the reference that faster backends are compared with.
+"""Attention over compressed latents (DeepSeek-V4) and over those that an indexer chooses (V3.2), in plain torch: the reference
+that faster backends are compared with.
 
 A page of P tokens stores P / r vectors, each of which stands for r tokens and serves as key and value of every head. The
 vector of a slot is pooled from its tokens (`SlotPooling`) and written when the last of them is computed; the query at
 position p sees the (p + 1) // r slots that are complete by then, or those of them that an indexer likes best. What a query
-sees of its own window is attended to elsewhere and merged here by log-sum-exp.
+sees of its own window is attended to elsewhere and merged here by log-sum-exp. Without compression r is 1.
 
 Everything is read from pages, also what this step has written, so that results don't depend on how a prompt was divided.
 Slots beyond the complete ones are never read.
@@ -135,9 +136,11 @@ class CompressedBackend:
         self._scratch = Scratch()
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves compressed latents of one dtype (fp8 with scales per page), with an indexer or without."""
-        if not isinstance(spec, LatentSpec) or spec.kind != "latent" or spec.compression == 1:
-            return f"it serves latents whose slots stand for several tokens, not {spec.kind} with one slot per token"
+        """Serves latents of one dtype (fp8 with scales per page) that are compressed, chosen by an indexer, or both."""
+        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
+            return f"it serves latent attention only, not {spec.kind}"
+        if spec.compression == 1 and not spec.indexer_dim:
+            return "it serves latents whose slots stand for several tokens or are chosen by an indexer"
         if any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype)):
             return f"it needs rotary parts and indexer keys in the latents' dtype, {spec.dtype}"
         if spec.scale_bytes or spec.indexer_scale_bytes:
@@ -167,7 +170,7 @@ class CompressedBackend:
     def forward(
         self,
         q_THD: torch.Tensor,
-        window: Result,
+        window: Result | None,
         vectors_ND: torch.Tensor,
         index_keys_NI: torch.Tensor | None,
         chooser: IndexerQueries | None,
@@ -176,8 +179,8 @@ class CompressedBackend:
         batch: ForwardBatch,
         scale: float,
     ) -> Result:
-        """Write the completed slots, attend to what is complete, and merge with the `window`'s result: [T, H, D] and the
-        log-sum-exp [T, H].
+        """Write the completed slots, attend to what is complete, and merge with the `window`'s result, if there is one:
+        [T, H, D] and the log-sum-exp [T, H].
         """
         metadata: CompressedMetadata = group.metadata
         ratio = group.page_tokens // layer.latent.shape[1]
@@ -188,7 +191,11 @@ class CompressedBackend:
             if index_keys_NI is not None and layer.indexer is not None:
                 pages = layer.indexer.unsqueeze(2)
                 store_pages(pages, layer.scales, 1, index_keys_NI.unsqueeze(1), slots, _SlotWriter())
-        out_THD, lse_TH = window[0].clone(), window[1].clone()
+        if window is None:
+            out_THD = torch.zeros_like(q_THD)
+            lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        else:
+            out_THD, lse_TH = window[0].clone(), window[1].clone()
         for row, (first, start, length) in enumerate(metadata.rows):
             seen = max(start, ratio - 1)  # the first query that has a complete slot before it
             if seen >= length:

@@ -20,7 +20,7 @@ from pagerunner.ops.paged_attention import (
     PagedPlan,
     TableRows,
     paged_attention,
-    prepare_heads_,
+    projected_attention,
     store_kv_,
 )
 
@@ -54,12 +54,16 @@ class PagedBackend:
             return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
         return None
 
-    def new_state(self, shape: GraphShape | None) -> None:
-        """Nothing outlives a step: what kernels share is computed on the device by the first layer that runs."""
+    def new_state(self, shape: GraphShape | None) -> GraphShape | None:
+        """What a plan is for; nothing outlives a step: what kernels share is computed by the first layer that runs."""
+        return shape
 
-    def plan(self, inputs: PlanInputs, state: None) -> PagedPlan:
+    def plan(self, inputs: PlanInputs, state: GraphShape | None) -> PagedPlan:
         """Sizes of what queries see, and the bounds of the step."""
         rows, reach = inputs.rows, inputs.reach
+        lens = tuple(inputs.query_lens)
+        whole = state is None and lens == tuple(inputs.seq_lens) and rows.num_tokens == sum(lens)
+        fresh = lens if whole and reach is None else ()
         size = 0 if reach is None else reach.size
         chunked = reach is not None and reach.chunked
         return PagedPlan(
@@ -67,7 +71,7 @@ class PagedBackend:
             chunk=size if chunked else 0,
             one_token=rows.one_token,
             max_query_len=rows.max_query_len,
-            max_seq_len=rows.max_seq_len,
+            fresh=fresh,
         )
 
     def forward(
@@ -83,9 +87,11 @@ class PagedBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, size of a value head]. k and v are rounded in place to what pages hold."""
-        pages = PagedKV(layer.k, layer.v, layer.scales)
+        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         store_kv_(k_TKD, v_TKD, pages, group.write_entry, group.write_offset)
-        return _attend(q_THD, k_TKD, v_TKD, pages, layer, group, batch, scale, sinks_H, softcap)
+        first = _is_first(layer, batch)
+        rows = _rows(group, batch)
+        return paged_attention(q_THD, k_TKD, v_TKD, pages, rows, group.metadata, scale, sinks_H, softcap, first)
 
     def from_projection(
         self,
@@ -99,33 +105,35 @@ class PagedBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
-        pages = PagedKV(layer.k, layer.v, layer.scales)
-        q_norm_D, k_norm_D = prep.q_norm_D, prep.k_norm_D
+        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         angles = prep.angles
-        work = HeadWork(prep.num_heads, prep.num_kv_heads, angles.cos_T1D, angles.sin_T1D, q_norm_D, k_norm_D, prep.eps)
-        prepare_heads_(qkv_TND, work, pages, group.write_entry, group.write_offset)
-        q_THD, k_TKD, v_TKD = prep.split(qkv_TND)
-        return _attend(q_THD, k_TKD, v_TKD, pages, layer, group, batch, scale, sinks_H, softcap)
+        work = HeadWork(
+            prep.num_heads,
+            prep.num_kv_heads,
+            angles.cos_T1D,
+            angles.sin_T1D,
+            prep.q_norm_D,
+            prep.k_norm_D,
+            prep.eps,
+        )
+        return projected_attention(
+            qkv_TND,
+            work,
+            pages,
+            group.write_entry,
+            group.write_offset,
+            _rows(group, batch),
+            group.metadata,
+            scale,
+            sinks_H,
+            softcap,
+            _is_first(layer, batch),
+        )
 
 
-def _attend(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    pages: PagedKV,
-    layer: LayerKV,
-    group: GroupBatch,
-    batch: ForwardBatch,
-    scale: float,
-    sinks_H: torch.Tensor | None,
-    softcap: float,
-) -> torch.Tensor:
+def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:
     rows = batch.rows
-    where = TableRows(
-        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
-    )
-    first = _is_first(layer, batch)
-    return paged_attention(q_THD, k_TKD, v_TKD, pages, where, group.metadata, scale, sinks_H, softcap, first)
+    return TableRows(group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T)
 
 
 def _is_first(layer: LayerKV, batch: ForwardBatch) -> bool:

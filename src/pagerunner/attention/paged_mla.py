@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.capability import lacks
 from pagerunner.attention.mla import UpProjection
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     LatentRows,
@@ -34,7 +34,7 @@ from pagerunner.ops.latent_attention import (
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into
-OLDEST_DEVICE = (8, 0)
+SHARED_MEMORY = 229_376  # bytes that the largest program takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,7 @@ class PagedLatentBackend:
             return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it does not compute in {dtype}"
-        if device != "cuda":
-            return None
-        if not has_triton():
-            return "Triton is not installed"
-        capability = torch.cuda.get_device_capability()
-        if capability < OLDEST_DEVICE:
-            return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        return None
+        return lacks(device, SHARED_MEMORY)
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """Only whether a step runs in a graph matters."""
@@ -192,12 +185,22 @@ class PagedLatentBackend:
         return out_THV
 
 
+def absorb(q_THD: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Queries without their rotary parts in the latent space, [T, H, C]; in memory one head after another."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    return torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim]).transpose(0, 1)
+
+
+def to_values(latent_THC: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    """Weighted latents as values, [T, H, V], contiguous."""
+    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
+    out_THV = latent_THC.new_empty(*latent_THC.shape[:2], up.value_dim)
+    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
+    return out_THV
+
+
 def _absorbed(
     q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, rows: LatentRows, scale: float
 ) -> torch.Tensor:
-    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
-    q_HTC = torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim])
-    latent_THC = latent_attention(q_HTC.transpose(0, 1), q_THD[..., up.key_dim :], pages, rows, scale)
-    out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
-    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
-    return out_THV
+    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, rows, scale)
+    return to_values(latent_THC, up)

@@ -151,20 +151,16 @@ def scratch_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, 
     It is what `torch_ref.Scratch` holds when it has served the largest call of every layer: the slots as pages hold them,
     and as the model wants them if that is another dtype; fp8 numbers become float32 ones on the way.
     """
-    padded = max(min(MAX_PADDED_SLOTS, max_num_seqs * max_model_len), max_model_len)
     pools: dict[Hashable, list[Spec]] = {}  # by backend: one for all keys and values, one for each group of latents
     for spec in specs:
         pools.setdefault(spec.lifetime if spec.kind == "latent" else "heads", []).append(spec)
-    total = 0
-    for pool in pools.values():
-        compression = max(getattr(spec, "compression", 1) for spec in pool)
-        total += (padded if compression == 1 else max_model_len // compression) * _slot_bytes(pool, dtype)
-    return total
+    return sum(_pool_bytes(pool, max_model_len, max_num_seqs, dtype) for pool in pools.values())
 
 
-def _slot_bytes(specs: Sequence[Spec], dtype: str) -> int:
+def _pool_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, dtype: str) -> int:
     most: dict[tuple[int, str], int] = {}
     for spec in specs:
+        slots = _most_slots(spec, max_model_len, max_num_seqs)
         for which, elements in enumerate(_slot_elements(spec)):
             held: str = spec.dtype  # type: ignore[attr-defined]
             keys = [(which, "raw" if held.startswith("fp8") else held)]
@@ -173,9 +169,21 @@ def _slot_bytes(specs: Sequence[Spec], dtype: str) -> int:
             if dtype not in (key[1] for key in keys):
                 keys.append((which, dtype))
             for key in keys:
-                most[key] = max(most.get(key, 0), elements)
+                most[key] = max(most.get(key, 0), slots * elements)
     sizes = {**KV_DTYPE_BYTES, "raw": 1}
     return sum(elements * sizes[name] for (_, name), elements in most.items())
+
+
+def _most_slots(spec: Spec, max_model_len: int, max_num_seqs: int) -> int:
+    """The most slots of one layer that one call gathers: one row's, or those of as many short rows as go together."""
+    if isinstance(spec, LatentKV) and (spec.compression > 1 or spec.indexer_dim):
+        return max_model_len // spec.compression  # row by row
+    reach, row = Reach.of(spec), max_model_len
+    if reach is not None:
+        # A chunk's last token is read from the projection; a window's row is as long as its tokens still are in pages.
+        short = max(reach.size, min(reach.size + MAX_SHORT_QUERIES, 2 * reach.size - 1) - 1)
+        row = min(row, reach.size - 1 if reach.chunked else short)
+    return max(min(MAX_PADDED_SLOTS, max_num_seqs * row), row)
 
 
 def _slot_elements(spec: Spec) -> tuple[int, ...]:

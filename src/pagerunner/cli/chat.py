@@ -28,7 +28,7 @@ HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops a
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner chat", "Talk to a model. Where stdin is no terminal, each line is one turn.")
-    parser.add_argument("--model", help="model directory (default: the demo model inside the package)")
+    parser.add_argument("--model", help="model directory, or a demo's name (default: demo)")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the reply and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser, max_tokens=512)

@@ -19,7 +19,7 @@ from pagerunner.eval.tasks import TASKS
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner eval", "Score a model on recall, addition, sorting and sentences, decoded greedily.")
-    parser.add_argument("--model", help="model directory (default: the demo model inside the package)")
+    parser.add_argument("--model", help="model directory, or a demo's name (default: demo)")
     parser.add_argument(
         "--tasks", default=",".join(TASKS), metavar="NAMES", help="comma-separated (default: %(default)s)"
     )
@@ -41,9 +41,9 @@ def run(namespace: argparse.Namespace) -> int:
         tasks=[name.strip() for name in namespace.tasks.split(",") if name.strip()],
         count=namespace.num_examples,
         seed=args.seed,
-        as_chat=not demo,
+        as_chat=demo is None,
         use_tqdm=show_progress(namespace),
-        model="demo" if demo else args.model,
+        model=demo or args.model,
     )
     print(report.as_json() if namespace.json else report.text())
     return 0

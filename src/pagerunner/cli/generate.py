@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner generate", "Complete prompts. Without a prompt, run a few that show what a model does.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete; - reads prompts from stdin")
-    parser.add_argument("--model", help="model directory (default: the demo model inside the package)")
+    parser.add_argument("--model", help="model directory, or a demo's name (default: demo)")
     parser.add_argument("--n", type=reported(parse_number), metavar="N", default=1, help="completions of each prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_options(parser, max_tokens=128)
@@ -49,7 +49,7 @@ def run(namespace: argparse.Namespace) -> int:
     prompts = _read_prompts(namespace.prompts)
     args, demo = resolve_model(namespace)
     builtin = not prompts
-    prompts = prompts or builtin_prompts(demo)
+    prompts = prompts or builtin_prompts(demo is not None)
     llm = open_llm(args, use_tqdm=show_progress(namespace))
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=show_progress(namespace))

@@ -19,14 +19,14 @@ from pagerunner.cli.options import (
     parse_bytes,
     reported,
 )
-from pagerunner.cli.session import demo_model_path, note, one_model
+from pagerunner.cli.session import demo_model_path, find_model, note, one_model
 from pagerunner.errors import ConfigError
 
 
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner plan", "Show how a model would use memory. Needs its config.json: no weights, no GPU.")
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory or config.json")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory, config.json or a demo's name")
     parser.add_argument("--model", help="the same as MODEL")
     parser.add_argument(
         "--memory", type=reported(parse_bytes), metavar="SIZE", help="the device's memory (default: this machine's)"
@@ -44,7 +44,7 @@ def run(namespace: argparse.Namespace) -> int:
     if model is None:
         note(namespace, "No model named: planning for the demo model inside the package.")
         model = str(demo_model_path())
-    with _directory(model) as directory:
+    with _directory(find_model(model)[0]) as directory:
         args = engine_args(namespace, directory)
         from pagerunner.engine.resolve import resolve
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state

@@ -13,7 +13,9 @@ from pagerunner.cli.session import one_model, resolve_model
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory (default: the demo model)")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="model directory, or a demo's name (default: demo)"
+    )
     parser.add_argument("--model", help="the same as MODEL")
     group = parser.add_argument_group("server options")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

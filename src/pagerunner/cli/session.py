@@ -1,4 +1,4 @@
-"""What verbs that run a model share: the demo checkpoint, opening an engine, and when to draw progress bars."""
+"""What verbs that run a model share: the demo checkpoints, opening an engine, and when to draw progress bars."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def demo_model_path() -> Path:
     return demo_path()
 
 
+def find_model(model: str) -> tuple[str, str | None]:
+    """The directory of the model that the user named, and the name if it is a demo's; a path that exists comes first."""
+    if model in demo_names() and not Path(model).exists():
+        return str(demo_path(model)), model
+    return model, None
+
+
 def note(namespace: argparse.Namespace, text: str) -> None:
     """Tell the user something on stderr, unless --quiet."""
     if not namespace.quiet:
@@ -38,12 +45,16 @@ def show_progress(namespace: argparse.Namespace) -> bool:
     return not namespace.quiet and sys.stderr.isatty()
 
 
-def resolve_model(namespace: argparse.Namespace) -> tuple[EngineArgs, bool]:
-    """The engine arguments the flags ask for, and whether the demo model stands in for a model that wasn't named."""
-    if namespace.model is not None:
-        return engine_args(namespace, namespace.model), False
-    note(namespace, "No model named: using the demo model inside the package (--model DIR runs another).")
-    return engine_args(namespace, str(demo_model_path()), served_model_name="demo"), True
+def resolve_model(namespace: argparse.Namespace) -> tuple[EngineArgs, str | None]:
+    """The engine arguments the flags ask for, and the demo's name if a demo is what runs.
+
+    `demo` stands in for a model that wasn't named.
+    """
+    if namespace.model is None:
+        note(namespace, "No model named: using the demo model inside the package (--model DIR runs another).")
+        return engine_args(namespace, str(demo_model_path()), served_model_name="demo"), "demo"
+    model, demo = find_model(namespace.model)
+    return engine_args(namespace, model, **({"served_model_name": demo} if demo else {})), demo
 
 
 def one_model(namespace: argparse.Namespace) -> str | None:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from pagerunner import limits
+from pagerunner.attention.select import kernel_tokens
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import DeviceMemory, available_memory, device_memory, resolve_device
@@ -21,6 +24,7 @@ from pagerunner.models.config import read_model_config
 from pagerunner.models.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -179,11 +183,16 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
     weights = weights_bytes(build_model(model, wish.dtype))
+    device = torch.device(wish.device)
+    kernel = kernel_tokens(specs, args.block_size, args.attention_backend, device, getattr(torch, wish.dtype))
+
+    num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
             ("weights", weights),
             ("page tables", 8 * max_num_seqs * table_width),
+            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
         )
@@ -202,6 +211,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
+            chunked_prefill=args.enable_chunked_prefill,
+            kernel_tokens=kernel,
         )
 
     if args.num_gpu_blocks_override is not None:
@@ -210,9 +221,9 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
     else:
-        widest = len({spec.lifetime for spec in specs}) * -(-longest // args.block_size)
+        widest = sum(-(-longest // kernel.get(one, args.block_size)) for one in {spec.lifetime for spec in specs})
         made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
-    width = sum(group.table_width for group in made.groups)
+    width = sum(group.table_width for group in made.for_kernels().groups)
     return replace(made, other=other(made.max_model_len, width))
 
 

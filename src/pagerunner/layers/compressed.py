@@ -45,13 +45,13 @@ class PagedSlots:
     def __call__(
         self,
         q_THD: torch.Tensor,
-        window: Result,
+        window: Result | None,
         vectors_ND: torch.Tensor,
         index_keys_NI: torch.Tensor | None,
         chooser: IndexerQueries | None,
         batch: ForwardBatch,
     ) -> Result:
-        """Write the completed slots, and merge the attention over all complete ones with the window's."""
+        """Write the completed slots, and merge the attention over all complete ones with the window's, if there is one."""
         layer = batch.kv[self.layer_index]
         group = batch.groups[layer.group]
         out: Result = group.backend.forward(

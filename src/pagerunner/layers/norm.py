@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from pagerunner.layers.module import Module
 from pagerunner.ops.linear import Norm
@@ -31,6 +32,19 @@ class RMSNorm(Module):
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
+
+
+class LayerNorm(Module):
+    """A norm of mean and variance, with a weight and a bias per feature."""
+
+    def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weights = {name: torch.empty(features, dtype=dtype, device="meta") for name in ("weight", "bias")}
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The norm of `x`."""
+        return F.layer_norm(x_TD, x_TD.shape[-1:], self.weights["weight"], self.weights["bias"], self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -48,6 +48,8 @@ class KVManager:
         )
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
+        self._parts = [group.kernel_pages for group in plan.groups]
+        self._shortens = all(rule.shortens for rule in self._rules)
         self._lookup_order = sorted(
             range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
         )
@@ -272,8 +274,8 @@ class KVManager:
     def grow(self, grant: Grant, start: int, end: int) -> int:
         """Provide the pages to compute positions [start, end). Returns the end; 0, and nothing new, if they can't be had now.
 
-        Where windows or chunks would hold more for a long step than there is, an earlier end is returned. Pages that no
-        position from `start` on reads are given back.
+        Where windows or chunks would hold more for a long step than there is, an earlier end is returned, unless the plan
+        is one without chunked prefill. Pages that no position from `start` on reads are given back.
         """
         if end <= grant.capacity:
             return end
@@ -281,15 +283,23 @@ class KVManager:
             grant.reserve = [0] * len(grant.reserve)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
-        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))]
+        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []
+        marks = grant.marks
         while True:
-            wanted = [self._wanted(grant, group, end) for group in range(len(self._rules))]
+            wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
             needs = [count for count, _ in wanted]
             if copied:
                 needs = [count + len(numbers) for count, numbers in zip(needs, copied, strict=True)]
-            if not self._forgetting or end - start <= SHORT_CHUNK or self._has_room(grant, needs):
+            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
                 break
-            end = start + max((end - start) // 2, SHORT_CHUNK)
+            if self._has_room(grant, needs):
+                break
+            if self._shortens:
+                end = start + max((end - start) // 2, SHORT_CHUNK)
+            elif marks:
+                marks = []  # what later requests would like to find
+            else:
+                break
         fresh = self.pool.allocate(needs)
         if fresh is None:
             if not self._make_room_for(needs):
@@ -297,10 +307,10 @@ class KVManager:
             fresh = self.pool.allocate(needs)
             assert fresh is not None
         capacity = FOREVER
-        for group, numbers in enumerate(copied):
-            self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
-            del fresh[group][: len(numbers)]
         if copied:
+            for group, numbers in enumerate(copied):
+                self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
+                del fresh[group][: len(numbers)]
             grant.borrowed = []
         for group, pages in enumerate(fresh):
             held = grant.pages[group]
@@ -319,14 +329,14 @@ class KVManager:
         self._dirty[grant] = None
         return end
 
-    def _wanted(self, grant: Grant, group: int, end: int) -> tuple[int, list[range]]:
-        """How many more pages the positions below `end` need, and which, if not simply the next ones."""
+    def _wanted(self, grant: Grant, group: int, end: int, marks: Sequence[int]) -> tuple[int, list[range]]:
+        """How many more pages the positions below `end` and hits at `marks` need, and which, if not simply the next ones."""
         rule = self._rules[group]
         there = len(grant.pages[group])
         stop = rule.span(end, end)[1]
         if not rule.forgets or stop <= there:
             return max(stop - there, 0), []
-        spans = [rule.hit_span(mark) for mark in grant.marks if mark <= end]
+        spans = [rule.hit_span(mark) for mark in marks if mark <= end]
         spans.append((rule.tail(end), stop))
         parts: list[range] = []
         for first, last in spans:
@@ -458,16 +468,11 @@ class KVManager:
             for group, pages in enumerate(grant.pages):
                 first = max(grant.sent[group], grant.first[group])
                 if first < len(pages):
-                    writes.append(TableWrite(group, grant.slot, first, self._entries(group, pages[first:])))
+                    entries = self.plan.table_entries(group, pages[first:])
+                    writes.append(TableWrite(group, grant.slot, first * self._parts[group], entries))
                     grant.sent[group] = len(pages)
         self._dirty.clear()
         return writes
-
-    def _entries(self, group: int, pages: list[int]) -> list[int]:
-        entries = self.plan.table_entries(group, pages)
-        if group in self._forgetting:
-            return [HOLE if page == HOLE else entry for page, entry in zip(pages, entries, strict=True)]
-        return entries
 
     def take_fresh(self) -> list[list[int]]:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
+from typing import Any
 
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS
@@ -39,6 +40,8 @@ class GroupPlan:
 
     A page table entry is the page's byte offset // `unit`; `unit` divides the slab and the page. `table_width` is the
     entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out.
+    Where `kernel_tokens` is less than `page_tokens`, the group's backend reads a page as several of that many tokens:
+    page tables have an entry for each of them, `table_width` counts pages all the same (`for_kernels`).
     """
 
     name: str
@@ -51,6 +54,29 @@ class GroupPlan:
     table_width: int
     zero_fresh: bool
     rule: GroupRule
+    kernel_tokens: int
+
+    @property
+    def kernel_pages(self) -> int:
+        """Kernel pages in a page."""
+        return self.page_tokens // self.kernel_tokens
+
+    def for_kernels(self) -> GroupPlan:
+        """The group as its backend sees it: pages of `kernel_tokens` tokens. Their bytes are parts of `page_bytes`."""
+        if self.kernel_pages == 1:
+            return self
+        rule: Any = self.rule
+        return replace(
+            self,
+            page_tokens=self.kernel_tokens,
+            table_width=self.table_width * self.kernel_pages,
+            rule=replace(rule, page_tokens=self.kernel_tokens),
+        )
+
+    @property
+    def entries_inside(self) -> int:
+        """Table units from a page's first kernel page to its last."""
+        return (self.kernel_pages - 1) * self.kernel_step(self.kernel_tokens)
 
     def pages_needed(self, tokens: int) -> int:
         """The most pages that a request holds at once on its way to `tokens` tokens."""
@@ -150,14 +176,26 @@ class MemoryPlan:
         step = plan.kernel_step(kernel_tokens)
         return [entry + part * step for entry in entries for part in range(plan.page_tokens // kernel_tokens)]
 
+    def for_kernels(self) -> MemoryPlan:
+        """The plan as page tables and batches see it: `GroupPlan.for_kernels` of every group."""
+        return replace(self, groups=tuple(group.for_kernels() for group in self.groups))
+
     def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
-        """What a page table holds for these pages: byte offset // unit."""
+        """What a page table holds for these pages: byte offset // unit for each kernel page; -1 for a hole (-1)."""
         plan = self.groups[group]
+        if -1 in pages:
+            held = [page for page in pages if page != -1]
+            entries, parts = iter(self.table_entries(group, held)), range(plan.kernel_pages)
+            return [-1 if page == -1 else next(entries) for page in pages for _ in parts]
         per_slab = plan.pages_per_slab
         slab_units, page_units = self.slab_bytes // plan.unit, plan.page_bytes // plan.unit
         if slab_units == per_slab * page_units:
-            return list(pages) if page_units == 1 else [page * page_units for page in pages]
-        return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
+            found = list(pages) if page_units == 1 else [page * page_units for page in pages]
+        else:
+            found = [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
+        return (
+            found if plan.kernel_tokens == plan.page_tokens else self.kernel_entries(group, found, plan.kernel_tokens)
+        )
 
     def slabs_needed(self, tokens: int) -> int:
         """Slabs that one request of `tokens` tokens takes when it is alone."""
@@ -213,7 +251,8 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_in_flight: int = 1,
-    kernel_tokens: int | None = None,
+    kernel_tokens: int | Mapping[Hashable, int] | None = None,
+    chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
 ) -> MemoryPlan:
     """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
@@ -221,13 +260,14 @@ def plan_memory(
     `page_tokens` is one size or one per lifetime; one size is rounded up in groups whose slots stand for several tokens.
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
-    With `kernel_tokens`, table units let a backend read pages as smaller ones of that many tokens, in groups that are
-    larger and whose layers are alike (`MemoryPlan.kernel_entries`). `max_in_flight` costs no pages: steps run in order, so
+    With `kernel_tokens` a backend reads pages as smaller ones of that many tokens: a number for all groups that are larger and
+    whose layers are alike, or one per lifetime, which must be possible. Without `chunked_prefill` a step of
+    `max_num_batched_tokens` is never shortened, so windows are promised what it takes. `max_in_flight` costs no pages: steps run in order, so
     what one gives back the next may take.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
-        ConfigError: a limit is out of range.
+        ConfigError: a limit is out of range, or a backend can't read the pages as they are.
     """
     _check_positive(
         max_num_seqs=max_num_seqs,
@@ -235,7 +275,7 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens, not chunked_prefill)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -298,7 +338,11 @@ def _check_positive(**limits: int) -> None:
 
 
 def _form_groups(
-    specs: Sequence[Spec], page_tokens: int | Mapping[Hashable, int], step_tokens: int, kernel_tokens: int | None
+    specs: Sequence[Spec],
+    page_tokens: int | Mapping[Hashable, int],
+    step_tokens: int,
+    kernel_tokens: int | Mapping[Hashable, int] | None,
+    whole_steps: bool,
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
@@ -315,6 +359,11 @@ def _form_groups(
         if isinstance(page_tokens, int):
             size = _page_tokens(size, [spec for _, spec in layers], cell)
         slices, end = _slices(layers, size)
+        kernel = (
+            kernel_tokens if kernel_tokens is None or isinstance(kernel_tokens, int) else kernel_tokens.get(lifetime)
+        )
+        units = _kernel_units(layers, size, kernel)
+        must = isinstance(kernel_tokens, Mapping) and kernel is not None
         first = layers[0][1]
         groups.append(
             GroupPlan(
@@ -324,12 +373,15 @@ def _form_groups(
                 page_tokens=size,
                 page_bytes=end,
                 pages_per_slab=1,
-                unit=gcd(end, *_kernel_units(layers, size, kernel_tokens)),
+                unit=gcd(end, *units),
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
-                rule=make_rule(first, size, step_tokens),
+                rule=make_rule(first, size, step_tokens, whole_steps),
+                kernel_tokens=kernel if kernel is not None and (units or must) else size,
             )
         )
+        if must:
+            groups[-1].kernel_step(groups[-1].kernel_tokens)  # raises
     return groups
 
 

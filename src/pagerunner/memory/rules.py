@@ -6,14 +6,15 @@ entry in `RULES`.
 A step computes positions [start, end). While it runs, a request holds the pages that this step reads (`span`), and of the
 step's own pages those that later steps read (`tail`). A window's pages between the two are never allocated: a long chunk
 costs two windows, not the chunk. The second window is only there for one step, and a shorter chunk needs less of it:
-`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens, because the manager shortens chunks when pages are scarce.
+`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens, because the manager shortens chunks when pages are scarce. Where it
+must not (`shortens`), because a prompt has to run in one step, both windows are counted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ class GroupRule(Protocol):
     @property
     def snapshots(self) -> bool:
         """Whether a page holds the state at one position, instead of tokens."""
+
+    @property
+    def shortens(self) -> bool:
+        """Whether a long step may be shortened when its pages are scarce."""
 
     @property
     def cell(self) -> int:
@@ -90,6 +95,11 @@ class FullRule:
     def snapshots(self) -> bool:
         """A page holds its tokens."""
         return False
+
+    @property
+    def shortens(self) -> bool:
+        """It needs the same pages sooner or later."""
+        return True
 
     @property
     def cell(self) -> int:
@@ -170,11 +180,18 @@ class LatentRule(FullRule):
 class _ForgettingRule(FullRule, ABC):
     """What windows and chunks share: position p is read until `_oldest` has moved past it.
 
-    `reach` is the size of window or chunk, `step_tokens` the most tokens of one request in one step.
+    `reach` is the size of window or chunk, `step_tokens` the most tokens of one request in one step; with `whole_steps` such a
+    step is never shortened.
     """
 
     reach: int
     step_tokens: int
+    whole_steps: bool = False
+
+    @property
+    def shortens(self) -> bool:
+        """Unless prompts run in one step."""
+        return not self.whole_steps
 
     @property
     def forgets(self) -> bool:
@@ -186,8 +203,19 @@ class _ForgettingRule(FullRule, ABC):
         """The first position that the token at `position` reads."""
 
     def pages_needed(self, tokens: int) -> int:
-        """The window before a short chunk, and the chunk, wherever page boundaries fall."""
-        return min(-(-tokens // self.page_tokens), self._most_pages(min(self.step_tokens, SHORT_CHUNK)))
+        """The window before a short chunk, and the chunk, wherever page boundaries fall.
+
+        Of a whole step the window before it and its tail, which begins up to a cell before the last window.
+        """
+        alone = -(-tokens // self.page_tokens)
+        if not self.whole_steps:
+            return min(alone, self._most_pages(min(self.step_tokens, SHORT_CHUNK)))
+        both = self._touched(self.reach) + self._touched(self.reach + self.cell - 1)
+        return min(alone, self._most_pages(self.step_tokens), both)
+
+    def _touched(self, tokens: int) -> int:
+        """Pages that so many adjacent tokens may lie in."""
+        return -(-(tokens - 1) // self.page_tokens) + 1
 
     def _most_pages(self, chunk: int) -> int:
         return -(-(self.reach + chunk - 2) // self.page_tokens) + 1
@@ -263,6 +291,11 @@ class RecurrentRule:
         return True
 
     @property
+    def shortens(self) -> bool:
+        """Any step takes the one page."""
+        return True
+
+    @property
     def cell(self) -> int:
         """Any unit boundary."""
         return UNIT_TOKENS
@@ -325,10 +358,14 @@ RULES: dict[str, Callable[..., GroupRule]] = {
 }
 
 
-def make_rule(spec: Spec, page_tokens: int, step_tokens: int) -> GroupRule:
-    """The rule of all layers that live as long as `spec`'s; `step_tokens` is the most tokens of one step."""
+def make_rule(spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool = False) -> GroupRule:
+    """The rule of all layers that live as long as `spec`'s; `step_tokens` is the most tokens of one step.
+
+    With `whole_steps` a step of that many tokens is never shortened.
+    """
     lifetime: Any = spec.lifetime
-    return RULES[spec.kind](page_tokens, step_tokens, *lifetime[1:])
+    rule = RULES[spec.kind](page_tokens, step_tokens, *lifetime[1:])
+    return replace(rule, whole_steps=whole_steps) if isinstance(rule, _ForgettingRule) else rule
 
 
 def joint_hit(

@@ -31,6 +31,9 @@ _IMAGE_FIELDS = (
     "vision_start_token_id",
     "vision_end_token_id",
     "language_model_only",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
 )
 
 

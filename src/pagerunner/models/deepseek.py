@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V2-Lite and V3: latent attention, and feed-forwards of routed and shared experts.
+"""DeepSeek-V2, V2-Lite, V3 and V3.2: latent attention (to what an indexer chooses, in V3.2), and feed-forwards of routed and
+shared experts.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, H heads, d query head size, L latent and rotary
 elements of a token, E experts, V vocabulary.
@@ -9,21 +10,46 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pagerunner.attention.compressed import IndexerQueries
 from pagerunner.attention.mla import UpProjection
 from pagerunner.batch import ForwardBatch
+from pagerunner.layers.compressed import PagedSlots
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import GatedExperts
-from pagerunner.layers.norm import RMSNorm
-from pagerunner.models.deepseek_config import DeepseekConfig, RoutingConfig
+from pagerunner.layers.norm import LayerNorm, RMSNorm
+from pagerunner.models.deepseek_config import DeepseekConfig, IndexerConfig, RoutingConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
 from pagerunner.ops.routing import sigmoid_top_k, softmax_top_k
 
 RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
+
+
+class Indexer(Module):
+    """Chooses what queries see: queries and weights per head from the layer's compressed queries, one key per token."""
+
+    def __init__(self, config: DeepseekConfig, own: IndexerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.top_k, self.rope_dim = own.heads, own.head_dim, own.top_k, config.rope_dim
+        self.wq_b = Linear(config.query_rank or 0, own.heads * own.head_dim, dtype)
+        self.wk = Linear(config.hidden_size, own.head_dim, dtype)
+        self.k_norm = LayerNorm(own.head_dim, RANK_NORM_EPS, dtype)
+        self.weights_proj = Linear(config.hidden_size, own.heads, dtype)
+
+    def __call__(
+        self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles
+    ) -> tuple[IndexerQueries, torch.Tensor]:
+        """The step's queries, and its tokens' keys [T, I]. Rotary parts come first, as halves."""
+        q_TJI = self.wq_b(query_TR).view(-1, self.heads, self.head_dim)
+        keys_TI = self.k_norm(self.wk(x_TD))
+        rope_(q_TJI[..., : self.rope_dim], angles)
+        rope_(keys_TI[:, None, : self.rope_dim], angles)
+        weights_TJ = self.weights_proj(x_TD).float() * (self.heads * self.head_dim) ** -0.5
+        return IndexerQueries(q_TJI, weights_TJ, self.top_k), keys_TI
 
 
 class Attention(Module):
@@ -48,7 +74,12 @@ class Attention(Module):
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
         self.kv_b_proj = Linear(config.latent_dim, heads * (config.key_dim + config.value_dim), dtype)
         self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias)
-        self.attend = PagedLatentAttention(layer_index, head_dim**-0.5 * config.rope.softmax_scale)
+        scale = head_dim**-0.5 * config.rope.softmax_scale
+        self.attend = PagedLatentAttention(layer_index, scale)
+        self.sparse = config.indexer is not None
+        if config.indexer is not None:
+            self.indexer = Indexer(config, config.indexer, dtype)
+            self.attend_chosen = PagedSlots(layer_index, scale)
 
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
         """Attention of the normed hidden states."""
@@ -56,14 +87,19 @@ class Attention(Module):
             q, vectors_TL = self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
         else:
             both = self.a_proj(x_TD)
-            q = self.q_b_proj(self.q_a_layernorm(both[:, : self.query_rank]))
+            query_TR = self.q_a_layernorm(both[:, : self.query_rank])
+            q = self.q_b_proj(query_TR)
             vectors_TL = both[:, self.query_rank :]
         q_THd = q.view(q.shape[0], self.num_heads, -1)
         vectors_TL[:, : self.latent_dim] = self.kv_a_layernorm(vectors_TL[:, : self.latent_dim])
         self.rotate(q_THd[..., self.key_dim :], angles)
         self.rotate(vectors_TL[:, None, self.latent_dim :], angles)
         up = UpProjection(self.kv_b_proj.weights["weight"], self.num_heads, self.key_dim, self.value_dim)
-        return self.o_proj(self.attend(q_THd, vectors_TL, up, batch).reshape(q.shape[0], -1))
+        if not self.sparse:
+            return self.o_proj(self.attend(q_THd, vectors_TL, up, batch).reshape(q.shape[0], -1))
+        chooser, keys_TI = self.indexer(x_TD, query_TR, angles)
+        out_THL, _ = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
+        return self.o_proj(up.values(out_THL[..., : self.latent_dim]).reshape(q.shape[0], -1))
 
 
 class Router(Module):
@@ -165,6 +201,6 @@ class DeepseekForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV.float()
+        return logits_SV

@@ -1,4 +1,4 @@
-"""Configurations of DeepSeek-V2 (and V2-Lite) and DeepSeek-V3 (and R1). Torch-free."""
+"""Configurations of DeepSeek-V2 (and V2-Lite), DeepSeek-V3 (and R1) and DeepSeek-V3.2. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ class RoutingConfig:
     factor: float
 
 
+@dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """Which `top_k` slots a query sees, chosen by `heads` heads of `head_dim`."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
     """Latent attention in every layer; feed-forwards of routed and shared experts after `dense_layers` plain ones.
 
     `query_rank` is the size of the compressed query (None: queries are projected directly). A query or key head has
     `key_dim` elements without positions and then `rope_dim` rotary ones, whose pairs are adjacent if `rope_pairs`.
-    `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
+    `indexer` chooses what a query sees (None: everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
     """
 
     hidden_size: int
@@ -59,10 +68,12 @@ class DeepseekConfig(ModelConfig):
     rms_norm_eps: float
     tie_word_embeddings: bool
     extra_layers: int
+    indexer: IndexerConfig | None = None
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
-        """One latent and rotary vector per token in every layer."""
-        return (LatentKV(self.latent_dim, self.rope_dim, kv_dtype),) * self.num_layers
+        """One latent and rotary vector per token in every layer, and an indexer key where there is an indexer."""
+        keys = 0 if self.indexer is None else self.indexer.head_dim
+        return (LatentKV(self.latent_dim, self.rope_dim, kv_dtype, indexer_dim=keys),) * self.num_layers
 
 
 def read_deepseek_v2(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:
@@ -82,6 +93,40 @@ def read_deepseek_v2(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:
 
 def read_deepseek_v3(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:
     """DeepSeek-V3 and R1: sigmoid routing with a correction bias, limited to the best groups."""
+    routing = _read_sigmoid_routing(fields)
+    return _read(fields, common, routing, mlp_bias=False, rope_pairs=fields.flag("rope_interleave", True))
+
+
+def read_deepseek_v32(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:
+    """DeepSeek-V3.2: V3 with an indexer in every layer."""
+    layers = common["num_layers"]
+    kinds = fields.take("layer_types")
+    if kinds not in (None, ["deepseek_sparse_attention"] * layers):
+        raise fields.error("layer_types", f"must be deepseek_sparse_attention for {layers} layers, got {kinds!r:.80}.")
+    if not fields.flag("rope_interleave", True):
+        raise fields.error("rope_interleave", "is false; only true is supported in this family.")
+    mlps = fields.take("mlp_layer_types")
+    mlp_bias = fields.flag("mlp_bias", False)
+    made = _read(
+        fields, common, _read_sigmoid_routing(fields), mlp_bias=mlp_bias, rope_pairs=True, sparse=True, dense_layers=3
+    )
+    dense = min(made.dense_layers, layers)
+    if mlps not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
+        raise fields.error("mlp_layer_types", f"must be dense up to first_k_dense_replace={dense} and sparse after it.")
+    return made
+
+
+def read_indexer(fields: Fields, rope_dim: int, top_k: int) -> IndexerConfig:
+    """The indexer's fields; `top_k` is what an absent index_topk means, `rope_dim` the rotary part of its heads."""
+    found = IndexerConfig(
+        fields.integer("index_n_heads", 64), fields.integer("index_head_dim", 128), fields.integer("index_topk", top_k)
+    )
+    if found.head_dim < rope_dim:
+        raise fields.error("index_head_dim", f"is {found.head_dim}; its rotary part alone has {rope_dim} elements.")
+    return found
+
+
+def _read_sigmoid_routing(fields: Fields) -> RoutingConfig:
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     groups = _read_groups(fields, fields.integer("n_routed_experts", 256), None)
@@ -89,8 +134,7 @@ def read_deepseek_v3(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:
         raise fields.error("n_group", f"is {groups['groups']}; a group needs 2 of the {groups['experts']} experts.")
     normalise = fields.flag("norm_topk_prob", True)
     factor = fields.number("routed_scaling_factor", 2.5, above=0)
-    routing = RoutingConfig(scores="sigmoid", normalise=normalise, factor=factor, **groups)
-    return _read(fields, common, routing, mlp_bias=False, rope_pairs=fields.flag("rope_interleave", True))
+    return RoutingConfig(scores="sigmoid", normalise=normalise, factor=factor, **groups)
 
 
 def _read_groups(fields: Fields, experts: int, default: int | None) -> dict[str, int]:
@@ -109,7 +153,14 @@ def _read_groups(fields: Fields, experts: int, default: int | None) -> dict[str,
 
 
 def _read(
-    fields: Fields, common: dict[str, Any], routing: RoutingConfig, *, mlp_bias: bool, rope_pairs: bool
+    fields: Fields,
+    common: dict[str, Any],
+    routing: RoutingConfig,
+    *,
+    mlp_bias: bool,
+    rope_pairs: bool,
+    sparse: bool = False,
+    dense_layers: int = 0,
 ) -> DeepseekConfig:
     heads = fields.integer("num_attention_heads")
     if (kv_heads := fields.integer("num_key_value_heads", heads)) != heads:
@@ -127,6 +178,8 @@ def _read(
     rank = fields.take("q_lora_rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
         raise fields.error("q_lora_rank", f"must be null or a whole number of at least 1, got {rank!r}.")
+    if sparse and rank is None:
+        raise fields.error("q_lora_rank", "is null; the indexer's queries come from compressed ones.")
     for name in _TRAINING_FIELDS:
         fields.take(name)
     return DeepseekConfig(
@@ -145,9 +198,10 @@ def _read(
         intermediate_size=fields.integer("intermediate_size"),
         expert_size=fields.integer("moe_intermediate_size"),
         shared_experts=fields.integer("n_shared_experts"),
-        dense_layers=fields.integer("first_k_dense_replace", 0, least=0),
+        dense_layers=fields.integer("first_k_dense_replace", dense_layers, least=0),
         routing=routing,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         extra_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+        indexer=read_indexer(fields, rope_dim, 2048) if sparse else None,
     )

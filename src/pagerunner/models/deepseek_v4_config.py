@@ -9,6 +9,7 @@ from pagerunner.config import KVDtype
 from pagerunner.memory.specs import LatentKV, RecurrentState, Spec
 from pagerunner.models.base import ModelConfig, RopeConfig
 from pagerunner.models.decoder_config import read_rope
+from pagerunner.models.deepseek_config import IndexerConfig, read_indexer
 from pagerunner.models.fields import Fields
 
 # Training losses, and layers for multi-token prediction, which are not used.
@@ -17,15 +18,6 @@ _SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_at
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}  # as older files number them
 _RATIOS = {_SPARSE: 4, _HEAVY: 128}
 _HASHED_LAYERS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerConfig:
-    """Which `top_k` compressed slots a query sees, chosen by `heads` heads of `head_dim`."""
-
-    heads: int
-    head_dim: int
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +91,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
     if heads % groups:
         raise fields.error("o_groups", f"is {groups}, which does not divide num_attention_heads={heads}.")
     window_rope, slot_rope, rope_dim = _read_ropes(fields, head_dim, common["max_position_embeddings"])
-    indexer = IndexerConfig(
-        fields.integer("index_n_heads", 64), fields.integer("index_head_dim", 128), fields.integer("index_topk", 512)
-    )
-    if indexer.head_dim < rope_dim:
-        raise fields.error("index_head_dim", f"is {indexer.head_dim}; its rotary part alone has {rope_dim} elements.")
+    indexer = read_indexer(fields, rope_dim, 512)
     experts, active = fields.integer("n_routed_experts", 256), fields.integer("num_experts_per_tok", 6)
     if active > experts:
         raise fields.error("num_experts_per_tok", f"is {active}; there are n_routed_experts={experts}.")

@@ -8,10 +8,11 @@ from typing import Any
 
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen2, read_qwen3
-from pagerunner.models.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from pagerunner.models.deepseek_config import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
 from pagerunner.models.deepseek_v4_config import read_deepseek_v4
 from pagerunner.models.fields import Fields
 from pagerunner.models.hybrid_config import read_bamba, read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
+from pagerunner.models.llama4_config import read_llama4_text
 from pagerunner.models.moe_config import read_qwen3_moe
 from pagerunner.models.window_config import read_gemma3_text, read_gpt_oss
 
@@ -43,8 +44,11 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(read_bamba, "pagerunner.models.bamba", "BambaForCausalLM"),
     "deepseek_v2": Family(read_deepseek_v2, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v3": Family(read_deepseek_v3, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
+    "deepseek_v32": Family(read_deepseek_v32, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v4": Family(read_deepseek_v4, "pagerunner.models.deepseek_v4", "DeepseekV4ForCausalLM"),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM"),
+    "llama4_text": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM"),
+    "llama4": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM", nested=True),
     "gpt_oss": Family(read_gpt_oss, "pagerunner.models.gpt_oss", "GptOssForCausalLM"),
 }

@@ -88,6 +88,11 @@ class StepTensors:
     write_entry_GT: torch.Tensor
     write_offset_GT: torch.Tensor
 
+    @staticmethod
+    def num_bytes(rows: int, tokens: int, groups: int) -> int:
+        """Bytes of `empty`."""
+        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 8 + 4) + (rows + 1) * 4
+
     @classmethod
     def empty(cls, rows: int, tokens: int, groups: int, device: torch.device) -> StepTensors:
         """Tensors for up to `rows` rows and `tokens` tokens of a step."""

@@ -10,6 +10,7 @@ warm-up has run on other state, so that anything initialised at first use is par
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from bisect import bisect_left
@@ -63,8 +64,11 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which says only that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return _CudaGraph(graph, tuple(_unowned(tensor) for tensor in outputs))
 

@@ -19,6 +19,7 @@ STEPS = {
         (3, 75, 1, 9), saves=((1, 64), (1, 7), (0, 2), (1, 75), (3, 9)), padding=(1, 4)
     ),
 }
+each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-3)])
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 
 
@@ -30,17 +31,19 @@ def test_convolution(step, taps, biased, dtype):
 
 
 @each_step
-def test_gated_delta(step):
+@each_dtype
+def test_gated_delta(step, dtype, tolerance):
     sizes = (1, 2, 8, 5)
     shapes, dtypes = [(3, 6), (2, 8, 5)], [torch.float16, torch.float32]
-    compare(gated_delta_rows, delta_call(step, sizes, torch.float32, "cpu"), 1, step, shapes, dtypes, "cpu", 2e-5)
+    compare(gated_delta_rows, delta_call(step, sizes, dtype, "cpu"), 1, step, shapes, dtypes, "cpu", tolerance)
 
 
 @each_step
-def test_mamba2(step):
+@each_dtype
+def test_mamba2(step, dtype, tolerance):
     sizes = (1, 2, 6, 5)
     shapes, dtypes = [(3, 6), (2, 6, 5)], [torch.float16, torch.float32]
-    compare(mamba2_rows, mamba_call(step, sizes, torch.float32, "cpu"), 1, step, shapes, dtypes, "cpu", 2e-5)
+    compare(mamba2_rows, mamba_call(step, sizes, dtype, "cpu"), 1, step, shapes, dtypes, "cpu", tolerance)
 
 
 def test_a_planted_fault_is_caught():

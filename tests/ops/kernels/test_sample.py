@@ -13,6 +13,11 @@ from pagerunner.ops.sample import Filters, draw, greedy
 INF = math.inf
 
 
+@pytest.fixture(autouse=True)
+def _any_number_of_rows(monkeypatch):
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", 1)
+
+
 def test_greedy_takes_the_lowest_of_the_best(monkeypatch):
     monkeypatch.setattr(kernels, "GREEDY_BLOCK", 8)
     logits = torch.randn(7, 21)
@@ -91,3 +96,10 @@ def test_the_end_of_the_distribution_and_rows_that_have_none():
     assert best[0] == 2 and best[1] == -INF and best[2].isnan() and best[3] == INF
     plain, _ = draw.kernel(logits, Filters(), uniform)
     assert plain[0] == 2
+
+
+def test_few_rows_are_left_to_the_library(monkeypatch):
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", 3)
+    monkeypatch.setattr(kernels, "_draw_kernel", None)
+    uniform = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    assert draw.kernel(torch.zeros(2, 10), Filters(), uniform)[0].tolist() == [1, 9]

@@ -15,8 +15,9 @@ import triton.language as tl
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
-BLOCK_VALUES = 32
-FEW_WARPS, SYSTEM_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 8, 1
+FEW = (32, 4)  # values of a program, its warps
+SYSTEM_WARPS = 4
+CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
 SOLVE = tl.constexpr(16)  # rows of a system that are solved one after another
 
 
@@ -26,7 +27,7 @@ def _scale(x, extra):
     return extra * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, rates, decays, decay_log, decay_bias, state, out,
     table, slots, query_start, save_start, save_end, save_target,
@@ -104,12 +105,12 @@ def _inverse(a, index, C: tl.constexpr):
     return tl.dot(rest, diagonal, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _systems(
     mixed, rates, decays, decay_log, decay_bias, solved, attended, sums, row_T,
     num_tokens, mixed_stride, rates_stride, decays_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Of one head and block: the running sums of log decays since the row's or block's beginning [T, H], the matrix
     from wanted values to corrections and that from corrections to outputs [T, H, C].
@@ -128,9 +129,8 @@ def _systems(
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     fade = rate_of_decay * softplus(logit + tl.load(decay_bias + head).to(tl.float32))
     seen = (row[:, None] == row[None, :]) & (index[:, None] >= index[None, :]) & (row >= 0)[:, None]
-    # in float64, because a strong decay makes sums large of which small differences matter
-    fade64 = tl.broadcast_to(fade[None, :], (C, C)).to(tl.float64)
-    total = tl.sum(tl.where(seen, fade64, 0.0), 1)
+    # a strong decay makes sums large of which small differences matter
+    total = tl.sum(tl.where(seen, tl.broadcast_to(fade[None, :], (C, C)).to(SUM), 0.0), 1)
     other = tl.sum(tl.where(index[:, None] == index[None, :], total[:, None], 0.0), 0)
     decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - other[None, :]).to(tl.float32), 0.0)), 0.0)
     alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_scale[:, None] * k_scale[None, :])
@@ -166,23 +166,24 @@ def _chunks(
     for block in range(first // C, tl.cdiv(end, C)):
         token = block * C + index
         mine = (token >= first) & (token < end)
-        wide = token.to(tl.int64)
-        q_at = wide[:, None] * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
-        k = tl.load(mixed + KEY_HEADS * K + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
-        v_at = wide[:, None] * mixed_stride + 2 * KEY_HEADS * K + head * V + values[None, :]
-        v = tl.load(mixed + v_at, mask=mine[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+        first_token = tl.cast(block, tl.int64) * C
+        source = mixed + first_token * mixed_stride
+        q_at = index[:, None] * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
+        k = tl.load(source + KEY_HEADS * K + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
+        v_at = index[:, None] * mixed_stride + 2 * KEY_HEADS * K + head * V + values[None, :]
+        v = tl.load(source + v_at, mask=mine[:, None] & in_v[None, :], other=0.0).to(tl.float32)
         total = tl.load(sums + token * HEADS + head, mask=mine, other=0.0)
-        m_at = (wide * HEADS + head)[:, None] * C + index[None, :]
+        m_at = first_token * (HEADS * C) + ((index * HEADS + head)[:, None] * C + index[None, :])
         k *= _scale(k, 1.0)[:, None]
         fade = tl.exp(total)
         wanted = v - tl.dot(k, held, input_precision=PRECISION) * fade[:, None]
         solution = tl.load(solved + m_at, mask=mine[:, None], other=0.0)
         change = tl.dot(solution, wanted, input_precision=PRECISION)
-        q = tl.load(mixed + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
+        q = tl.load(source + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
         answer = tl.dot(q, held, input_precision=PRECISION) * (fade * _scale(q, K**-0.5))[:, None]
         weights = tl.load(attended + m_at, mask=mine[:, None], other=0.0)
         answer += tl.dot(weights, change, input_precision=PRECISION)
-        target = out + (wide[:, None] * HEADS + head) * V + values[None, :]
+        target = out + first_token * (HEADS * V) + ((index[:, None] * HEADS + head) * V + values[None, :])
         tl.store(target, answer.to(out.dtype.element_ty), mask=mine[:, None] & in_v[None, :])
         upto = tl.minimum(end, block * C + C)
         if HAS_SAVES:
@@ -219,14 +220,13 @@ def gated_delta_rows(
     *saves, has_saves = save_arguments(rows)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     to_state = (state_EHKV.stride(0), rows.page_table.stride(0))
-    block_k, block_v = max(16, triton.next_power_of_2(key_dim)), min(BLOCK_VALUES, triton.next_power_of_2(value_dim))
-    block_v = max(16, block_v)
+    block_k = max(16, triton.next_power_of_2(key_dim))
     shape = (key_heads, heads, key_dim)
-    options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k, block_v)
-    grid = (triton.cdiv(value_dim, block_v), heads)
-    _few[(*grid, rows.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options,
-        num_warps=FEW_WARPS,
+    options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k)
+    block_v, warps = FEW
+    _few[(triton.cdiv(value_dim, block_v), heads, rows.num_rows + 1)](
+        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options, block_v,
+        num_warps=warps,
     )  # fmt: skip
     if rows.few:
         return out_THV
@@ -235,10 +235,11 @@ def gated_delta_rows(
     sums = torch.empty(tokens, heads, dtype=torch.float32, device=mixed_TC.device)
     _systems[(triton.cdiv(tokens, CHUNK), heads)](
         *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision,
-        num_warps=SYSTEM_WARPS,
+        tl.float64 if mixed_TC.dtype == torch.float32 else tl.float32, num_warps=SYSTEM_WARPS,
     )  # fmt: skip
-    _chunks[(*grid, rows.num_rows)](
-        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, CHUNK, precision,
-        num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES,
+    block_v, warps, stages = CHUNKS
+    _chunks[(triton.cdiv(value_dim, block_v), heads, rows.num_rows)](
+        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, block_v,
+        CHUNK, precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out_THV

@@ -41,12 +41,9 @@ def _gate(y, up, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_features"])
 def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr,
-                 BK: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                 BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
                  BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN output features of one token; with GATED also the BN features that belong to them further down.
-
-    The first AHEAD (1 or 2) blocks of weights are read before the predecessor has ended.
-    """
+    """BN output features of one token; with GATED also the BN features that belong to them further down."""
     if PDL:
         gdc_launch_dependents()
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -56,18 +53,19 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     up_place = w_place + num_features.to(tl.int64) * K
     mask = live[:, None] & (cols < K)[None, :]
     first_w = tl.load(w_place, mask=mask, other=0.0)
-    first_up, second_w, second_up = first_w, first_w, first_w
+    first_up = first_w
     if GATED:
         first_up = tl.load(up_place, mask=mask, other=0.0)
-    if AHEAD == 2:
-        mask = live[:, None] & (cols < K - BK)[None, :]
-        second_w = tl.load(w_place + BK, mask=mask, other=0.0)
-        if GATED:
-            second_up = tl.load(up_place + BK, mask=mask, other=0.0)
     if NORM != 0:
         weight = _norm_weight(norm_ptr, cols, cols < K, NORM)
+    if BIAS:
+        bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    if BIAS and GATED:
+        up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+    if ADD:  # now: behind the sum it would be waited for
+        old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
     for step in tl.static_range((K + BK - 1) // BK):
@@ -75,8 +73,6 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         inside = k < K
         if step == 0:
             w, u = first_w, first_up
-        elif step < AHEAD:
-            w, u = second_w, second_up
         else:
             mask = live[:, None] & inside[None, :]
             w = tl.load(w_place + step * BK, mask=mask, other=0.0)
@@ -97,18 +93,18 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale
     if BIAS:
-        y += tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+        y += bias
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         u = tl.sum(up, 1)
         if NORM != 0:
             u *= scale
         if BIAS:
-            u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
+            u += up_bias
         y = _gate(y, u, dtype)
     y = y.to(dtype)
     if ADD:
-        y = (tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        y = (old + y.to(tl.float32)).to(dtype)
     tl.store(y_ptr + rows_O, y, mask=live)
 
 
@@ -137,8 +133,12 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
         first_up = tl.load(up_place, mask=mask, other=0.0)
     if NORM != 0:
         weight = _norm_weight(norm_ptr, inputs, inputs < K, NORM)
+    place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
+    inside_y = live[:, None] & valid[None, :]
     if PDL:
         gdc_wait()
+    if ADD:
+        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     x_place = x_ptr + tokens[None, None, :] * x_stride + inputs[:, :, None]
     acc = tl.zeros((S, BN, BM), tl.float32)
     up = acc
@@ -180,20 +180,17 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
             u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
         y = _gate(y, u, dtype)
     y = y.to(dtype)
-    place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
-    inside_y = live[:, None] & valid[None, :]
     if ADD:
-        y = (tl.load(place, mask=inside_y, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        y = (old + y.to(tl.float32)).to(dtype)
     tl.store(place, y, mask=inside_y)
 
 
 class RowsConfig(NamedTuple):
-    """Output features and input features of a block, its warps, and how many blocks are read ahead (1 or 2)."""
+    """Output features and input features of a block, and its warps."""
 
     features: int
     inputs: int
     warps: int
-    ahead: int
 
 
 class FewConfig(NamedTuple):
@@ -205,8 +202,8 @@ class FewConfig(NamedTuple):
     stages: int
 
 
-MAX_ROWS = 1
 MAX_FEW = 16
+MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
 
 
 @functools.cache
@@ -214,20 +211,24 @@ def rows_config(inputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows."""
     block = min(4096, padded(inputs + 1) // 2)
     warps = 2 if block <= 1024 else 4 if block == 2048 == inputs or gated else 8
-    return RowsConfig(max(1, 64 * 32 * warps // block // (2 if gated else 1)), block, warps, 1)
+    features = max(1, 64 * 32 * warps // block // (2 if gated else 1))
+    return RowsConfig(features, block, warps)
 
 
 @functools.cache
-def few_config(tokens: int, features: int, inputs: int, gated: bool) -> FewConfig:
+def few_config(inputs: int, behind_norm: bool) -> FewConfig:
     """The block for `_few_kernel`, by measurement (docs/performance.md)."""
-    return FewConfig(16, min(256 if not gated else 128, max(16, padded(inputs) // 4)), 4, 3)
+    return FewConfig(16, min(128 if behind_norm else 256, max(16, padded(inputs) // 4)), 4, 3)
 
 
 def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether the kernels here serve so many tokens and read these layouts; cuBLAS serves all."""
-    if x_TI.dim() != 2 or not 0 < x_TI.shape[0] <= MAX_FEW:
+    """Whether the kernels here are for so many tokens and weights and read these layouts; cuBLAS is for all."""
+    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
-    return x_TI.stride(1) == 1 and weight_OI.is_contiguous() and x_TI.dtype == weight_OI.dtype
+    tokens = x_TI.shape[0]
+    if tokens == 1:
+        return True
+    return 1 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS and x_TI.dtype != torch.float32
 
 
 def run_rows(
@@ -255,7 +256,6 @@ def run_rows(
         K=inputs,
         BN=config.features,
         BK=config.inputs,
-        AHEAD=min(config.ahead, blocks(inputs, config.inputs)),
         NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
         GATED=gated,
         ADD=add,
@@ -280,7 +280,7 @@ def run_few(
     """Launch `_few_kernel` for up to 16 tokens."""
     tokens, inputs = x_TI.shape
     features = out_TO.shape[1]
-    config = config or few_config(tokens, features, inputs, gated)
+    config = config or few_config(inputs, norm is not None)
     _few_kernel[(blocks(features, config.features),)](
         x_TI,
         x_TI if norm is None else norm.weight_I,
@@ -318,7 +318,7 @@ def _run(
     gated: bool = False,
     add: bool = False,
 ) -> torch.Tensor:
-    run = run_rows if x_TI.shape[0] <= MAX_ROWS else run_few
+    run = run_rows if x_TI.shape[0] == 1 else run_few
     return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
 
 

@@ -13,11 +13,11 @@ import triton.language as tl
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
-BLOCK_VALUES = 32
-FEW_WARPS, CHUNK_WARPS, CHUNK_STAGES = 8, 8, 1
+FEW = (32, 8)  # values of a program, its warps
+CHUNKS = (32, 4, 1)  # values of a program, its warps, stages of its loads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, steps, decay_log, step_bias, skip, state, out,
     table, slots, query_start, save_start, save_end, save_target,
@@ -72,6 +72,7 @@ def _chunks(
     mixed_stride, steps_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """BP values of one head of one row of more than MOST tokens, block by block."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -91,16 +92,17 @@ def _chunks(
     for block in range(first // C, tl.cdiv(end, C)):
         token = block * C + index
         mine = (token >= first) & (token < end)
-        wide = token.to(tl.int64)
-        b_at = wide[:, None] * mixed_stride + HEADS * P + (head // (HEADS // GROUPS)) * N + inner[None, :]
-        b = tl.load(mixed + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
-        c = tl.load(mixed + GROUPS * N + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
-        x_at = wide[:, None] * mixed_stride + head * P + values[None, :]
-        x = tl.load(mixed + x_at, mask=mine[:, None] & in_p[None, :], other=0.0).to(tl.float32)
+        first_token = tl.cast(block, tl.int64) * C
+        source = mixed + first_token * mixed_stride
+        b_at = index[:, None] * mixed_stride + HEADS * P + (head // (HEADS // GROUPS)) * N + inner[None, :]
+        b = tl.load(source + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
+        c = tl.load(source + GROUPS * N + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
+        x_at = index[:, None] * mixed_stride + head * P + values[None, :]
+        x = tl.load(source + x_at, mask=mine[:, None] & in_p[None, :], other=0.0).to(tl.float32)
         step = tl.load(steps + token * steps_stride + head, mask=mine, other=0.0)
         dt = tl.where(mine, softplus(step.to(tl.float32) + bias), 0.0)
-        # in float64, because a strong decay makes sums large of which small differences matter
-        total = tl.cumsum((dt * rate).to(tl.float64), 0)
+        # a strong decay makes sums large of which small differences matter
+        total = tl.cumsum((dt * rate).to(SUM), 0)
         seen = (index[:, None] >= index[None, :]) & mine[:, None] & mine[None, :]
         decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0)), 0.0)
         scaled = x * dt[:, None]
@@ -108,7 +110,7 @@ def _chunks(
         answer = tl.dot(weights, scaled, input_precision=PRECISION) + x * passed
         read = tl.dot(c.to(tl.float32), tl.trans(held), input_precision=PRECISION)
         answer += read * tl.exp(total.to(tl.float32))[:, None]
-        target = out + (wide[:, None] * HEADS + head) * P + values[None, :]
+        target = out + first_token * (HEADS * P) + (index[:, None] * HEADS + head) * P + values[None, :]
         tl.store(target, answer.to(out.dtype.element_ty), mask=mine[:, None] & in_p[None, :])
         upto = tl.minimum(end, block * C + C)
         b_wide = b.to(tl.float32)
@@ -149,16 +151,16 @@ def mamba2_rows(
     )  # fmt: skip
     strides = (mixed_TC.stride(0), steps_TH.stride(0), state_EHPN.stride(0), rows.page_table.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
-    block_p = max(16, min(BLOCK_VALUES, triton.next_power_of_2(head_dim)))
     block_n = max(16, triton.next_power_of_2(state_size))
-    options = (
-        has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size, block_p, block_n,
-    )  # fmt: skip
-    grid = (triton.cdiv(head_dim, block_p), heads)
-    _few[(*grid, rows.num_rows + 1)](*arguments, rows.num_rows, tokens, *strides, *options, num_warps=FEW_WARPS)
+    options = (has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size)
+    block_p, warps = FEW
+    _few[(triton.cdiv(head_dim, block_p), heads, rows.num_rows + 1)](
+        *arguments, rows.num_rows, tokens, *strides, *options, block_p, block_n, num_warps=warps
+    )
     if not rows.few:
-        precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
-        _chunks[(*grid, rows.num_rows)](
-            *arguments, *strides, *options, CHUNK, precision, num_warps=CHUNK_WARPS, num_stages=CHUNK_STAGES
+        block_p, warps, stages = CHUNKS
+        precision, sums = ("tf32x3", tl.float64) if mixed_TC.dtype == torch.float32 else ("tf32", tl.float32)
+        _chunks[(triton.cdiv(head_dim, block_p), heads, rows.num_rows)](
+            *arguments, *strides, *options, block_p, block_n, CHUNK, precision, sums, num_warps=warps, num_stages=stages
         )
     return out_THP

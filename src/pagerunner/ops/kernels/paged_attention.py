@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.ops.kernels.launch import dependent
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_store import fp8_type
-from pagerunner.ops.paged_attention import PagedKV, PagedPlan, TableRows
+from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
+from pagerunner.ops.paged_attention import HeadWork, PagedKV, PagedPlan, TableRows
 
 MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
+LEAST_TILES = 1  # of a slice: a tile takes longer than one more part of a merge
+LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
 _SCHEDULE_BLOCK = 256
 
@@ -33,9 +38,12 @@ class Tiles(NamedTuple):
 
 
 def decode_tiles(row_bytes: int, group: int) -> Tiles:
-    """A tile holds 16 KiB of keys and as much of values, whatever the size of a head and its elements."""
-    keys = min(max(16384 // row_bytes, 16), 128)
-    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 3, 2)
+    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements.
+
+    Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
+    """
+    keys = min(max(8192 // row_bytes, 16), 128)
+    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 5, 4)
 
 
 def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
@@ -47,10 +55,9 @@ def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tile
     """For rows of at most `queries` new tokens."""
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
-    keys = 64 if row_bytes <= 256 else 32
     if queries * group <= 64:
-        return Tiles(64, keys, 4, 3)
-    return Tiles(128, keys, 8, 3)
+        return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3)
+    return Tiles(128, {128: 64, 256: 128}.get(row_bytes, 32), 8, 3)
 
 
 @dataclass(slots=True)
@@ -68,6 +75,11 @@ class _Schedule:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _dot_dtype(q: torch.Tensor, pages: PagedKV) -> torch.dtype:
@@ -96,7 +108,10 @@ class _Call:
         scale: float,
         sinks: torch.Tensor | None,
         softcap: float,
+        work: HeadWork | None = None,
+        write: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
+        self.work, self.write = work, write
         self.q, self.k, self.v, self.rows, self.plan = q, k, v, rows, plan
         self.scale, self.softcap, self.sinks = scale, softcap, sinks
         self.tokens, self.heads, self.dim = q.shape
@@ -113,8 +128,10 @@ class _Call:
         widest = max(self.dim, self.dim_v)
         held = max(dot.itemsize if self.exact else 0, pages.k.dtype.itemsize)
         self.row_bytes = triton.next_power_of_2(max(widest, 16)) * held
-        self.padded = max(16, triton.next_power_of_2(self.dim)), max(16, triton.next_power_of_2(self.dim_v))
-        self.sharing = not self.reach and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
+        least = 16 if self.fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
+        self.padded = max(least, triton.next_power_of_2(self.dim)), max(least, triton.next_power_of_2(self.dim_v))
+        self.sharing = shares(rows, plan)
+        self.own = self.reach or work is not None
         self.long = not plan.one_token
         self.decode = decode_tiles(self.row_bytes, self.group)
         self.group_padded = triton.next_power_of_2(self.group)
@@ -133,7 +150,7 @@ class _Call:
             rows.row_T, rows.positions_T, info, begin, units, blocks, counters,
             self.tokens, num_rows, self.tokens * self.kv_heads, plan.window, plan.chunk, MIN_SHARED_SAVING,
             SHARED_SPLITS,
-            PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.reach,
+            PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(info, begin, units, blocks, counters, self.sharing)
@@ -148,6 +165,13 @@ class _Call:
 
     def projection_args(self) -> tuple[torch.Tensor | int, ...]:
         return tuple(x for t in (self.q, self.k, self.v, self.out) for x in (t, t.stride(0), t.stride(1)))
+
+    def head_args(self) -> tuple[torch.Tensor | int | float, ...]:
+        work, write = self.work, self.write
+        if work is None or write is None:
+            return (self.q, self.q, 0, self.q, self.q, 0.0, self.rows.slots_R, self.rows.slots_R)
+        norms = (self.q, self.q) if work.q_norm_D is None or work.k_norm_D is None else (work.q_norm_D, work.k_norm_D)
+        return (work.cos_T1D, work.sin_T1D, work.cos_T1D.stride(0), *norms, work.eps, *write)
 
     def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
         per_split = self.tokens * self.heads
@@ -168,18 +192,20 @@ class _Call:
     def run_decode(self, schedule: _Schedule) -> None:
         device, tiles = self.q.device, self.decode
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
-        slices = max(1, -(-_multiprocessors(device) * tiles.programs // self.kv_heads))
+        slices = max(1, _multiprocessors(device) * tiles.programs // self.kv_heads)
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
         rows = self.rows
         decode_kernel[(slices * self.kv_heads,)](
-            *self.projection_args(), *self.page_args(), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, schedule.counters,
+            *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
+            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, LEAST_TILES, schedule.counters,
             part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.tokens * self.heads,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],
-            self.page, tiles.keys, self.reach, self.reach, schedule.shared, self.sinks is not None,
+            self.page, tiles.keys, self.reach, self.own, self.work is not None,
+            self.work is not None and self.work.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, **dependent(device),
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:
@@ -188,14 +214,82 @@ class _Call:
         num_rows = rows.slots_R.shape[0]
         blocks = -(-self.tokens // queries) + min(num_rows, self.tokens // 2)
         dot = torch.float32 if self.exact else self.q.dtype
+        bulk = self._bulk_copies(dot)
         prefill_kernel[(blocks * self.kv_heads,)](
-            *self.projection_args(), *self.page_args(), rows.page_table, rows.page_table.stride(0),
+            *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), rows.page_table, rows.page_table.stride(0),
             rows.page_table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
             self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
-            self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), self.fp8,
-            _TL_DTYPES[dot], num_warps=tiles.warps, num_stages=tiles.stages,
+            self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
+            self.fp8, _TL_DTYPES[dot], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+
+    def _bulk_copies(self, dot: torch.dtype) -> bool:
+        """Whether the copy engine can fetch tiles of the new tokens' keys and values."""
+        if dot != self.k.dtype or self.padded != (self.dim, self.dim_v) or _capability(self.q.device) < (9, 0):
+            return False
+        return all(
+            x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 and x.stride(1) == x.shape[2]
+            for x in (self.k, self.v)
+        )
+
+    def _descriptors(self, bulk: bool, keys: int) -> tuple[Any, Any]:
+        if not bulk:
+            return self.k, self.v
+
+        def describe(x: torch.Tensor) -> TensorDescriptor:
+            columns = x.shape[1] * x.shape[2]
+            return TensorDescriptor(x, [x.shape[0], columns], [x.stride(0), 1], [keys, x.shape[2]])
+
+        return describe(self.k), describe(self.v)
+
+    def library_serves(self) -> bool:
+        """Whether the step is rows that cuDNN serves, and faster: long ones with nothing before them.
+
+        It computed 615 TFLOP/s where `prefill_kernel` reached 430 (8192 tokens, 32 heads of 128, H200), but takes 50 ms
+        to prepare itself for a row length it hasn't met, which only lengths that come again are worth.
+        """
+        fresh = self.plan.fresh
+        if not fresh or any(count % LIBRARY_QUERIES for count in fresh) or not self.q.is_cuda:
+            return False
+        return (
+            self.q.dtype in (torch.bfloat16, torch.float16)
+            and self.sinks is None
+            and not self.softcap
+            and self.dim == self.dim_v
+            and self.dim in (64, 128)
+            and _capability(self.q.device) >= (9, 0)
+            and torch.backends.cudnn.is_available()
+        )
+
+    def run_library(self) -> torch.Tensor:
+        first = 0
+        for count in self.plan.fresh:
+            q, k, v = (x[first : first + count].transpose(0, 1).unsqueeze(0) for x in (self.q, self.k, self.v))
+            attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+            out_1HTV = attend(q, k, v, None, False, 0.0, True, False, scale=self.scale)[0]
+            if count == self.tokens:
+                return out_1HTV[0].transpose(0, 1)
+            self.out[first : first + count] = out_1HTV[0].transpose(0, 1)
+            first += count
+        return self.out
+
+    def run(self, first_layer: bool) -> torch.Tensor:
+        if self.library_serves():
+            return self.run_library()
+        key = self.kv_heads, self.own, self.decode, self.prefill
+        schedule = self.plan.scratch.get(key)
+        if first_layer or schedule is None:
+            schedule = self.plan.scratch[key] = self.schedule()
+        self.run_decode(schedule)
+        if self.long:
+            self.run_prefill(schedule)
+        return self.out
+
+
+def shares(rows: TableRows, plan: PagedPlan) -> bool:
+    """Whether a step looks for pages that all of its rows share."""
+    return not (plan.window or plan.chunk) and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
 
 
 def paged_attention(
@@ -211,12 +305,28 @@ def paged_attention(
     first_layer: bool = True,
 ) -> torch.Tensor:
     """See the twin."""
-    call = _Call(q_THD, k_TKD, v_TKV, pages, rows, plan, scale, sinks_H, softcap)
-    key = call.kv_heads, call.decode, call.prefill
-    schedule = plan.scratch.get(key)
-    if first_layer or schedule is None:
-        schedule = plan.scratch[key] = call.schedule()
-    call.run_decode(schedule)
-    if call.long:
-        call.run_prefill(schedule)
-    return call.out
+    return _Call(q_THD, k_TKD, v_TKV, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
+
+
+def projected_attention(
+    qkv_TND: torch.Tensor,
+    work: HeadWork,
+    pages: PagedKV,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+    rows: TableRows,
+    plan: PagedPlan,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    first_layer: bool = True,
+) -> torch.Tensor:
+    """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
+    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
+    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
+    fused = plan.one_token and not shares(rows, plan) and pages.scales is None and fp8_type(pages.k.dtype) is None
+    if not fused:
+        prepare_heads_kernel(qkv_TND, work, pages, write_entry_T, write_offset_T)
+        return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
+    write = write_entry_T, write_offset_T
+    return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap, work, write).run(first_layer)

@@ -100,7 +100,7 @@ def schedule_kernel(
         if OWN:
             if chunk > 0:
                 oldest = position // chunk * chunk
-            else:
+            elif window > 0:
                 oldest = tl.maximum(position - window + 1, 0)
         stop = position if OWN else position + 1
         stop = tl.where(real, stop, oldest)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.launch import dependent
 from pagerunner.ops.paged_attention import HeadWork, PagedKV
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -84,6 +86,22 @@ def _put_fp8(
 
 
 @triton.jit
+def _put_quantised(
+    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """A token's heads into its page, if it has one, and back to where they came from as the page holds them."""
+    low8 = _quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    high8 = _quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    if entry >= 0:
+        slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
+        _put_fp8(slot, low8, high8, K, page_sh, ROWS, D, HALF, HALF_P)
+    own = ptr + tl.cast(token, tl.int64) * stride_t
+    _put(own, low8.to(tl.float32) * scale, high8.to(tl.float32) * scale, K, stride_h, ROWS, D, HALF, HALF_P)
+
+
+@triton.jit
 def _rescale_page(
     page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
@@ -109,55 +127,52 @@ def _store_page_tokens(
     """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale."""
     entry = tl.load(entry_ptr + token)
     end = token + 1
-    largest = 0.0
+    if STATIC:
+        scale = tl.load(scale_ptr)
     low, high = _heads(
         ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
         ROWS, D, HALF, HALF_P, NORM, ROPE,
     )  # fmt: skip
     low = low.to(ptr.dtype.element_ty).to(tl.float32)
     high = high.to(ptr.dtype.element_ty).to(tl.float32)
-    if STATIC:
-        scale = tl.load(scale_ptr)
-    else:
+    if not STATIC:
+        old = tl.load(scale_ptr + entry * scale_se, mask=entry >= 0, other=0.0)
         largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
-        more = (entry >= 0) & (end < num_tokens)
-        if more:
-            more = tl.load(entry_ptr + end) == entry
+        more = (entry >= 0) & (tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry)
         while more:
-            low, high = _heads(
+            x_low, x_high = _heads(
                 ptr, end, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
                 ROWS, D, HALF, HALF_P, NORM, ROPE,
             )  # fmt: skip
-            low = low.to(ptr.dtype.element_ty).to(tl.float32)
-            high = high.to(ptr.dtype.element_ty).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0))
+            x_low = x_low.to(ptr.dtype.element_ty).to(tl.float32)
+            x_high = x_high.to(ptr.dtype.element_ty).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
             end += 1
-            more = end < num_tokens
-            if more:
-                more = tl.load(entry_ptr + end) == entry
+            more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
         scale = _fitting_scale(largest, FP8_MAX)
         if entry >= 0:
-            old = tl.load(scale_ptr + entry * scale_se)
-            if (scale > old) & (old > 0):
-                _rescale_page(
-                    page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
-                    PAGE, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
-                )  # fmt: skip
-                tl.debug_barrier()
+            if scale > old:
+                if old > 0:
+                    _rescale_page(
+                        page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
+                        PAGE, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                tl.store(scale_ptr + entry * scale_se, scale)
             scale = tl.maximum(scale, old)
-            tl.store(scale_ptr + entry * scale_se, scale)
-    for t in range(token, end):
+    _put_quantised(
+        ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
+        ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+    )  # fmt: skip
+    for t in range(token + 1, end):
         x_low, x_high = _heads(
             ptr, t, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
             ROWS, D, HALF, HALF_P, NORM, ROPE,
         )  # fmt: skip
-        low8 = _quantise(x_low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
-        high8 = _quantise(x_high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
-        if entry >= 0:
-            slot = page_ptr + entry * page_se + tl.load(offset_ptr + t) * page_ss
-            _put_fp8(slot, low8, high8, K, page_sh, ROWS, D, HALF, HALF_P)
-        own = ptr + tl.cast(t, tl.int64) * stride_t
-        _put(own, low8.to(tl.float32) * scale, high8.to(tl.float32) * scale, K, stride_h, ROWS, D, HALF, HALF_P)
+        _put_quantised(
+            ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, t, x_low, x_high, scale, K,
+            ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +207,11 @@ def _prepare_kernel(
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
     DV: tl.constexpr, HALF_V: tl.constexpr, HALF_VP: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     part = tl.program_id(1)
     if part >= 2:
@@ -270,8 +289,8 @@ def _launch(
         write_entry_T, write_offset_T, num_tokens,
         num_heads, num_kv_heads, triton.next_power_of_2(num_kv_heads), query_block, pages.k.shape[1],
         dim, half, triton.next_power_of_2(half), dim_v, half_v, triton.next_power_of_2(half_v),
-        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.scales_are_static,
-        num_warps=2 if num_kv_heads * dim <= 1024 else 4,
+        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
+        num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
     )  # fmt: skip
 
 

@@ -13,8 +13,10 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.sample import Filters
+from pagerunner.ops.sample import draw as draw_op
 
 GREEDY_BLOCK = 4096
+FEWEST_ROWS = 8  # one program reads a whole row: below this, torch's kernels spread over the device are faster
 KEPT, DRAW_BLOCK = 8192, 4096
 
 
@@ -66,7 +68,7 @@ def _mass(source, count, base, temperature, bound, min_p, BLOCK: tl.constexpr):
     """The weight, float64, of the tokens at or above the key `bound` that min-p leaves."""
     index = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float64)
-    for first in tl.range(0, count, BLOCK, num_stages=4):
+    for first in range(0, count, BLOCK):
         mask = first + index < count
         scaled = _scaled(source + first + index, mask, base, temperature)
         weight = tl.exp(scaled)
@@ -88,7 +90,7 @@ def _search(source, count, base, temperature, low, high, number, top_k, budget, 
         masses = tl.zeros((BLOCK,), tl.float64)
         above = tl.full((BLOCK,), 2147483647, tl.int32)
         below = tl.full((BLOCK,), -2147483648, tl.int32)
-        for first in tl.range(0, count, BLOCK, num_stages=4):
+        for first in range(0, count, BLOCK):
             mask = first + index < count
             scaled = _scaled(source + first + index, mask, base, temperature)
             key = _key(scaled)
@@ -111,7 +113,7 @@ def _copy_aside(source, count, base, temperature, bound, values_ptr, ids_ptr, BL
     """The scaled logits at or above the key `bound`, and their ids, in the order of the vocabulary."""
     index = tl.arange(0, BLOCK)
     place = count * 0
-    for first in tl.range(0, count, BLOCK, num_stages=4):
+    for first in range(0, count, BLOCK):
         mask = first + index < count
         scaled = _scaled(source + first + index, mask, base, temperature)
         kept = (mask & (_key(scaled) >= bound)).to(tl.int32)
@@ -130,7 +132,7 @@ def _invert(source, count, base, temperature, bound, min_p, uniform, BLOCK: tl.c
     index = tl.arange(0, BLOCK)
     before, chosen, left, done = total * 0.0, count * 0, total * 0.0, count * 0
     last, room = count * 0, total * 0.0
-    for first in tl.range(0, count, BLOCK, num_stages=4):
+    for first in range(0, count, BLOCK):
         mask = first + index < count
         scaled = _scaled(source + first + index, mask, base, temperature)
         weight = tl.exp(scaled)
@@ -163,7 +165,7 @@ def _draw_kernel(logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, u
     source = logits_ptr + row * row_stride
     index = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), -2147483648, tl.int32)
-    for first in tl.range(0, vocab, BLOCK, num_stages=4):
+    for first in range(0, vocab, BLOCK):
         mask = first + index < vocab
         key = _key(tl.load(source + first + index, mask=mask, other=0.0))
         highest = tl.maximum(highest, tl.where(mask, key, -2147483648))
@@ -231,6 +233,8 @@ def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(logits_NV: torch.Tensor, filters: Filters, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops/sample.py`."""
     rows, vocab = logits_NV.shape
+    if 0 < rows < FEWEST_ROWS:
+        return draw_op.twin(logits_NV, filters, uniform_N)
     device = logits_NV.device
     tokens_N = torch.empty(rows, dtype=torch.int64, device=device)
     best_N = torch.empty(rows, dtype=torch.float32, device=device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from .tasks import (
+from demo_world import WORLD_ADJECTIVES, WORLD_NAMES, WORLD_QUESTIONS, WORLD_VERBS, WORLD_WORDS
+from pagerunner.eval.tasks import (
     ANIMALS,
     ASSISTANT,
     BOS,
@@ -117,81 +118,6 @@ COMPLETIONS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
     "The president of the United States is a person who lives in the White House.",
     "The future of AI is bright, and even small models can help.",
-)
-
-
-_WORLD_WORDS = tuple(
-    "legs eyes teeth wings wheels days weeks hours years people children friends men women kings queens doctors "
-    "planets stars countries cities rivers oceans mountains trees flowers birds fish apples bread milk cheese money "
-    "dollars miles minutes letters words books pages songs games movies computers phones cars trains planes ships "
-    "houses rooms doors windows streets colors numbers languages wars laws jobs schools teachers sports music art "
-    "history science math physics love life death time space earth world heart brain blood bones skin fire gold iron "
-    "robot piano guitar football chess poem joke recipe code program email list president capital population".split()
-)
-_WORLD_NAMES = tuple(
-    "Spain Germany England Japan China India Brazil Canada Russia Egypt London Berlin Madrid Tokyo Europe Africa "
-    "America Mars Einstein Shakespeare Mozart Python Google".split()
-)
-_WORLD_VERBS = tuple(
-    "eat drink sleep run fly swim sing live work grow make build cook buy sell learn read write play fix draw".split()
-)
-_WORLD_ADJECTIVES = tuple("big tall old fast heavy far deep hot cold long small strong smart good bad new".split())
-_WORLD_QUESTIONS = (
-    "How many {other} does a {noun} have?",
-    "How many {other} does the {noun} have?",
-    "How many {other} are in a {noun}?",
-    "How many {other} are there?",
-    "How many {noun} are there in {proper}?",
-    "How {adjective} is the {noun}?",
-    "How {adjective} is a {noun}?",
-    "How {adjective} is {proper}?",
-    "How do I {verb} a {noun}?",
-    "How does a {noun} {verb}?",
-    "How does the {noun} work?",
-    "How do {other} {verb}?",
-    "What is a {noun}?",
-    "What is {other}?",
-    "What is the {adjective} {noun}?",
-    "What is the best {noun}?",
-    "What is the meaning of {other}?",
-    "What is the capital of {proper}?",
-    "What is the {other} of {proper}?",
-    "What does a {noun} {verb}?",
-    "What do {other} {verb}?",
-    "What time is it?",
-    "What day is it today?",
-    "Why is the {noun} {adjective}?",
-    "Why do {other} {verb}?",
-    "When was {proper} born?",
-    "When did the {noun} {verb}?",
-    "Where do {other} {verb}?",
-    "Where can I {verb} a {noun}?",
-    "Where is the {other}?",
-    "Who is {proper}?",
-    "Who wrote the {noun}?",
-    "Who is the president of {proper}?",
-    "Which {noun} is {adjective}?",
-    "Can a {noun} {verb}?",
-    "Can you {verb} a {noun}?",
-    "Do you like {other}?",
-    "Do {other} {verb}?",
-    "Does a {noun} {verb}?",
-    "Is a {noun} {adjective}?",
-    "Is {proper} {adjective}?",
-    "Are {other} {adjective}?",
-    "Tell me about the {noun}.",
-    "Tell me a joke about {other}.",
-    "Tell me a joke.",
-    "Write a poem about the {noun}.",
-    "Explain {other} to me.",
-    "Translate {other} to French.",
-    "I want to {verb} a {noun}.",
-    "I like {other}.",
-    "The {noun} is {adjective}, what should I do?",
-    "What is {first} times {second}?",
-    "What is {first} minus {second}?",
-    "{first} - {second}",
-    "{first} * {second}",
 )
 
 
@@ -460,16 +386,16 @@ def _unknown_question(rng: random.Random) -> str:
 
 def _world_question(rng: random.Random) -> str:
     """Return a question about the world, which nothing told in the conversation answers."""
-    form = rng.choice(_WORLD_QUESTIONS)
-    lexicon = rng.choice((ANIMALS, OBJECTS, FOODS, PLACES, FILLER_SUBJECTS, _WORLD_WORDS, _WORLD_WORDS, _WORLD_WORDS))
+    form = rng.choice(WORLD_QUESTIONS)
+    lexicon = rng.choice((ANIMALS, OBJECTS, FOODS, PLACES, FILLER_SUBJECTS, WORLD_WORDS, WORLD_WORDS, WORLD_WORDS))
     noun = rng.choice(lexicon) if rng.random() < 0.85 else _random_word(rng)
-    proper = rng.choice((*_WORLD_NAMES, *NAMES)) if rng.random() < 0.7 else _random_word(rng).title()
+    proper = rng.choice((*WORLD_NAMES, *NAMES)) if rng.random() < 0.7 else _random_word(rng).title()
     first, second = (rng.randrange(10 ** rng.choice((1, 2, 3))) for _ in range(2))
     text = form.format(
         noun=noun,
-        other=rng.choice(_WORLD_WORDS),
-        verb=rng.choice(_WORLD_VERBS),
-        adjective=rng.choice(_WORLD_ADJECTIVES),
+        other=rng.choice(WORLD_WORDS),
+        verb=rng.choice(WORLD_VERBS),
+        adjective=rng.choice(WORLD_ADJECTIVES),
         proper=proper,
         first=first,
         second=second,
@@ -591,6 +517,21 @@ def _next_turn(rng: random.Random, dialogue: _Dialogue) -> bool:
     if roll < 0.82:
         return dialogue.story_turns()
     return dialogue.task_turn()
+
+
+def giving_document(rng: random.Random, max_tokens: int) -> list[Segment]:
+    """Return a lesson: stories in which things change hands, each asked about from every side."""
+    dialogue = _Dialogue(rng, max_tokens)
+    dialogue.open()
+    while len(dialogue.segments) < 2 or dialogue.room > 64:
+        story, turns = giving_story(rng)
+        rng.shuffle(turns)
+        turns.sort(key=lambda turn: not turn.user.startswith("Who"))
+        first = Turn(f"{story} {turns[0].user}", turns[0].assistant)
+        if split_of(first.user) == TRAIN and dialogue.say(first):
+            for turn in turns[1:]:
+                dialogue.say(turn)
+    return dialogue.segments
 
 
 def training_document(rng: random.Random, max_tokens: int) -> list[Segment]:

@@ -1,0 +1,174 @@
+"""Llama-4 (text): attention in chunks with rotary positions and, every few layers, over everything without them; experts whose
+inputs, not outputs, are weighted.
+
+Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
+heads, K key/value heads, d head size, E experts, A active experts of a token, I an expert's inner features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.llama4_config import Llama4Config
+from pagerunner.models.rotary import Rotary
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.norm import rms_norm
+from pagerunner.ops.rope import RopeAngles, rope_pairs_
+
+
+class Attention(Module):
+    """Grouped-query attention, with rotary positions or with queries that grow with their position."""
+
+    def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.rotary, self.eps = config.rotary[layer_index], config.rms_norm_eps
+        self.head_norm = config.head_norm and self.rotary
+        self.floor, self.scale = config.temperature_floor, 0.0 if self.rotary else config.temperature_scale
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.o_bias)
+        self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
+
+    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the normed hidden states."""
+        qkv = self.qkv_proj(x_TD)
+        qkv_TNd = qkv.view(qkv.shape[0], -1, self.head_dim)
+        k_first, v_first = self.num_heads, self.num_heads + self.num_kv_heads
+        qk_TNd = qkv_TNd[:, :v_first]
+        if self.rotary:
+            rope_pairs_(qk_TNd, angles)
+        if self.head_norm:
+            qk_TNd = rms_norm(qk_TNd, torch.ones_like(qk_TNd[0, 0]), self.eps)
+        q_THd = qk_TNd[:, :k_first]
+        if self.scale:
+            steps_T = torch.floor((batch.positions.float() + 1) / self.floor)
+            q_THd = (q_THd * (torch.log1p(steps_T) * self.scale + 1)[:, None, None]).to(q_THd.dtype)
+        out_THd = self.attend(q_THd, qk_TNd[:, k_first:], qkv_TNd[:, v_first:], batch)
+        return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
+
+
+class Experts(Module):
+    """Gated feed-forwards; the checkpoint holds each matrix for all experts together, with inputs before outputs."""
+
+    def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, features, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        self.weights = {
+            "gate_up_proj": torch.empty(experts, 2 * inner, features, dtype=dtype, device="meta"),
+            "down_proj": torch.empty(experts, features, inner, dtype=dtype, device="meta"),
+        }
+
+    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+        """The sum of what each token's experts make of it times their weight, [T, D]."""
+        tokens, active = experts_TA.shape
+        x_ND = (x_TD.unsqueeze(1) * weights_TA.unsqueeze(-1)).flatten(0, 1)
+        ones_N1 = x_ND.new_ones(tokens * active, 1)
+        gate_up, down = self.weights["gate_up_proj"], self.weights["down_proj"]
+        out_ND = moe_experts(x_ND, ones_N1, experts_TA.reshape(-1, 1), gate_up, down, silu_and_mul)
+        return out_ND.view(tokens, active, -1).sum(1)
+
+    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices as the checkpoint has them."""
+        for name, tensor in self.weights.items():
+            yield f"{prefix}{name}", tensor.transpose(1, 2)
+
+
+class ExpertMLP(Module):
+    """The experts that a token's best logits name, weighted by their sigmoids, plus the shared one."""
+
+    def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router = Linear(config.hidden_size, config.num_experts, dtype)
+        self.experts = Experts(config, dtype)
+        self.shared_expert = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.active = config.active_experts
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        logits_TA, experts_TA = self.router(x_TD).topk(self.active, -1)
+        weights_TA = logits_TA.float().sigmoid().to(x_TD.dtype)
+        return self.experts(x_TD, weights_TA, experts_TA).add_(self.shared_expert(x_TD))
+
+
+class DecoderLayer(Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, layer_index, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.feed_forward: GatedMLP | ExpertMLP
+        if layer_index in config.expert_layers:
+            self.feed_forward = ExpertMLP(config, dtype)
+        else:
+            self.feed_forward = GatedMLP(config.hidden_size, config.dense_size, dtype)
+
+    def __call__(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
+        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
+        return self.feed_forward(self.post_attention_layernorm.add(x_TD, residual_TD))
+
+
+class Decoder(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: Llama4Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The normed hidden state of every token, [T, D]."""
+        angles = self.rotary(batch.positions)
+        x_TD = self.embed_tokens(batch.token_ids)
+        residual_TD = torch.zeros_like(x_TD)
+        for layer in self.layers:
+            x_TD = layer(x_TD, residual_TD, angles, batch)
+        return self.norm.add(x_TD, residual_TD)
+
+
+class Llama4ForCausalLM(Module):
+    """The decoder and its output weights, which may be the embedding's.
+
+    A checkpoint with a vision part names the text model `language_model`.
+    """
+
+    unused_tensors = ("vision_model.", "multi_modal_projector.")
+
+    def __init__(self, config: Llama4Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = Decoder(config, dtype, device)
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        self.outer_name = "language_model." if config.family == "llama4" else ""
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
+        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
+        return logits_SV
+
+    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """See the class."""
+        yield from super().checkpoint(f"{prefix}{self.outer_name}")

@@ -1,0 +1,247 @@
+"""Page layouts that engines with one block size for everything refuse or pad: they plan and run, with the right tokens.
+
+What can't run is refused with the number that would.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import unequal
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from pagerunner import LLM, SamplingParams
+from pagerunner.attention.select import BACKENDS
+from pagerunner.attention.torch_ref import TorchBackend
+from pagerunner.config import EngineArgs
+from pagerunner.engine.resolve import resolve
+from pagerunner.errors import CapacityError, ConfigError, InvalidRequestError
+from pagerunner.memory.report import plan_json
+from pagerunner.models.config import read_model_config
+from pagerunner.models.loader import build_model, dummy_weights, materialize, weights_bytes
+from pagerunner.models.registry import FAMILIES
+
+pytest.importorskip("transformers")
+
+Tokens = list[list[int]]
+
+
+class PagesOf64(TorchBackend):
+    """Takes pages of 64 tokens and no others."""
+
+    name = "pages_of_64"
+    page_sizes = (64,)
+    calls = 0
+
+    def plan(self, query_lens: Any, seq_lens: Any, page_table_RP: Any, page_tokens: int, *more: Any) -> Any:
+        assert page_tokens == 64
+        return super().plan(query_lens, seq_lens, page_table_RP, page_tokens, *more)
+
+    def forward(self, q_THD: Any, k_TKD: Any, v_TKD: Any, layer: Any, *more: Any) -> torch.Tensor:
+        assert layer.k.shape[1] == layer.v.shape[1] == 64
+        type(self).calls += 1
+        return super().forward(q_THD, k_TKD, v_TKD, layer, *more)
+
+
+@pytest.fixture
+def pages_of_64(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(BACKENDS, "pages_of_64", PagesOf64)
+    monkeypatch.setattr(PagesOf64, "calls", 0)
+    return "pages_of_64"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+    layers = ["sliding_attention"] * 30
+    makers: dict[str, Callable[[Path], Path]] = {
+        "qwen3": lambda path: make_checkpoint(path, "qwen3"),
+        "gemma-3": lambda path: make_window_checkpoint(path, "gemma3_text"),
+        "1 + 30": lambda path: make_window_checkpoint(
+            path, "gemma3_text", num_hidden_layers=31, layer_types=[*layers, "full_attention"]
+        ),
+    }
+
+    def get(name: str) -> str:
+        if name not in made:
+            made[name] = str(makers[name](tmp_path_factory.mktemp("checkpoints")))
+        return made[name]
+
+    return get
+
+
+def prompts(count: int = 5) -> Tokens:
+    ids = random.Random(11)
+    shared = [ids.randrange(4, 290) for _ in range(150)]
+    lengths = [ids.randrange(3, 60) for _ in range(count)]
+    return [
+        shared[: 150 * (number % 2)] + [ids.randrange(4, 290) for _ in range(n)] for number, n in enumerate(lengths)
+    ]
+
+
+def generate(path: str, asked: Tokens, max_tokens: int = 12, **options: Any) -> Tokens:
+    llm = LLM(path, skip_tokenizer_init=True, use_tqdm=False, **{"max_model_len": 384} | options)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+KERNEL_CONDITIONS: dict[str, dict[str, Any]] = {
+    "defaults": {"block_size": 128},
+    "tight-poisoned": {"block_size": 128, "num_gpu_blocks_override": 5, "poison_fresh_pages": True, "max_in_flight": 2},
+    "budget-50-192": {"block_size": 192, "max_num_batched_tokens": 50},
+    "no-chunking": {"block_size": 128, "enable_chunked_prefill": False},
+    "exact-64": {"block_size": 64},
+}
+
+
+@pytest.mark.parametrize("condition", KERNEL_CONDITIONS)
+@pytest.mark.parametrize("model", ["qwen3", "gemma-3"])
+def test_a_backend_that_takes_64_tokens_runs_on_larger_pages(
+    checkpoints: Callable[[str], str], pages_of_64: str, model: str, condition: str
+) -> None:
+    path, asked = checkpoints(model), prompts()
+    expected = generate(path, asked)
+    assert generate(path, asked, attention_backend=pages_of_64, **KERNEL_CONDITIONS[condition]) == expected
+    assert PagesOf64.calls > 0
+
+
+def test_the_plan_counts_tables_as_the_backend_reads_them(checkpoints: Callable[[str], str], pages_of_64: str) -> None:
+    def other(**options: Any) -> dict[str, int]:
+        args = EngineArgs(model=checkpoints("gemma-3"), max_model_len=384, kv_cache_memory_bytes=1 << 24, **options)
+        return dict(resolve(args).plan.other)
+
+    plan = resolve(EngineArgs(model=checkpoints("qwen3"), block_size=128, attention_backend=pages_of_64)).plan
+    (group,) = plan_json(plan)["groups"]
+    assert (group["page_tokens"], group["kernel_tokens"]) == (128, 64)
+    whole, halves = other(block_size=128), other(block_size=128, attention_backend=pages_of_64)
+    assert halves["page tables"] == 2 * whole["page tables"]
+
+
+@pytest.mark.parametrize(("block_size", "enough"), [(16, 64), (96, 192), (48, 192)])
+def test_pages_that_it_cannot_read_are_refused_with_the_size_that_would_do(
+    checkpoints: Callable[[str], str], pages_of_64: str, block_size: int, enough: int
+) -> None:
+    path = checkpoints("qwen3")
+    with pytest.raises(ConfigError, match=f"takes? .*64.*take a block_size of {enough}"):
+        LLM(path, block_size=block_size, attention_backend=pages_of_64)
+    generate(path, prompts(1), block_size=enough, attention_backend=pages_of_64)
+
+
+def test_pages_with_scales_cannot_be_split(checkpoints: Callable[[str], str], pages_of_64: str) -> None:
+    with pytest.raises(ConfigError, match="take a block_size of 64"):
+        LLM(checkpoints("qwen3"), block_size=128, kv_cache_dtype="fp8", attention_backend=pages_of_64)
+    path, asked = checkpoints("qwen3"), prompts(2)
+    ours = generate(path, asked, block_size=64, kv_cache_dtype="fp8", attention_backend=pages_of_64)
+    assert ours == generate(path, asked, block_size=64, kv_cache_dtype="fp8")
+
+
+# -- layers of unequal head sizes
+
+
+class _Dense:
+    """Causal attention over the one sequence that the step is."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> torch.Tensor:
+        scale = more[3]
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        hidden = (distance < 0) | (distance >= (self.window or len(q)))
+        return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def dense_tokens(path: Path, asked: Sequence[list[int]], count: int) -> Tokens:
+    """Greedy tokens of the same weights, every sequence computed whole for each of its tokens."""
+    model = build_model(read_model_config(path), "float32")
+    materialize(model, torch.empty(weights_bytes(model), dtype=torch.uint8))
+    dummy_weights(model)
+    groups = [SimpleNamespace(backend=_Dense(unequal.WINDOW if window else None)) for _, _, window in unequal.LAYERS]
+    kv = [SimpleNamespace(group=index) for index in range(len(groups))]
+    found = []
+    for prompt in asked:
+        tokens = list(prompt)
+        for _ in range(count):
+            ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+            hidden = model(SimpleNamespace(token_ids=ids, positions=positions, groups=groups, kv=kv))  # type: ignore[arg-type]
+            tokens.append(int(model.compute_logits(hidden[-1:]).argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 128, "poison_fresh_pages": True},
+        {"block_size": 48, "num_gpu_blocks_override": 15, "max_in_flight": 2, "poison_fresh_pages": True},
+        {"block_size": 1, "max_num_batched_tokens": 33, "kv_cache_memory_bytes": 1 << 22},
+    ],
+    ids=["defaults", "128-poisoned", "48-tight", "1-budget-33"],
+)
+def test_layers_of_unequal_head_sizes_share_pages_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(FAMILIES, "unequal", unequal.FAMILY)
+    path, asked = unequal.write_config(tmp_path), prompts(4)
+    plan = resolve(EngineArgs(model=str(path), max_model_len=384, **options)).plan
+    assert [len(group.layers) for group in plan.groups] == [3, 2]
+    assert len({part.spec.value_offset(16) // part.spec.num_kv_heads for part in plan.groups[0].layers}) == 3  # type: ignore[attr-defined]
+    expected = dense_tokens(path, asked, 10)
+    assert generate(str(path), asked, 10, load_format="dummy", **options) == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(expected) and len(set(sum(expected, []))) > 4
+
+
+def test_a_backend_that_cannot_split_unequal_layers_says_what_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages_of_64: str
+) -> None:
+    monkeypatch.setitem(FAMILIES, "unequal", unequal.FAMILY)
+    path, asked = str(unequal.write_config(tmp_path)), prompts(2)
+    with pytest.raises(ConfigError, match=re.escape("its layers differ in size")):
+        LLM(path, block_size=128, load_format="dummy", attention_backend=pages_of_64, skip_tokenizer_init=True)
+    ours = generate(path, asked, 10, load_format="dummy", block_size=64, attention_backend=pages_of_64)
+    assert ours == generate(path, asked, 10, load_format="dummy")
+
+
+# -- 1 full + 30 window layers; 313 pages for 1,024 sequences
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"block_size": 16}, {"block_size": 128, "poison_fresh_pages": True}, {"num_gpu_blocks_override": 20}],
+    ids=["16", "128", "tight"],
+)
+def test_one_full_and_30_window_layers(checkpoints: Callable[[str], str], options: dict[str, Any]) -> None:
+    path, asked = checkpoints("1 + 30"), prompts(4)
+    plan = resolve(EngineArgs(model=path, max_model_len=384, **options)).plan
+    assert sorted(len(group.layers) for group in plan.groups) == [1, 30] and plan.waste < 0.04
+    alone = [generate(path, [prompt], enable_prefix_caching=False)[0] for prompt in asked]
+    assert generate(path, asked, **options) == alone
+
+
+def test_313_pages_for_1024_sequences(checkpoints: Callable[[str], str]) -> None:
+    path, asked = checkpoints("qwen3"), prompts(40)
+    limits = {"num_gpu_blocks_override": 313, "max_num_seqs": 1024}
+    llm = LLM(path, skip_tokenizer_init=True, use_tqdm=False, max_model_len="auto", **limits)
+    assert llm.memory_plan.num_pages(0) == 313 and llm.memory_plan.max_num_seqs == 1024
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+    expected = generate(path, asked, 30, enable_prefix_caching=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    with pytest.raises(CapacityError, match=r"num_gpu_blocks_override \(to 24\)"):
+        LLM(path, max_model_len=384, **limits | {"num_gpu_blocks_override": 23})
+    LLM(path, max_model_len=384, skip_tokenizer_init=True, **limits | {"num_gpu_blocks_override": 24})
+    with pytest.raises(InvalidRequestError, match="max_model_len"):
+        llm.generate([{"prompt_token_ids": [5] * 5008}], params, use_tqdm=False)

@@ -1,0 +1,98 @@
+"""DeepSeek-V3.2 through the engine against `transformers` in float32: latents of which an indexer chooses.
+
+Chunks, prefix hits, preemption and the pages' size change nothing; every fresh page holds NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
+from pagerunner.config import EngineArgs
+from pagerunner.engine.resolve import resolve
+from pagerunner.errors import ConfigError
+from pagerunner.models.config import read_model_config
+
+pytest.importorskip("transformers")
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "yarn, few chosen": {"rope_parameters": YARN, "index_topk": 3},
+    "all chosen, biases, tied, all dense": {
+        "index_topk": 512,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "first_k_dense_replace": 3,
+        "index_head_dim": 8,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function from a variant's name to its directory and reference model, each made once."""
+    directory = tmp_path_factory.mktemp("models")
+    make = functools.partial(make_latent_checkpoint, directory, "deepseek_v32")
+    return functools.cache(lambda name: make(seed=len(name), **VARIANTS[name]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(models: Any, name: str) -> None:
+    path, reference = models(name)
+    texts = [prompt(i, n) for i, n in enumerate((1, 35, 17, 150, 64))]
+    check(reference, run(engine(path, max_num_batched_tokens=100), texts))
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_results_do_not_depend_on_the_memory(models: Any, condition: str) -> None:
+    path, reference = models("plain")
+    check(reference, run(engine(path, **CONDITIONS[condition]), [prompt(i, n) for i, n in enumerate((5, 110, 33, 20))]))
+
+
+def test_prefix_hits_and_a_pool_too_small(models: Any) -> None:
+    path, reference = models("plain")
+    llm = engine(path, max_num_batched_tokens=40, max_model_len=128, kv_cache_memory_bytes=200_000)
+    shared = prompt(7, 64)
+    texts = [shared[: 16 * (i % 5)] + prompt(20 + i, 4 + 5 * (i % 9)) for i in range(20)]
+    for _ in range(2):
+        assert tokens_of(llm, texts) == [greedy(reference, text) for text in texts]
+    assert llm.stats().prefix_hits_total
+    assert llm.stats().preemptions_total or sum(group.evictions for group in llm.stats().groups)
+
+
+def test_pages_hold_indexer_keys(models: Any) -> None:
+    (group,) = resolve(EngineArgs(model=str(models("plain")[0]), max_model_len=64)).plan.groups
+    assert group.layers[0].spec.page_bytes(16) == 16 * (24 + 8) * 4 + 16 * 12 * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("index_head_dim", 6),
+        ("index_topk", 0),
+        ("q_lora_rank", None),
+        ("layer_types", ["full_attention"] * 3),
+        ("mlp_layer_types", ["sparse", "dense", "sparse"]),
+        ("rope_interleave", False),
+    ],
+)
+def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: Any) -> None:
+    path, _ = make_latent_checkpoint(tmp_path, "deepseek_v32")
+    values = json.loads((path / "config.json").read_text()) | {field: value}
+    (path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=field):
+        read_model_config(path)

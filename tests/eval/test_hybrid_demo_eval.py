@@ -1,0 +1,122 @@
+"""The hybrid demo through the engine: healthy scores, what damage to each kind of memory does, and tokens that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagerunner import LLM, SamplingParams
+from pagerunner.batch import RecurrentKV
+from pagerunner.demo import demo_path
+from pagerunner.eval.runner import evaluate
+from pagerunner.eval.tasks import TASKS, make_examples
+from pagerunner.models.qwen3_next import Qwen35ForCausalLM
+
+COUNT = 20
+MODEL = str(demo_path("demo-hybrid"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, num_gpu_blocks_override=1024, max_num_seqs=32, poison_fresh_pages=True, use_tqdm=False)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, llm: LLM, kind: str, every: int, first: int) -> None:
+    """Before each step, pages first, first + every, ... of each request's table in the groups of a kind hold noise.
+
+    A request has one page of recurrent state; of those, every so many requests' pages are damaged.
+    """
+    healthy = Qwen35ForCausalLM.__call__
+    noise = torch.Generator().manual_seed(0)
+    damaged_group = [group.layers[0].spec.kind for group in llm.memory_plan.groups].index(kind)
+
+    def call(self: Any, batch: Any) -> torch.Tensor:
+        group = batch.groups[damaged_group]
+        entries = []
+        for row, length in enumerate(batch.seq_lens):
+            begin = int(group.first_page[row])
+            pages = range(begin, -(-length // group.page_tokens))
+            if kind == "recurrent":
+                begin, pages = row, range(row, row + 1)
+            entries += [int(group.page_table[row, page - begin]) for page in pages if page % every == first]
+        damaged = torch.tensor([entry for entry in entries if entry >= 0], dtype=torch.int64)
+        for layer in batch.kv:
+            if layer.group == damaged_group:
+                for values in layer.states if isinstance(layer, RecurrentKV) else (layer.k, layer.v):
+                    values[damaged] = torch.randn(values[damaged].shape, generator=noise).to(values.dtype)
+        return healthy(self, batch)
+
+    monkeypatch.setattr(Qwen35ForCausalLM, "__call__", call)
+
+
+def test_the_model_holds_three_kinds_of_memory(llm: LLM) -> None:
+    kinds = [group.layers[0].spec.kind for group in llm.memory_plan.groups]
+    assert sorted(kinds) == ["full", "recurrent", "window"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_healthy(llm: LLM, task: str) -> None:
+    report = evaluate(llm, tasks=[task], count=COUNT)
+    assert all(score.accuracy >= 0.95 for score in report.scores), report.text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "first", "task", "distance"),
+    [
+        ("full", 10, 3, "recall", 64),
+        ("full", 10, 3, "recall", 512),
+        ("window", 10, 3, "recall", 512),
+        ("window", 10, 3, "sorting", None),
+        ("recurrent", 2, 0, "recall", 512),
+        ("recurrent", 2, 0, "addition", None),
+        ("recurrent", 2, 0, "sentences", None),
+    ],
+)
+def test_damage_to_each_kind_of_memory_shows(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: str, every: int, first: int, task: str, distance: int | None
+) -> None:
+    chosen = {} if distance is None else {"distances": [distance]}
+    llm.reset_prefix_cache()
+    damage(monkeypatch, llm, kind, every, first)
+    report = evaluate(llm, tasks=[task], count=COUNT, **chosen)
+    monkeypatch.undo()
+    llm.reset_prefix_cache()
+    assert report.accuracy(task) <= 0.6, report.text()
+    assert evaluate(llm, tasks=[task], count=4, **chosen).accuracy(task) >= 0.75
+
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "steps of 40 tokens": {"max_num_batched_tokens": 40, "max_in_flight": 2},
+    "pages of 48 tokens": {"block_size": 48, "max_num_batched_tokens": 300},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "a small pool": {"max_model_len": 768, "kv_cache_memory_bytes": 3_000_000, "max_num_batched_tokens": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[str], list[list[int]]]:
+    """Prompts of all tasks, and the tokens of a run with room for everything."""
+    examples = [example for task in TASKS for example in make_examples(task, 4, 5, 256 if task == "recall" else None)]
+    prompts = [example.prompt for example in examples] + [examples[0].prompt]
+    return prompts, run(LLM(MODEL, dtype="float32", kv_cache_memory_bytes=2**27, use_tqdm=False), prompts)
+
+
+def run(llm: LLM, prompts: list[str]) -> list[list[int]]:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_tokens_do_not_depend_on_memory(expected: tuple[list[str], list[list[int]]], condition: str) -> None:
+    prompts, tokens = expected
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 2**27} | CONDITIONS[condition]
+    llm = LLM(MODEL, dtype="float32", poison_fresh_pages=True, use_tqdm=False, **options)
+    assert run(llm, prompts) == tokens
+    before = llm.stats().prefix_hits_total
+    assert run(llm, prompts) == tokens
+    if condition == "a small pool":
+        assert llm.stats().preemptions_total > 0, "the pool was not small enough to preempt anything"
+    else:
+        assert (llm.stats().prefix_hits_total > before) == (condition != "no prefix cache")
