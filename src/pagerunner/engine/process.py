@@ -117,7 +117,12 @@ class CoreLoop:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._decoder.decode(data)
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.DecodeError:  # the frontend's fault, which no request must pay for
+                logger.exception("A message of the frontend can't be understood and is passed over.")
+                continue
+            yield message
 
     def _report(self, updates: list[RequestUpdate]) -> None:
         now = time.monotonic()
