@@ -100,6 +100,7 @@ async def _start(setup: Setup) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**kept, "PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C is for the server, which drains first
     )
     try:
         async with asyncio.timeout(_START_SECONDS):

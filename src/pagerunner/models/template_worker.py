@@ -70,8 +70,6 @@ def _render(template: ChatTemplate, job: Job) -> Done:
 
 def main() -> None:
     """Serve until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group's; the server drains first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (limits.TEMPLATE_MEGABYTES * 2**20,) * 2)
     setup = msgspec.msgpack.decode(_read(), type=Setup)

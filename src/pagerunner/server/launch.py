@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -29,6 +30,7 @@ from pagerunner.server.service import Service
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
+_OPEN_FILES = 65_536
 _LAST_WORDS_SECONDS = 10.0
 
 
@@ -57,6 +59,7 @@ def run_server(
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
             model loads.
     """
+    _allow_many_connections()
     listener = bind(host, port)
     if not api_keys and not _is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
@@ -77,6 +80,14 @@ def run_server(
         )
     finally:
         listener.close()
+
+
+def _allow_many_connections() -> None:
+    """Many systems start programs with 1,024 open files, which is as many clients, and let them ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
