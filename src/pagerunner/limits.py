@@ -1,15 +1,87 @@
-"""The one table of what a single request may ask for, enforced by `SamplingParams` wherever one is built or decoded."""
+"""The one table of what a request may ask for. Each limit holds at the door (`server/`, `engine/input_processor.py`), where the
+answer is a sentence for the client, and those of single requests again wherever a `SamplingParams` or an `EngineRequest` is
+built or decoded, so also in the core's process, whatever a frontend let through.
+
+`PAGERUNNER_<NAME>` in the environment changes a limit, for both processes: `PAGERUNNER_MAX_N=8`.
+"""
 
 from __future__ import annotations
 
-MAX_N = 128
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 1_024
-MAX_STOP_TOKEN_IDS = 1_024
-MAX_BAD_WORDS = 1_024
-MAX_BAD_WORD_TOKENS = 16_384
-MAX_LOGIT_BIAS = 1_024
-MAX_ALLOWED_TOKEN_IDS = 262_144
-MAX_LOGPROBS = 20
-MAX_PROMPTS_PER_CALL = 2_048
-MAX_BODY_BYTES = 32 * 1024 * 1024
+import os
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """One row: the constant's name here, its default, and what it limits."""
+
+    name: str
+    default: int
+    what: str
+
+
+TABLE: tuple[Limit, ...] = (
+    Limit("MAX_N", 128, "answers to one prompt (`n`)"),
+    Limit("MAX_PROMPTS_PER_CALL", 2_048, "answers of one call: prompts times `n`"),
+    Limit("MAX_PROMPT_CHARS", 8_000_000, "characters of one prompt, and of one rendered conversation"),
+    Limit("MAX_TOKENS", 2**31 - 1, "`max_tokens` and `min_tokens`; the model's length limits them further"),
+    Limit("MAX_LOGPROBS", 20, "`logprobs`, `top_logprobs` and `prompt_logprobs`"),
+    Limit("MAX_STOP_STRINGS", 64, "strings in `stop`"),
+    Limit("MAX_STOP_STRING_CHARS", 1_024, "characters of one string in `stop` or `bad_words`"),
+    Limit("MAX_STOP_TOKEN_IDS", 1_024, "ids in `stop_token_ids`"),
+    Limit("MAX_BAD_WORDS", 1_024, "strings in `bad_words`"),
+    Limit("MAX_BAD_WORD_TOKENS", 16_384, "tokens of all `bad_words` together"),
+    Limit("MAX_LOGIT_BIAS", 1_024, "entries of `logit_bias`"),
+    Limit("MAX_ALLOWED_TOKEN_IDS", 262_144, "ids in `allowed_token_ids`"),
+    Limit("MAX_SALT_CHARS", 256, "characters of `cache_salt`"),
+    Limit("MAX_SCHEMA_BYTES", 65_536, "bytes of a JSON schema, regular expression, list of choices or grammar"),
+    Limit("MAX_MESSAGES", 4_096, "messages of one conversation"),
+    Limit("MAX_BODY_BYTES", 32 * 1024 * 1024, "bytes of a request's body"),
+    Limit("MAX_HEADERS", 128, "headers of a request"),
+    Limit("MAX_HEADER_BYTES", 64 * 1024, "bytes of a request's line and headers together"),
+    Limit("HEADER_SECONDS", 30, "seconds that a client may take to send a request's headers"),
+    Limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete"),
+    Limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation"),
+    Limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates"),
+)
+FAULTS: list[str] = []
+"""Sentences about environment variables that can't be understood; the engine doesn't start with one."""
+
+
+def _read(limit: Limit) -> int:
+    text = os.environ.get(f"PAGERUNNER_{limit.name}", "")
+    if text == "":
+        return limit.default
+    if text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31 and len(text) < 19:
+        return int(text)
+    FAULTS.append(f"PAGERUNNER_{limit.name} must be an integer from 1 to {2**31 - 1}, got {text[:80]!r}.")
+    return limit.default
+
+
+_VALUES = {limit.name: _read(limit) for limit in TABLE}
+MAX_N = _VALUES["MAX_N"]
+MAX_PROMPTS_PER_CALL = _VALUES["MAX_PROMPTS_PER_CALL"]
+MAX_PROMPT_CHARS = _VALUES["MAX_PROMPT_CHARS"]
+MAX_TOKENS = _VALUES["MAX_TOKENS"]
+MAX_LOGPROBS = _VALUES["MAX_LOGPROBS"]
+MAX_STOP_STRINGS = _VALUES["MAX_STOP_STRINGS"]
+MAX_STOP_STRING_CHARS = _VALUES["MAX_STOP_STRING_CHARS"]
+MAX_STOP_TOKEN_IDS = _VALUES["MAX_STOP_TOKEN_IDS"]
+MAX_BAD_WORDS = _VALUES["MAX_BAD_WORDS"]
+MAX_BAD_WORD_TOKENS = _VALUES["MAX_BAD_WORD_TOKENS"]
+MAX_LOGIT_BIAS = _VALUES["MAX_LOGIT_BIAS"]
+MAX_ALLOWED_TOKEN_IDS = _VALUES["MAX_ALLOWED_TOKEN_IDS"]
+MAX_SALT_CHARS = _VALUES["MAX_SALT_CHARS"]
+MAX_SCHEMA_BYTES = _VALUES["MAX_SCHEMA_BYTES"]
+MAX_MESSAGES = _VALUES["MAX_MESSAGES"]
+MAX_BODY_BYTES = _VALUES["MAX_BODY_BYTES"]
+MAX_HEADERS = _VALUES["MAX_HEADERS"]
+MAX_HEADER_BYTES = _VALUES["MAX_HEADER_BYTES"]
+HEADER_SECONDS = _VALUES["HEADER_SECONDS"]
+BODY_SECONDS = _VALUES["BODY_SECONDS"]
+TEMPLATE_SECONDS = _VALUES["TEMPLATE_SECONDS"]
+TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
+
+
+def knob(name: str) -> str:
+    """The end of a sentence about a limit that was exceeded: what changes it."""
+    return f"(PAGERUNNER_{name} in the server's environment)"

@@ -44,18 +44,23 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _strings(param: str, value: object, most: int) -> tuple[str, ...]:
+def _at_most(count: int, limit: str, param: str, has: str) -> None:
+    """Hold `count` to a row of the limits' table; `has` says in words what there are `count` of."""
+    most = getattr(limits, limit)
+    _require(count <= most, param, f"{has}; at most {most} are allowed {limits.knob(limit)}." if count > most else "")
+
+
+def _strings(param: str, value: object, limit: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{param} must be a string or a list of strings, got {show(value)}.", param=param)
-    _require(len(value) <= most, param, f"has {len(value)} entries; at most {most} are allowed.")
-    limit = limits.MAX_STOP_STRING_CHARS
+    _at_most(len(value), limit, param, f"has {len(value)} entries")
     for item in value:
         _require(isinstance(item, str) and item != "", param, "must hold non-empty strings.")
-        _require(len(item) <= limit, param, f"holds a string of {len(item)} characters; at most {limit} are allowed.")
+        _at_most(len(item), "MAX_STOP_STRING_CHARS", param, f"holds a string of {len(item)} characters")
         _require(item.isascii() or _is_unicode(item), param, "holds a lone surrogate, which is not valid Unicode.")
     return tuple(value)
 
@@ -64,10 +69,10 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
+def _token_ids(param: str, value: object, limit: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise InvalidRequestError(f"{param} must be a list of token ids, got {show(value)}.", param=param)
-    _require(len(value) <= most, param, f"has {len(value)} entries; at most {most} are allowed.")
+    _at_most(len(value), limit, param, f"has {len(value)} entries")
     for token in value:
         _require(_is_int(token) and token >= 0, param, f"must hold token ids (integers from 0), got {show(token)}.")
     return tuple(value)
@@ -75,10 +80,10 @@ def _token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
 
 def _logit_bias(value: object) -> dict[int, float]:
     """Keys may be digits in a string: that is how JSON carries them."""
-    name, most = "logit_bias", limits.MAX_LOGIT_BIAS
+    name = "logit_bias"
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{name} must map token ids to numbers, got {show(value)}.", param=name)
-    _require(len(value) <= most, name, f"has {len(value)} entries; at most {most} are allowed.")
+    _at_most(len(value), "MAX_LOGIT_BIAS", name, f"has {len(value)} entries")
     checked: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
@@ -173,7 +178,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         )
 
     def _check_lengths(self) -> None:
-        _require(1 <= self.n <= limits.MAX_N, "n", f"must be in [1, {limits.MAX_N}], got {show(self.n)}.")
+        _require(
+            1 <= self.n <= limits.MAX_N,
+            "n",
+            f"must be in [1, {limits.MAX_N}], got {show(self.n)} {limits.knob('MAX_N')}.",
+        )
+        for name in ("max_tokens", "min_tokens"):
+            _at_most(getattr(self, name) or 0, "MAX_TOKENS", name, f"is {getattr(self, name)}")
         _require(
             self.max_tokens is None or self.max_tokens >= 1,
             "max_tokens",
@@ -190,17 +201,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             _require(
                 value is None or 0 <= value <= limits.MAX_LOGPROBS,
                 name,
-                f"must be in [0, {limits.MAX_LOGPROBS}], got {show(value)}.",
+                f"must be in [0, {limits.MAX_LOGPROBS}], got {show(value)} {limits.knob('MAX_LOGPROBS')}.",
             )
 
     def _normalise(self) -> None:
         put = msgspec.structs.force_setattr
-        put(self, "stop", _strings("stop", self.stop, limits.MAX_STOP_STRINGS))
-        put(self, "bad_words", _strings("bad_words", self.bad_words, limits.MAX_BAD_WORDS))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), limits.MAX_STOP_TOKEN_IDS))
+        put(self, "stop", _strings("stop", self.stop, "MAX_STOP_STRINGS"))
+        put(self, "bad_words", _strings("bad_words", self.bad_words, "MAX_BAD_WORDS"))
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
         put(self, "top_k", max(self.top_k, 0))
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS)
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, "MAX_ALLOWED_TOKEN_IDS")
             _require(bool(allowed), "allowed_token_ids", "must hold at least 1 id, got none.")
             put(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
@@ -230,6 +241,32 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: str = ""
     family: str = ""
     pooling: Pooling | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
+        params, prompt = self.params, self.prompt_token_ids
+        _require(_is_int(self.seed), "seed", f"must be an integer of at most 64 bits, got {show(self.seed)}.")
+        _require(
+            _is_int(self.priority), "priority", f"must be an integer of at most 64 bits, got {show(self.priority)}."
+        )
+        _require(math.isfinite(self.arrival_time), "arrival_time", f"must be finite, got {show(self.arrival_time)}.")
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            f"is {show(self.max_tokens)}, not 1 or more.",
+        )
+        _at_most(self.max_tokens, "MAX_TOKENS", "max_tokens", f"is {self.max_tokens}")
+        _require(
+            params.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"is {params.min_tokens}, more than the {self.max_tokens} tokens that the request may generate (max_tokens).",
+        )
+        _require(min(prompt, default=0) >= 0, "prompt", "holds a negative token id.")
+        _at_most(len(self.cache_salt), "MAX_SALT_CHARS", "cache_salt", f"has {len(self.cache_salt)} characters")
+        words = self.bad_words_ids
+        total = sum(map(len, words))
+        _require(not words or min(map(len, words)) > 0, "bad_words", "holds a word without tokens.")
+        _at_most(total, "MAX_BAD_WORD_TOKENS", "bad_words", f"has {total} tokens in all")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -115,7 +115,7 @@ def test_abort_ends_a_request_with_what_it_has(model: Path) -> None:
         first = await tasks[0]
         assert first.outputs[0].finish_reason == "abort" and first.outputs[0].token_ids
         assert not tasks[1].done()
-        engine.abort_all()
+        engine.stop()
         assert (await tasks[1]).outputs[0].finish_reason == "abort"
 
     with_engine(model, test)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from pagerunner.config import EngineArgs
@@ -11,8 +13,8 @@ from pagerunner.engine.resolve import resolve
 from pagerunner.types import StepPlan, StepResult
 
 FACTORY = "helpers.failing_core:build"
-IN_RUN, IN_RESULT, OUT_OF_MEMORY = 2001, 2002, 2003
-"""Prompt tokens that make launching a step raise, reading it raise, and launching it run out of device memory."""
+IN_RUN, IN_RESULT, OUT_OF_MEMORY, HANG = 2001, 2002, 2003, 2004
+"""Prompt tokens that make launching a step raise, reading it raise, launching it run out of device memory, reading it hang."""
 
 
 class _Pending:
@@ -22,6 +24,8 @@ class _Pending:
     def result(self) -> StepResult:
         if _has(self._plan, IN_RESULT):
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+        if _has(self._plan, HANG):
+            _wait_for_a_device_that_never_answers()
         return StepResult(step_id=self._plan.step_id, token_ids=[[7] if row.samples else [] for row in self._plan.rows])
 
 
@@ -44,6 +48,10 @@ class FailingExecutor:
         raise NotImplementedError
 
 
+def _wait_for_a_device_that_never_answers() -> None:
+    time.sleep(3600)
+
+
 def _has(plan: StepPlan, token: int) -> bool:
     return any(token in row.tokens for row in plan.rows)
 
@@ -52,4 +60,11 @@ def build(args: EngineArgs) -> EngineCore:
     """A core for `args.model`, of which only config.json is read."""
     resolved = resolve(args, 256 * 2**20)
     scheduler = build_scheduler(resolved.config, resolved.plan)
-    return EngineCore(scheduler, FailingExecutor(), resolved.plan, max_in_flight=2, enable_sleep_mode=True)
+    return EngineCore(
+        scheduler,
+        FailingExecutor(),
+        resolved.plan,
+        vocab_size=resolved.model.vocab_size,
+        max_in_flight=2,
+        enable_sleep_mode=True,
+    )

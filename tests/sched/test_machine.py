@@ -154,7 +154,10 @@ class Traffic(RuleBasedStateMachine):
                 request_id=f"{self.made}-{number}",
                 prompt_token_ids=TEXTS[text][:length],
                 params=SamplingParams(
-                    max_tokens=None, stop_token_ids=stops, min_tokens=min_tokens, prompt_logprobs=logprobs
+                    max_tokens=None,
+                    stop_token_ids=stops,
+                    min_tokens=min(min_tokens, max_tokens),
+                    prompt_logprobs=logprobs,
                 ),
                 seed=number,
                 max_tokens=max_tokens,

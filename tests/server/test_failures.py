@@ -19,7 +19,7 @@ import msgspec
 import openai
 import pytest
 
-from helpers import fake_core
+from helpers import failing_core, fake_core
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
@@ -30,7 +30,8 @@ import sys
 from helpers import fake_core
 from pagerunner.config import EngineArgs
 from pagerunner.server.launch import run_server
-sys.exit(run_server(EngineArgs(model=sys.argv[1]), port=0, served_model_name="tiny", core_factory=fake_core.FACTORY))
+options = dict(port=0, served_model_name="tiny", core_factory=fake_core.FACTORY, drain_seconds=float(sys.argv[2]))
+sys.exit(run_server(EngineArgs(model=sys.argv[1]), **options))
 """
 
 
@@ -39,10 +40,11 @@ def set_options(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
 
 
 @contextmanager
-def server_process(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(model: Path, drain_seconds: float = 30) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`run_server` in a process of its own, as the command line runs it, and its URL."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(model)], stdout=subprocess.PIPE, text=True, env=env)
+    command = [sys.executable, "-c", PROGRAM, str(model), str(drain_seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     with process:
         try:
             assert process.stdout is not None
@@ -130,6 +132,31 @@ def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
         client.join()
 
 
+def test_a_step_that_hangs_logs_all_stacks_once_and_fails_health(
+    text_side: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = EngineArgs(model=str(text_side), num_gpu_blocks_override=128)
+    options: dict[str, Any] = {"drain_seconds": 0.1, "stall_seconds": 0.4, "core_factory": failing_core.FACTORY}
+    with running_server(args, **options) as server:
+        assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 3}).status_code == 200
+        client = threading.Thread(target=_ignore_errors, args=(server, [failing_core.HANG]))
+        client.start()
+        deadline = time.monotonic() + 10
+        logged = ""
+        while time.monotonic() < deadline and not (
+            "(--stall-timeout)" in logged and server.get("/health").status_code == 503
+        ):
+            time.sleep(0.05)
+            logged += capfd.readouterr().err
+        assert server.get("/health").status_code == 503
+        assert "A step has taken more than 0.4 seconds" in logged
+        assert "_wait_for_a_device_that_never_answers" in logged and "Thread MainThread" in logged
+        time.sleep(0.6)
+        assert (logged + capfd.readouterr().err).count("A step has taken more than") == 1
+        os.kill(server.engine.core_pid, signal.SIGKILL)
+        client.join()
+
+
 def _ignore_errors(server: RunningServer, prompt: list[int]) -> None:
     try:
         server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
@@ -196,10 +223,66 @@ def test_the_second_signal_ends_streams_with_what_they_have(text_side: Path, mon
         assert time.monotonic() - start < 5
 
 
+def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, drain_seconds=0.5) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
+        whole: list[httpx.Response] = []
+        body = {"prompt": "ab", "max_tokens": 1900}
+        client = threading.Thread(
+            target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        )
+        client.start()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        reader.join(10)
+        client.join(10)
+        assert reader.text and "--shutdown-timeout" in str(reader.error)
+        assert whole[0].status_code == 503 and "within 0.5 seconds" in whole[0].json()["error"]["message"]
+        assert process.wait(10) == 0
+
+
+def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of two prompts, of which one has ended, and a whole answer that its client is slow to read."""
+    set_options(monkeypatch, step_seconds=0.002)
+    with server_process(text_side) as (process, url):
+        port = int(url.rsplit(":", 1)[1])
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+        sockets = []
+        for body in (
+            {"prompt": [[40, 41], [50, 51]], "max_tokens": 1900, "stop_token_ids": [41], "return_token_ids": True},
+            {"prompt": [[60] * 1900] * 5, "max_tokens": 1, "prompt_logprobs": 20},
+        ):
+            data = msgspec.json.encode(body)
+            client = socket.create_connection(("127.0.0.1", port))
+            client.sendall(head.format(len(data)).encode() + data)
+            sockets.append(client)
+        time.sleep(2.0)  # the second call's megabytes are ready by now, more than sockets hold, and nobody reads them
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        time.sleep(1)
+        answers = [_read_all(client) for client in sockets]
+        first = [(choice["finish_reason"], len(choice["token_ids"])) for choice in answers[0]["choices"]]
+        assert first[0] == ("stop", 2) and first[1][0] == "abort" and first[1][1] > 0
+        assert [len(choice["prompt_logprobs"]) for choice in answers[1]["choices"]] == [1900] * 5
+        assert process.wait(10) == 0
+
+
+def _read_all(client: socket.socket) -> Any:
+    data = bytearray()
+    with client:
+        while piece := client.recv(65536):
+            data += piece
+    return msgspec.json.decode(bytes(data).split(b"\r\n\r\n", 1)[1])
+
+
 def test_a_signal_while_loading_stops_at_once(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, load_seconds=60)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(text_side)], env=env) as process:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(text_side), "30"], env=env) as process:
         time.sleep(1.5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0

@@ -36,7 +36,8 @@ def test_memory_is_the_plan_and_the_live_state_of_the_core(server: RunningServer
     assert body["state"]["groups"][0]["slabs"] == [[0, 1]]
 
 
-def test_memory_needs_the_key(text_side: Path) -> None:
+def test_memory_needs_the_admin_key(text_side: Path) -> None:
     with running_server(EngineArgs(model=str(text_side)), api_keys=["k"]) as server:
         assert server.get("/memory").status_code == 401
-        assert server.get("/memory", headers={"Authorization": "Bearer k"}).status_code == 200
+        response = server.get("/memory", headers={"Authorization": "Bearer k"})
+        assert response.status_code == 403 and "--admin-key" in response.json()["error"]["message"]

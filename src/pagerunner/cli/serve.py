@@ -25,6 +25,14 @@ def build_parser() -> ConfiguredParser:
     )
     key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
+    admin_help = "key for the control endpoints (sleep, memory ...); repeatable (default: $PAGERUNNER_ADMIN_KEY)"
+    group.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
+    origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
+    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
+    drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
+    group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
+    stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
+    group.add_argument("--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS", help=stall_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
     add_engine_options(parser, without=("served_model_name",))
@@ -49,9 +57,20 @@ def run(namespace: argparse.Namespace) -> int:
         host=namespace.host,
         port=namespace.port,
         api_keys=namespace.api_key or (),
+        admin_keys=namespace.admin_key or (),
+        allowed_origins=namespace.allowed_origin,
+        drain_seconds=namespace.shutdown_timeout,
+        stall_seconds=namespace.stall_timeout,
         served_model_name=names or None,
         access_log=not namespace.quiet,
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text}")
+    return value
 
 
 def _port(text: str) -> int:

@@ -14,11 +14,12 @@ import msgspec
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
-from pagerunner.engine.core_client import DEFAULT_FACTORY, CoreClient, LoadedCore, launch_core
+from pagerunner.engine.core_client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.desk import OutputDesk
 from pagerunner.engine.frontend import Frontend, build_frontend
 from pagerunner.engine.observer import EngineObserver, NullObserver
 from pagerunner.engine.stream import OutputStream
+from pagerunner.engine.templates import TemplateRenderer
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.models.pooling import Pooler
 from pagerunner.models.tokenizer import Tokenizer
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 Prompt = str | dict[str, Any]
 Result = TypeVar("Result")
 
-STALL_SECONDS = 120.0
-"""How long the core may be silent, with requests to run, before it counts as unhealthy."""
 _INLINE_CHARS = 4_096
 """Texts up to this length are tokenised at once; longer ones in a thread."""
 _TEXT_THREADS = 4
@@ -50,6 +49,8 @@ class AsyncEngine:
         self._stall_seconds = stall_seconds
         self._encoder = msgspec.msgpack.Encoder()
         self._asleep = False
+        self._stopped = False
+        self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
         self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
 
@@ -76,7 +77,7 @@ class AsyncEngine:
             ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
             EngineDeadError: the core's process ended while loading.
         """
-        core = await launch_core(args, core_factory)
+        core = await launch_core(args, core_factory, stall_seconds)
         try:
             frontend = await asyncio.to_thread(frontend_factory, args, core.ready.max_model_len)
         except BaseException:
@@ -150,11 +151,15 @@ class AsyncEngine:
         arrival = time.monotonic()
         if (death := self._client.death) is not None:
             raise EngineDeadError(str(death))
+        if self._stopped:
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         requests = await self._text_work(
             len(text) if isinstance(text, str) else 0,
             lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
         )
+        if self._stopped:  # meanwhile
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
         return self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
 
     async def generate(
@@ -205,19 +210,16 @@ class AsyncEngine:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation.
+            InvalidRequestError: the template refuses the conversation, or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
         tokenizer = self._frontend.require_tokenizer()
 
-        def work() -> list[int]:
-            text = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
-            )
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        size = sum(len(str(message.get("content", ""))) for message in messages)
-        return await self._text_work(size, work)
+        if self._renderer is None:
+            raise RuntimeError("there is a tokenizer and no renderer")
+        options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        text = await self._renderer.render(messages, options)
+        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises ConfigError when the engine has no tokenizer."""
@@ -241,9 +243,13 @@ class AsyncEngine:
         """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
         self._send_abort(self._desk.sequences(request_id))
 
-    def abort_all(self) -> None:
-        """End every request; the readers get what there is, with finish_reason "abort"."""
-        self._send_abort(self._desk.all_sequences())
+    def stop(self, error: EngineDeadError | None = None) -> None:
+        """End every request and take no others. The readers get what there is: with finish_reason "abort", or `error`."""
+        self._stopped = True
+        running = self._desk.all_sequences()
+        if error is not None:
+            self._desk.fail_all(error)
+        self._send_abort(running)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
@@ -286,6 +292,8 @@ class AsyncEngine:
         with contextlib.suppress(asyncio.CancelledError):
             await self._watchdog
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            await self._renderer.close()
         await self._client.close()
 
     def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
@@ -318,11 +326,11 @@ class AsyncEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _watch(self) -> None:
-        """Print the core's stacks once per stall, so that a hang can be understood afterwards."""
+        """Print the core's stacks once per stall. Its own watchdog logs them; this is for when it can't."""
         reported = False
         while self._client.death is None:
             await asyncio.sleep(min(self._stall_seconds / 4, 5.0))
-            stalled = self._stalled_seconds() > self._stall_seconds
+            stalled = self._stalled_seconds() > 2 * self._stall_seconds
             if stalled and not reported:
                 logger.error("The engine core makes no progress; its stacks follow on standard error.")
                 self._client.dump_stacks()

@@ -112,6 +112,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         build_scheduler(config, plan),
         InlineExecutor(runner, sleeper),
         plan,
+        vocab_size=resolved.model.vocab_size,
         max_in_flight=config.max_in_flight,
         enable_sleep_mode=config.enable_sleep_mode,
         startup=startup,

@@ -10,7 +10,7 @@ from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
 from pagerunner.engine.faults import step_fault
 from pagerunner.engine.startup import StartUp
-from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
@@ -28,12 +28,14 @@ class EngineCore:
         executor: Executor,
         memory_plan: MemoryPlan,
         *,
+        vocab_size: int,
         max_in_flight: int,
         enable_sleep_mode: bool,
         startup: StartUp | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
         self._death: str | None = None
@@ -53,7 +55,24 @@ class EngineCore:
         self._check_alive()
         if self.is_sleeping:
             raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
+        self._check_ids(request)
         self._scheduler.add(request)
+
+    def _check_ids(self, request: EngineRequest) -> None:
+        """The frontend has checked them already; but an id outside the vocabulary would end the device, not one request."""
+        words = (token for word in request.bad_words_ids for token in word)
+        params = request.params
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+            ("bad_words", words),
+        ):
+            if (largest := max(ids, default=0)) >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {largest}, outside the vocabulary of {self._vocab_size} tokens.", param=name
+                )
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
@@ -82,11 +101,12 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self._executor.run(plan)))
+        failed = self._scheduler.take_failed()
         if self._in_flight:
-            return self._commit_oldest()
-        if self.has_work:
+            return failed + self._commit_oldest()
+        if self.has_work and not failed:
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
-        return []
+        return failed
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending = self._in_flight.popleft()

@@ -29,6 +29,8 @@ from pagerunner.errors import EngineDeadError, PagerunnerError
 logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "pagerunner.engine.core_factory:build_with_progress"
+STALL_SECONDS = 120.0
+"""How long the core may be silent, with requests to run, before it counts as unhealthy."""
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _LAST_WORDS_SECONDS = 0.2
 
@@ -48,8 +50,12 @@ class LoadedCore:
         _clean_up(self.process, self.socket, self.directory)
 
 
-async def launch_core(args: EngineArgs, factory: str = DEFAULT_FACTORY) -> LoadedCore:
+async def launch_core(
+    args: EngineArgs, factory: str = DEFAULT_FACTORY, stall_seconds: float = STALL_SECONDS
+) -> LoadedCore:
     """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
+
+    The core logs its stacks when a step takes longer than `stall_seconds`.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: as the core raised it.
@@ -64,7 +70,8 @@ async def launch_core(args: EngineArgs, factory: str = DEFAULT_FACTORY) -> Loade
         address = f"ipc://{directory}/core"
         socket.bind(address)
         level = logging.getLogger("pagerunner").getEffectiveLevel()
-        process = _spawn(wire.Launch(args=args, address=address, factory=factory, log_level=level))
+        launch = wire.Launch(args=args, address=address, factory=factory, log_level=level, stall_seconds=stall_seconds)
+        process = _spawn(launch)
         exited = _watch_exit(process)
         ready = await _first_message(socket, exited)
         return LoadedCore(process, socket, directory, exited, ready)

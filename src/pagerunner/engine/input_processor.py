@@ -160,6 +160,12 @@ class InputProcessor:
             )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+        if len(text) > limits.MAX_PROMPT_CHARS:
+            raise InvalidRequestError(
+                f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
+                f"{limits.knob('MAX_PROMPT_CHARS')}.",
+                param="prompt",
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -231,12 +237,7 @@ class InputProcessor:
                     raise InvalidRequestError(f"bad_words holds {show(word)}, which has no tokens.", param="bad_words")
                 self.check_token_ids("bad_words", form)
                 found[form] = None
-        total, most = sum(len(form) for form in found), limits.MAX_BAD_WORD_TOKENS
-        if total > most:
-            raise InvalidRequestError(
-                f"bad_words has {total} tokens in all; at most {most} are allowed.", param="bad_words"
-            )
-        return tuple(found)
+        return tuple(found)  # EngineRequest counts their tokens
 
     def _next_seed(self) -> int:
         text = f"{self._seed}/{next(self._unseeded)}".encode()

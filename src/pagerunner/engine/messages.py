@@ -63,13 +63,14 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the core process starts. `factory` is `module:function`, called with `args`, that returns an EngineCore.
 
-    `log_level` is the frontend's, as a number of the logging package.
+    `log_level` is the frontend's, as a number of the logging package. A step of more than `stall_seconds` is reported.
     """
 
     args: EngineArgs
     address: str
     factory: str
     log_level: int
+    stall_seconds: float
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -26,6 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
+from pagerunner.engine.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
@@ -82,8 +83,9 @@ class Core(Protocol):
 class CoreLoop:
     """Runs one core between two ends of a socket until it is told to stop or a step fails."""
 
-    def __init__(self, core: Core, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: Core, socket: zmq.Socket[bytes], stall_seconds: float) -> None:
         self._core = core
+        self._watchdog = Watchdog(stall_seconds)
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
@@ -98,7 +100,9 @@ class CoreLoop:
             for message in self._receive(wait=not core.has_work):
                 self._handle(message)
             if self._running and core.has_work:
+                self._watchdog.begin()
                 updates = core.step()
+                self._watchdog.end()
                 self._report(updates)
 
     def send(self, message: wire.FromCore) -> None:
@@ -113,7 +117,12 @@ class CoreLoop:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._decoder.decode(data)
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.DecodeError:  # the frontend's fault, which no request must pay for
+                logger.exception("A message of the frontend can't be understood and is passed over.")
+                continue
+            yield message
 
     def _report(self, updates: list[RequestUpdate]) -> None:
         now = time.monotonic()
@@ -187,7 +196,8 @@ def _request_error(error: Exception) -> wire.WireError:
     if isinstance(error, PagerunnerError):
         return wire.WireError.of(error)
     if isinstance(error, msgspec.ValidationError):
-        return wire.WireError("InvalidRequestError", str(error))
+        param = getattr(error.__cause__, "param", None)  # of a check that decoding ran
+        return wire.WireError("InvalidRequestError", str(error), param)
     logger.error("A request could not be added to the engine.", exc_info=error)
     return wire.WireError.of(RequestFailedError(f"The engine could not add the request: {error!r}."))
 
@@ -240,7 +250,7 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
         socket.send(encode(wire.StartFailed(wire.WireError.of(error))))
         return 1
     try:
-        CoreLoop(core, socket).run()
+        CoreLoop(core, socket, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
         traceback.print_exc()
         socket.send(encode(wire.Dead(wire.WireError.of(error))))

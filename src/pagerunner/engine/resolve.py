@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from pagerunner import limits
 from pagerunner.attention.select import kernel_tokens
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
@@ -68,6 +69,8 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         CapacityError: the memory cannot hold one request of the wanted length.
     """
     started = time.perf_counter()
+    if limits.FAULTS:
+        raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     model = read_model_config(args.model, asked)
     device = resolve_device(args.device)

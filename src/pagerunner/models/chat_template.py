@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pagerunner import limits
 from pagerunner.errors import CheckpointError, InvalidRequestError
 from pagerunner.models.config import read_json
 
@@ -92,8 +93,12 @@ class ChatTemplate:
         try:
             template = _compile(self.templates[name])
             values = {"documents": None, **variables, "messages": list(messages), "tools": tools and list(tools)}
-            text = template.render(values)
+            text = _within_limit(template.generate(values))
             text.encode("utf-8")
+        except (MemoryError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"The chat template takes too much for these messages: {type(error).__name__}.", param="messages"
+            ) from None
         except UnicodeEncodeError:
             raise InvalidRequestError("messages hold a lone surrogate, which is not valid Unicode text.") from None
         except jinja2.TemplateSyntaxError as error:
@@ -103,6 +108,21 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:
             raise InvalidRequestError(f"The chat template fails on these messages: {error}", param="messages") from None
         return text
+
+
+def _within_limit(pieces: Iterator[str]) -> str:
+    parts: list[str] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > limits.MAX_PROMPT_CHARS:
+            raise InvalidRequestError(
+                f"The chat template makes more than {limits.MAX_PROMPT_CHARS} characters of these messages "
+                f"{limits.knob('MAX_PROMPT_CHARS')}.",
+                param="messages",
+            )
+        parts.append(piece)
+    return "".join(parts)
 
 
 def _read(file: Path) -> str:

@@ -7,6 +7,7 @@ them: a sequence whose next token is not known yet is scheduled all the same, be
 from __future__ import annotations
 
 import heapq
+import logging
 from bisect import insort
 from collections import deque
 from typing import Literal
@@ -29,6 +30,8 @@ from pagerunner.types import (
     StepRow,
     TokenLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +114,7 @@ class Scheduler:
         self._prompt_tokens = 0
         self._generated = 0
         self._last_step_tokens = 0
+        self._failed: list[RequestUpdate] = []
 
     # -- requests
 
@@ -255,15 +259,19 @@ class Scheduler:
                 break
             known = len(sequence.tokens)
             slot = self._free_slots[0]
-            grant = manager.admit(
-                slot,
-                sequence.chain,
-                sequence.tokens,
-                sequence.hit_limit(),
-                shares=sequence.shares,
-                family=sequence.family,
-                prompt_len=sequence.prompt_len,
-            )
+            try:
+                grant = manager.admit(
+                    slot,
+                    sequence.chain,
+                    sequence.tokens,
+                    sequence.hit_limit(),
+                    shares=sequence.shares,
+                    family=sequence.family,
+                    prompt_len=sequence.prompt_len,
+                )
+            except Exception as error:  # a bug that one request has found must not end the others
+                self._failed.append(self._fail(sequence, "admitted", error))
+                continue
             if grant is None:
                 sequence.retry_version = manager.version
                 break
@@ -335,13 +343,26 @@ class Scheduler:
                 self.manager.distrust(sequence.chain, row.start)
                 updates.append(self._finish(sequence, "error", error=result.errors[number]))
                 continue
-            if number in result.prompt_logprobs:
-                sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
-            if number in result.pooled:
-                updates.append(self._finish(sequence, "stop", pooled=result.pooled[number]))
-            elif row.samples:
-                updates.append(self._append(sequence, result.token_ids[number], result.logprobs.get(number)))
+            try:
+                if number in result.prompt_logprobs:
+                    sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
+                if number in result.pooled:
+                    updates.append(self._finish(sequence, "stop", pooled=result.pooled[number]))
+                elif row.samples:
+                    updates.append(self._append(sequence, result.token_ids[number], result.logprobs.get(number)))
+            except Exception as error:
+                self.manager.distrust(sequence.chain, row.start)
+                updates.append(self._fail(sequence, "continued", error))
         return updates
+
+    def take_failed(self) -> list[RequestUpdate]:
+        """The last updates of requests that failed while steps were planned."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _fail(self, sequence: Sequence, what: str, error: Exception) -> RequestUpdate:
+        logger.exception("Request %s can't be %s.", sequence.request_id, what)
+        return self._finish(sequence, "error", error=f"It can't be {what}: {error!r}.")
 
     def _append(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestUpdate:
         """Append sampled tokens up to the one that ends the sequence."""

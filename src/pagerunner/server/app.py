@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from pagerunner import __version__
 from pagerunner.errors import EngineDeadError, PagerunnerError
@@ -20,6 +19,7 @@ from pagerunner.server.completions import CompletionsEndpoint
 from pagerunner.server.control import QUERIES, Control
 from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from pagerunner.server.errors import HttpError, error_response
+from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
@@ -31,51 +31,31 @@ from pagerunner.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-PUBLIC_PATHS = frozenset(("/health",))
-"""What an API key does not guard. Everything else is guarded, whatever routes come later."""
 LABEL_HEADER = "X-Request-Id"
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class ApiKeyGuard:
-    """Refuses HTTP requests without `Authorization: Bearer KEY`, in constant time, on all but PUBLIC_PATHS."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode("utf-8") for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        if scope["type"] == "lifespan" or scope["path"] in PUBLIC_PATHS or self._authorized(scope):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            refusal = HttpError(401, "A valid API key is needed: send it as 'Authorization: Bearer KEY'.")
-            await error_response(refusal)(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-    def _authorized(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), expected) for expected in self._keys]
-        return any(matches) and scheme.lower() == b"bearer"
-
-
-def create_app(service: Service, metrics: Metrics, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The application. With `api_keys` every path but /health asks for one of them."""
+def create_app(service: Service, metrics: Metrics, keys: Keys) -> FastAPI:
+    """The application behind its gate."""
     app = FastAPI(title="pagerunner", version=__version__, docs_url=None, redoc_url=None)
     schemas = _add_routes(app, service, metrics)
     app.openapi = lambda: _openapi(FastAPI.openapi(app), schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _refuse)
-    if api_keys:
-        app.add_middleware(ApiKeyGuard, api_keys=api_keys)
+    app.add_middleware(Gate, routes=app, keys=keys)
+    if keys.origins:  # outside the gate: browsers ask without a key first
+        app.add_middleware(
+            CORSMiddleware, allow_origins=keys.origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+        )
     return app
 
 
 def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
     bodies: list[type] = []
+    client = Access.CLIENT
 
-    def route(path: str, handler: Handler, method: str, body: type | None = None) -> None:
+    def route(
+        path: str, handler: Handler, method: str, body: type | None = None, access: Access = Access.ADMIN
+    ) -> None:
         async def guarded(request: Request) -> Response:
             response = await _answer(handler, request)
             # The client's name for its call comes back as it is; inside, a call has an id of our own.
@@ -93,30 +73,33 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
             bodies.append(body)
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, guarded, methods=[method], openapi_extra=extra, response_class=Response)
+        app.add_api_route(path, marked(guarded, access), methods=[method], openapi_extra=extra, response_class=Response)
 
-    route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest)
-    route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest)
-    route("/v1/responses", ResponsesEndpoint(service), "POST", ResponsesRequest)
-    route("/v1/embeddings", EmbeddingsEndpoint(service), "POST", EmbeddingRequest)
+    route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest, client)
+    route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest, client)
+    route("/v1/responses", ResponsesEndpoint(service), "POST", ResponsesRequest, client)
+    route("/v1/embeddings", EmbeddingsEndpoint(service), "POST", EmbeddingRequest, client)
     tokens = Tokens(service)
-    route("/tokenize", tokens.tokenize, "POST", TokenizeRequest)
-    route("/detokenize", tokens.detokenize, "POST", DetokenizeRequest)
-    route("/tokenizer_info", tokens.info, "GET")
+    route("/tokenize", tokens.tokenize, "POST", TokenizeRequest, client)
+    route("/detokenize", tokens.detokenize, "POST", DetokenizeRequest, client)
+    route("/tokenizer_info", tokens.info, "GET", access=client)
     control = Control(service)
     route("/sleep", control.sleep, "POST")
     route("/wake_up", control.wake_up, "POST")
     route("/is_sleeping", control.is_sleeping, "GET")
     route("/reset_prefix_cache", control.reset_prefix_cache, "POST")
     info = _Information(service, metrics)
-    route("/v1/models", info.models, "GET")
-    route("/v1/models/{model:path}", info.model, "GET")
-    route("/health", info.health, "GET")
+    route("/v1/models", info.models, "GET", access=client)
+    route("/v1/models/{model:path}", info.model, "GET", access=client)
+    route("/health", info.health, "GET", access=Access.PUBLIC)
     for method in ("GET", "POST"):
-        route("/ping", info.health, method)
-    route("/version", info.version, "GET")
-    route("/metrics", info.metrics, "GET")
+        route("/ping", info.health, method, access=client)
+    route("/version", info.version, "GET", access=client)
+    route("/metrics", info.metrics, "GET", access=client)
     route("/memory", info.memory, "GET")
+    for one in app.routes:
+        if getattr(one, "path", None) == app.openapi_url:
+            marked(one.endpoint, client)  # type: ignore[attr-defined]
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return schemas
 

@@ -16,9 +16,12 @@ from pagerunner.server.protocol import ErrorBody, ErrorDetail
 _TYPES = {
     400: "BadRequestError",
     401: "UnauthorizedError",
+    403: "ForbiddenError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -53,6 +56,6 @@ def error_response(error: Exception) -> Response:
     """The answer for an error."""
     body = error_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if body.error.code == 401 else {}
-    if body.error.code == 413:
+    if body.error.code in (408, 413, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
     return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")

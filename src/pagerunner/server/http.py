@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from pagerunner.server.errors import HttpError
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
+_LARGE_BODY = 256 * 1024
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 
@@ -27,16 +29,24 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES."""
+    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls."""
     limit = limits.MAX_BODY_BYTES
-    too_long = HttpError(413, f"The request body is larger than {limit} bytes.")
+    too_long = HttpError(413, f"The request body is larger than {limit} bytes {limits.knob('MAX_BODY_BYTES')}.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise too_long
     body = bytearray()
     receive = request.receive
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(limits.BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"The request body stopped after {len(body)} bytes, for {limits.BODY_SECONDS} seconds "
+                f"{limits.knob('BODY_SECONDS')}.",
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")
@@ -48,7 +58,10 @@ async def read_body(request: Request) -> bytes:
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     """The body as the decoder's type. Raises InvalidRequestError that names the field where there is one."""
+    collects = len(body) > _LARGE_BODY and gc.isenabled()
     try:
+        if collects:  # millions of fresh values would make it walk all of the process's again and again
+            gc.disable()
         body.decode("utf-8")
         return decoder.decode(body)
     except UnicodeDecodeError as error:
@@ -60,6 +73,9 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         raise InvalidRequestError(f"{text}.", param=param or None) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

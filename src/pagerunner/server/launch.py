@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -15,19 +16,22 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
+from pagerunner.server.connection import Connection
+from pagerunner.server.gate import Keys
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
-_MAX_HEADER_BYTES = 64 * 1024
-_LAST_WORDS_SECONDS = 5.0
+_OPEN_FILES = 65_536
+_LAST_WORDS_SECONDS = 10.0
 
 
 def run_server(
@@ -36,21 +40,26 @@ def run_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
 
-    With `api_keys` every path but /health asks for one of them. Only loopback is served unless `host` says otherwise.
-    The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
-    that time, ends them with what they have.
+    With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
+    see gate.Keys. Only loopback is served unless `host` says otherwise. The first signal stops accepting and lets running
+    requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have; clients
+    then have 10 seconds to read it, unless there is a third one.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
             model loads.
     """
+    _allow_many_connections()
     listener = bind(host, port)
     if not api_keys and not _is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
@@ -60,14 +69,25 @@ def run_server(
                 args,
                 listener,
                 api_keys=api_keys,
+                admin_keys=admin_keys,
+                allowed_origins=allowed_origins,
                 served_model_name=served_model_name,
                 drain_seconds=drain_seconds,
+                stall_seconds=stall_seconds,
                 access_log=access_log,
                 core_factory=core_factory,
             )
         )
     finally:
         listener.close()
+
+
+def _allow_many_connections() -> None:
+    """Many systems start programs with 1,024 open files, which is as many clients, and let them ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -115,6 +135,8 @@ async def serve(
     listener: socket.socket,
     *,
     api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
@@ -125,6 +147,12 @@ async def serve(
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
+    keys = Keys(
+        api=tuple(api_keys),
+        admin=tuple(admin_keys),
+        origins=tuple(allowed_origins),
+        loopback=_is_loopback(listener),
+    )
     metrics = Metrics(names[0])
     with StopSignals().installed() as stop:
         loading = asyncio.create_task(
@@ -138,7 +166,7 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, api_keys)
+            app = create_app(Service(engine, names, args.model), metrics, keys)
             server = _Server(_uvicorn_config(app, access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
@@ -164,15 +192,17 @@ def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> N
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second."""
+    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second, `forced` at the third."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
+        self.forced = asyncio.Event()
 
     def ask(self) -> None:
         """What a signal does; also callable without one."""
-        (self.insisted if self.asked.is_set() else self.asked).set()
+        events = (self.asked, self.insisted, self.forced)
+        next((event for event in events if not event.is_set()), self.forced).set()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:
@@ -210,8 +240,8 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # its limits on headers are known
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http=Connection,
+        h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -232,7 +262,14 @@ async def _run(
         server.should_exit = True
         await stop.wait(stop.insisted, serving, drain_seconds)
     if not serving.done():
-        engine.abort_all()
-        await asyncio.wait([serving], timeout=_LAST_WORDS_SECONDS)
+        late = None
+        if not stop.insisted.is_set():
+            late = EngineDeadError(
+                f"The server is shutting down, and the request has not ended within {drain_seconds:g} seconds "
+                "(--shutdown-timeout)."
+            )
+        logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
+        engine.stop(late)
+        await stop.wait(stop.forced, serving, _LAST_WORDS_SECONDS)  # answers that were made are still being read
         server.force_exit = True
     await serving

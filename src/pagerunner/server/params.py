@@ -49,7 +49,7 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     if count * params.n > limits.MAX_PROMPTS_PER_CALL:
         raise InvalidRequestError(
             f"The call asks for {count} prompts with n={params.n}; at most {limits.MAX_PROMPTS_PER_CALL} answers "
-            "are allowed in one call.",
+            f"are allowed in one call {limits.knob('MAX_PROMPTS_PER_CALL')}.",
             param="prompt",
         )
     return params
@@ -72,7 +72,9 @@ def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParam
         raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= limits.MAX_LOGPROBS:
         raise InvalidRequestError(
-            f"top_logprobs must be in [0, {limits.MAX_LOGPROBS}], got {request.top_logprobs}.", param="top_logprobs"
+            f"top_logprobs must be in [0, {limits.MAX_LOGPROBS}], got {request.top_logprobs} "
+            f"{limits.knob('MAX_LOGPROBS')}.",
+            param="top_logprobs",
         )
     values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**values)

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 
 Unsupported = Any
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Salt = Annotated[str, Meta(max_length=256)]
+Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -85,15 +86,15 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     priority: Priority | None = None
     return_token_ids: bool | None = None
-    # accepted: they don't change the answer
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    # accepted: they don't change the answer, and are not even decoded
+    metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_key: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     request_id: str | None = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
+    safety_identifier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    user: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
     best_of: Unsupported = None
     kv_transfer_params: Unsupported = None

@@ -8,6 +8,7 @@ Shape letters: S sampled rows, T prompt tokens, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from pagerunner.runner.sampling.processors import allow_only, ban_words, penaliz
 from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
 from pagerunner.runner.sampling.transfer import HostCopy, to_device
 from pagerunner.types import SlotInit, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 _KEPT_LAYOUTS = 8
 _PROMPT_ROWS_AT_ONCE = 256
@@ -105,19 +108,27 @@ class Sampler:
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot, new or back from preemption; nothing of the slot's former request remains.
 
-        A request that names a token id outside the vocabulary doesn't raise, for the sake of its neighbours: its row is
-        in `Sampled.errors` when it is sampled.
+        A request whose parameters can't be compiled, such as a token id outside the vocabulary, doesn't raise, for the
+        sake of its neighbours: its row is in `Sampled.errors` when it is sampled.
+
+        Raises:
+            RuntimeError: the device fails (torch's errors are of this type).
         """
         slot = init.slot
         self._layouts.clear()
         try:
             params = compile_slot(init.request, self._vocab_size, self._device)
+            if params.penalties is not None:
+                self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
+            if params.bad_words is not None:
+                self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
         except InvalidRequestError as error:
             params = broken_slot(init.request, str(error))
-        if params.penalties is not None:
-            self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
-        if params.bad_words is not None:
-            self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
+        except RuntimeError:
+            raise
+        except Exception as error:  # a bug that one request has found
+            logger.exception("The sampling parameters of request %s can't be used.", init.request.request_id)
+            params = broken_slot(init.request, f"Its sampling parameters can't be used: {error!r}.")
         self._params[slot] = params
         self._takes_best[slot] = params.takes_best
 
