@@ -16,6 +16,8 @@ IN_RUN, IN_RESULT, OUT_OF_MEMORY = 2001, 2002, 2003
 
 
 class _Pending:
+    in_graph = False
+
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
 

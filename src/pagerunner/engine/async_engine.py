@@ -17,6 +17,7 @@ from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import DEFAULT_FACTORY, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.desk import OutputDesk
 from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.engine.live import LiveState
 from pagerunner.engine.observer import EngineObserver, NullObserver
 from pagerunner.engine.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
@@ -238,6 +239,12 @@ class AsyncEngine:
     async def memory_state(self) -> dict[str, Any]:
         """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
         state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
+        return state
+
+    async def watch(self, since: int) -> LiveState:
+        """What the core runs and holds between two steps, with the steps after `since`; see `engine/live.py`."""
+        state = await self._client.call(lambda call_id: wire.Watch(call_id, since))
+        assert isinstance(state, LiveState)
         return state
 
     def check_health(self) -> None:

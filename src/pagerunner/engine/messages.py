@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.live import LiveState
 from pagerunner.errors import (
     CapacityError,
     CheckpointError,
@@ -121,13 +122,20 @@ class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
     call_id: int
 
 
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Call `core.watch(since)`."""
+
+    call_id: int
+    since: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory
-ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Shutdown
-Answer = bool | MemoryState | None
+Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch
+ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch | Shutdown
+Answer = bool | MemoryState | LiveState | None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

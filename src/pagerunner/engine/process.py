@@ -26,6 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
+from pagerunner.engine.live import LiveState
 from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
@@ -77,6 +78,9 @@ class Core(Protocol):
 
     def memory_state(self) -> MemoryState:
         """Who holds the page memory."""
+
+    def watch(self, since: int) -> LiveState:
+        """What goes on, with the steps after `since`."""
 
 
 class CoreLoop:
@@ -174,6 +178,9 @@ class CoreLoop:
                     value = self._core.reset_prefix_cache()
                 case wire.ReadMemory():
                     value = self._core.memory_state()
+                case wire.Watch(_, since):
+                    self.send(wire.Reply(message.call_id, self._core.watch(since)))
+                    return
         except EngineDeadError:  # a step that the call ran has failed
             raise
         except PagerunnerError as error:

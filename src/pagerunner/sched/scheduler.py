@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
+from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (
@@ -421,6 +423,28 @@ class Scheduler:
         """Who holds which pages now."""
         holders = {sequence.request_id: sequence.grant for sequence in self._running if sequence.grant is not None}
         return memory_state(self.manager, holders)
+
+    def live(self) -> list[LiveRequest]:
+        """The running requests, then the first of those that wait, and why."""
+        groups = self.manager.plan.groups
+        found = [live_request(sequence, groups) for sequence in self._running]
+        wait = self._why_first_waits()
+        for sequence in islice(self._waiting, MAX_WAITING):
+            found.append(live_request(sequence, groups, wait))
+            wait = "line"
+        return found
+
+    def _why_first_waits(self) -> Wait:
+        if not self._waiting:
+            return ""
+        first = self._waiting.peek()
+        if not self._free_slots:
+            return "slot"
+        if first.in_flight:
+            return "turn"
+        if first.retry_version == self.manager.version:
+            return "snapshot" if self.manager.awaits_snapshot else "pages"
+        return "budget"
 
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""

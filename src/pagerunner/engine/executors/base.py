@@ -9,7 +9,9 @@ from pagerunner.types import StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A launched step."""
+    """A launched step, and whether it ran as a graph."""
+
+    in_graph: bool
 
     def result(self) -> StepResult:
         """Wait for the step and read its tokens."""
