@@ -16,8 +16,8 @@ from pagerunner.config import engine_args
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
+from pagerunner.engine.messages import StartUp
 from pagerunner.engine.resolve import resolve
-from pagerunner.engine.startup import StartUp
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer

@@ -31,6 +31,7 @@ class FailingExecutor:
     """See Executor."""
 
     sleep_level = None
+    busy_seconds = 0.0
 
     def run(self, plan: StepPlan) -> _Pending:
         if _has(plan, IN_RUN):

@@ -24,6 +24,8 @@ def build_parser() -> Parser:
     )
     key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
+    traces_help = "OTLP collector that gets a span per request, such as http://127.0.0.1:4318/v1/traces"
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
     add_engine_options(parser)
     add_common_options(parser)
     return parser
@@ -38,7 +40,12 @@ def run(namespace: argparse.Namespace) -> int:
     from pagerunner.server.launch import run_server
 
     return run_server(
-        args, host=namespace.host, port=namespace.port, api_keys=_keys(namespace), access_log=not namespace.quiet
+        args,
+        host=namespace.host,
+        port=namespace.port,
+        api_keys=_keys(namespace),
+        access_log=not namespace.quiet,
+        otlp_traces_endpoint=namespace.otlp_traces_endpoint,
     )
 
 

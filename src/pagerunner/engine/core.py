@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import msgspec
+
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
 from pagerunner.engine.faults import step_fault
 from pagerunner.engine.live import LiveState, StepLog
-from pagerunner.engine.startup import StartUp
+from pagerunner.engine.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
@@ -120,8 +122,8 @@ class EngineCore:
             raise EngineDeadError(self._death)
 
     def stats(self) -> SchedulerStats:
-        """Counters and gauges of the scheduler and the memory manager."""
-        return self._scheduler.stats()
+        """Counters and gauges of the scheduler, the memory manager and the device."""
+        return msgspec.structs.replace(self._scheduler.stats(), busy_seconds=self._executor.busy_seconds)
 
     def memory_state(self) -> MemoryState:
         """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""

@@ -46,6 +46,7 @@ class Core(Protocol):
     """What the loop needs of an engine core; `engine.core.EngineCore` and the tests' fake have it."""
 
     memory_plan: MemoryPlan
+    startup: wire.StartUp
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
@@ -137,6 +138,8 @@ class CoreLoop:
             prefix_hits=stats.prefix_hits_total,
             preemptions=stats.preemptions_total,
             steps=stats.steps_total,
+            waiting_for=stats.waiting_for,
+            busy_seconds=stats.busy_seconds,
             groups=stats.groups,
             kv_fragmentation=stats.kv_fragmentation,
             kv_waste=stats.kv_waste,
@@ -240,7 +243,7 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
     try:
         core = load_factory(launch.factory)(launch.args)
         plan = core.memory_plan
-        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)))))
+        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it
         if not isinstance(error, PagerunnerError):
             traceback.print_exc()

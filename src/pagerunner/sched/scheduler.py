@@ -7,6 +7,8 @@ them: a sequence whose next token is not known yet is scheduled all the same, be
 from __future__ import annotations
 
 import heapq
+import logging
+import time
 from bisect import insort
 from collections import deque
 from itertools import islice
@@ -32,6 +34,8 @@ from pagerunner.types import (
     TokenLogprobs,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached.
@@ -52,7 +56,10 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens."""
+    """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens.
+
+    `waiting_for` is why the first of those that wait does. `busy_seconds` of the device are the engine's to fill in.
+    """
 
     running: int
     waiting: int
@@ -65,6 +72,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_total: int
     generation_tokens_total: int
     last_step_tokens: int
+    waiting_for: Wait = ""
+    busy_seconds: float = 0.0
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
 
@@ -287,6 +296,7 @@ class Scheduler:
             sequence.retry_budget = 0
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
+                sequence.admitted_time = time.monotonic()
                 if sequence.shares and not sequence.wants_prompt_logprobs:
                     manager.count_query(grant)
             if self._by_priority:
@@ -303,6 +313,16 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
         self._preemptions += 1
+        manager = self.manager
+        logger.warning(
+            "Request %s is preempted: %d computed tokens are given up (%d running, %d waiting, %.1f%% of the page memory "
+            "in use).",
+            sequence.request_id,
+            sequence.scheduled,
+            len(self._running),
+            len(self._waiting),
+            100 * manager.usage,
+        )
         self._vacate(sequence)
         self._waiting.put_back(sequence)
 
@@ -389,6 +409,7 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
+            admitted_time=sequence.admitted_time if first else 0.0,
             error=error,
         )
 
@@ -474,6 +495,7 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generated,
             last_step_tokens=self._last_step_tokens,
+            waiting_for=self._why_first_waits(),
             kv_fragmentation=manager.pool.fragmentation,
             kv_waste=manager.plan.waste,
         )

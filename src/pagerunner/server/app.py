@@ -16,7 +16,7 @@ from pagerunner import __version__
 from pagerunner.errors import EngineDeadError, PagerunnerError
 from pagerunner.server.chat import ChatEndpoint
 from pagerunner.server.completions import CompletionsEndpoint
-from pagerunner.server.errors import HttpError, error_response
+from pagerunner.server.errors import HttpError, error_response, one_line
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
@@ -106,7 +106,10 @@ async def _answer(handler: Handler, request: Request) -> Response:
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except (HttpError, PagerunnerError) as error:
-        return error_response(error)
+        response = error_response(error)
+        what = (request.method, request.url.path, response.status_code, one_line(str(error)))
+        logger.warning("%s %s is refused with status %d: %s", *what)
+        return response
     except Exception as error:  # whatever it is, it must end this request only
         logger.exception("%s %s failed.", request.method, request.url.path)
         return error_response(HttpError(500, f"The server failed to answer: {type(error).__name__}."))

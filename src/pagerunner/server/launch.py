@@ -22,6 +22,8 @@ from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
+from pagerunner.server.stats_log import logged_stats
+from pagerunner.server.tracing import TraceHeaders, sent_spans
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ def run_server(
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
+    otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
@@ -63,6 +66,7 @@ def run_server(
                 served_model_name=served_model_name,
                 drain_seconds=drain_seconds,
                 access_log=access_log,
+                otlp_traces_endpoint=otlp_traces_endpoint,
                 core_factory=core_factory,
             )
         )
@@ -118,6 +122,7 @@ async def serve(
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
+    otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
     stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
@@ -125,8 +130,8 @@ async def serve(
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
-    metrics = Metrics(names[0])
-    with StopSignals().installed() as stop:
+    with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
+        metrics = Metrics(names[0], spans)
         loading = asyncio.create_task(
             AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
         )
@@ -139,17 +144,19 @@ async def serve(
         try:
             describe_cache(metrics, args, engine)
             app = create_app(Service(engine, names, args.model), metrics, api_keys)
-            server = _Server(_uvicorn_config(app, access_log))
+            server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
-            await _run(server, listener, engine, stop, drain_seconds)
+            async with logged_stats(metrics, quiet=args.disable_log_stats):
+                await _run(server, listener, engine, stop, drain_seconds)
         finally:
             await engine.shutdown()
     return 0
 
 
 def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
-    """Publish what the KV cache was asked to be and became."""
+    """Publish what the KV cache was asked to be and became, and what the start took."""
+    metrics.describe_start(engine.startup)
     plan = engine.memory_plan
     metrics.describe_cache(
         block_size=args.block_size,

@@ -25,6 +25,11 @@ class Executor(Protocol):
         """Launch a step without waiting for it."""
         ...
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the device has worked on steps that are done."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Free memory; see runner/sleep.py."""
         ...
