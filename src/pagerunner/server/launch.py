@@ -148,7 +148,7 @@ async def serve(
             if on_ready is not None:
                 on_ready(engine, stop)
             async with logged_stats(metrics, quiet=args.disable_log_stats):
-                await _run(server, listener, engine, stop, drain_seconds)
+                await _run(server, listener, engine, stop, drain_seconds, announce=on_ready is None)
         finally:
             await engine.shutdown()
     return 0
@@ -228,11 +228,18 @@ def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
 
 
 async def _run(
-    server: uvicorn.Server, listener: socket.socket, engine: AsyncEngine, stop: StopSignals, drain_seconds: float
+    server: uvicorn.Server,
+    listener: socket.socket,
+    engine: AsyncEngine,
+    stop: StopSignals,
+    drain_seconds: float,
+    *,
+    announce: bool,
 ) -> None:
     host, port = listener.getsockname()[:2]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if announce:
+        print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await stop.wait(stop.asked, serving)
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)
