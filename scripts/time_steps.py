@@ -89,6 +89,7 @@ class _Watched:
     def __init__(self, pending: Any, times: Times) -> None:
         self._pending = pending
         self._times = times
+        self.in_graph = pending.in_graph
 
     def result(self) -> Any:
         """Wait for the step."""

@@ -17,8 +17,8 @@ from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
 from pagerunner.engine.input_processor import POOLING_PARAMS
+from pagerunner.engine.messages import StartUp
 from pagerunner.engine.resolve import resolve
-from pagerunner.engine.startup import StartUp
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer

@@ -280,7 +280,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What one step added to one sequence. `finish_reason` is set exactly once, on the last update."""
+    """What one step added to one sequence. `finish_reason` is set exactly once, on the last update.
+
+    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens.
+    """
 
     request_id: str
     new_token_ids: list[int]
@@ -289,6 +292,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    admitted_time: float = 0.0
     error: str | None = None
     pooled: list[float] | None = None
 

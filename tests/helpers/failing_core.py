@@ -18,6 +18,8 @@ IN_RUN, IN_RESULT, OUT_OF_MEMORY, HANG = 2001, 2002, 2003, 2004
 
 
 class _Pending:
+    in_graph = False
+
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
 
@@ -33,6 +35,7 @@ class FailingExecutor:
     """See Executor."""
 
     sleep_level = None
+    busy_seconds = 0.0
 
     def run(self, plan: StepPlan) -> _Pending:
         if _has(plan, IN_RUN):

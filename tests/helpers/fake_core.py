@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.messages import StartUp
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import GroupOwnership, MemoryState, RequestPages
 from pagerunner.memory.planner import plan_memory
@@ -51,6 +52,7 @@ class FakeCore:
         self._queries = self._hits = 0
         self._level: int | None = None
         self._steps = 0
+        self.startup = StartUp({"weights": 1.5, "capture": 0.5}, {"graphs": 4096, "free": 2**30})
         self.memory_plan = plan_memory(
             [FullKV(num_kv_heads=1, head_dim=16, dtype="float32")],
             page_tokens=PAGE_TOKENS,
@@ -122,6 +124,7 @@ class FakeCore:
         tokens = self._tokens[name]
         first = not tokens
         cached = len(prompt) if tuple(prompt) in self._seen else 0
+        now = time.monotonic()
         token = prompt[len(tokens) % len(prompt)]
         tokens.append(token)
         reason, stop_reason = self._finish(request, token, len(tokens))
@@ -141,6 +144,7 @@ class FakeCore:
                 else None
             ),
             num_cached_tokens=cached,
+            admitted_time=now if first else 0.0,
         )
 
     @staticmethod

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import MODEL, RunningServer
 from pagerunner.engine.messages import EngineStats
 from pagerunner.engine.observer import FinishedSequence
 from pagerunner.sched.scheduler import GroupUsage
+from pagerunner.server import stats_log
 from pagerunner.server.metrics import Metrics
+from pagerunner.server.stats_log import StatsLog
+from pagerunner.types import EngineRequest, SamplingParams
 
 NAMES = {
     "num_requests_running": "gauge",
@@ -29,6 +35,17 @@ NAMES = {
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "iteration_tokens_total": "histogram",
+    "num_requests_waiting_by_reason": "gauge",
+    "engine_sleep_state": "gauge",
+    "prompt_tokens_by_source": "counter",
+    "time_per_output_token_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_params_n": "histogram",
+    "request_params_max_tokens": "histogram",
 }
 
 
@@ -106,10 +123,97 @@ def test_running_totals_of_the_core_become_counters() -> None:
     metrics = Metrics("m")
     metrics.on_stats(EngineStats(running=2, waiting=1, kv_cache_usage=0.5, preemptions=3, prefix_hits=16))
     metrics.on_stats(EngineStats(running=1, waiting=0, kv_cache_usage=0.25, preemptions=4, prefix_hits=32))
-    metrics.on_finished(FinishedSequence("stop", 10, 20, 1.5))
+    request = EngineRequest(
+        request_id="a_1", family="a", prompt_token_ids=[5] * 10, params=SamplingParams(n=2), seed=0, max_tokens=40
+    )
+    metrics.on_finished(FinishedSequence(request, "stop", 21, 4, 100.0, 100.25, 100.75, 102.75, 103.0))
     text = metrics.render().decode()
     assert 'vllm:num_requests_running{engine="0",model_name="m"} 1.0' in text
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25' in text
     assert 'vllm:num_preemptions_total{engine="0",model_name="m"} 4.0' in text
     assert 'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 32.0' in text
-    assert 'vllm:request_generation_tokens_sum{engine="0",model_name="m"} 20.0' in text
+    for name, value in {
+        "generation_tokens_sum": 21,
+        "queue_time_seconds_sum": 0.25,
+        "prefill_time_seconds_sum": 0.5,
+        "decode_time_seconds_sum": 2,
+        "inference_time_seconds_sum": 2.5,
+        "time_per_output_token_seconds_sum": 0.1,
+        "params_max_tokens_sum": 40,
+        "params_n_count": 0,  # the first of the two sequences stands for the request
+    }.items():
+        assert f'vllm:request_{name}{{engine="0",model_name="m"}} {float(value)}' in text, name
+    assert 'vllm:e2e_request_latency_seconds_sum{engine="0",model_name="m"} 3.0' in text
+
+
+def test_the_start_is_broken_down(server: RunningServer) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(server.get("/metrics").text)}
+
+    def by(name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in families[f"pagerunner:{name}"].samples}
+
+    assert by("startup_seconds", "phase") == {"weights": 1.5, "capture": 0.5}
+    assert by("device_memory_bytes", "use") == {"graphs": 4096, "free": 2**30}
+    assert by("graph_memory_bytes", "model_name") == {MODEL: 4096}
+
+
+def test_waiting_requests_count_under_what_the_first_waits_for() -> None:
+    metrics = Metrics("m")
+    metrics.on_stats(EngineStats(waiting=5, waiting_for="pages"))
+    metrics.on_stats(EngineStats(waiting=3, waiting_for="slot"))
+    text = metrics.render().decode()
+    assert 'vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0' in text
+    assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="slot"} 3.0' in text
+    assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="pages"} 0.0' in text
+
+
+def test_sleep_is_a_state() -> None:
+    def states(metrics: Metrics) -> dict[str, float]:
+        families = text_string_to_metric_families(metrics.render().decode())
+        family = next(one for one in families if one.name == "vllm:engine_sleep_state")
+        return {sample.labels["sleep_state"]: sample.value for sample in family.samples}
+
+    metrics = Metrics("m")
+    assert states(metrics) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+    metrics.on_sleep(2)
+    assert states(metrics) == {"awake": 0, "weights_offloaded": 0, "discard_all": 1}
+    metrics.on_sleep(None)
+    assert states(metrics)["awake"] == 1
+
+
+def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0, 120.0, 130.0])
+    monkeypatch.setattr(stats_log, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    metrics = Metrics("m")
+    log = StatsLog(metrics)
+    metrics.on_step(500, 100, 1000)
+    metrics.on_stats(
+        EngineStats(
+            running=2,
+            waiting=1,
+            waiting_for="slot",
+            kv_cache_usage=0.25,
+            prefix_queries=400,
+            prefix_hits=100,
+            busy_seconds=9,
+        )
+    )
+    line = log.line()
+    assert line == (
+        "Engine 000: Avg prompt throughput: 50.0 tokens/s, Avg generation throughput: 100.0 tokens/s, Running: 2 reqs, "
+        "Waiting: 1 reqs (for slot), GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%, Device idle: 10.0%"
+    )
+    assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 0.09' in metrics.render().decode()
+    assert "generation throughput: 0.0" in (log.line() or ""), "still running"
+    metrics.on_stats(EngineStats(busy_seconds=9))
+    assert log.line() is None
+    assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
+
+
+def test_a_refusal_is_one_line_in_the_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="pagerunner.server.app"):
+        server.post("/v1/completions", {"prompt": "a", "no\x1b[31m\nsuch": 1})
+        server.post("/v1/completions", {"prompt": [5] * 3000, "max_tokens": 4})
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and all(message.isprintable() for message in messages)
+    assert all(message.startswith("POST /v1/completions is refused with status 400: ") for message in messages)

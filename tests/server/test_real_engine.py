@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.checkpoints import make_checkpoint
 from helpers.serving import MODEL, RunningServer, running_server
@@ -197,3 +198,64 @@ def test_memory_shows_whose_pages_are_in_use_while_a_stream_runs(real_server: Ru
     text = real_server.get("/metrics").text
     assert 'pagerunner:group_pages_in_use{engine="0",group="full",model_name="tiny"} 0.0' in text
     assert "pagerunner:group_prefix_hits_total" in text
+
+
+def test_metrics_count_exactly_what_was_sent(real_server: RunningServer) -> None:
+    real_server.wait_idle()
+
+    def read() -> dict[tuple[str, str], float]:
+        families = text_string_to_metric_families(real_server.get("/metrics").text)
+        return {
+            (sample.name, sample.labels.get("source") or sample.labels.get("finished_reason") or ""): sample.value
+            for family in families
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        }
+
+    before = read()
+    client = real_server.openai()
+    usages = [
+        client.completions.create(
+            model=MODEL,
+            prompt=f"{number}{number} is a number " * 4,
+            max_tokens=10 + number,
+            extra_body={"ignore_eos": True},
+        ).usage
+        for number in (1, 2, 3, 3)
+    ]
+    client.completions.create(model=MODEL, prompt=[9, 9, 9], n=3, max_tokens=2, extra_body={"ignore_eos": True})
+    real_server.wait_idle()
+    after = read()
+    change = {key: value - before.get(key, 0) for key, value in after.items()}
+    prompt = sum(usage.prompt_tokens for usage in usages if usage)
+    cached = sum(
+        (usage.prompt_tokens_details.cached_tokens or 0) for usage in usages if usage and usage.prompt_tokens_details
+    )
+    assert cached > 0
+    assert change["vllm:prompt_tokens_total", ""] == change["vllm:request_prompt_tokens_sum", ""] == prompt + 9
+    generated = 11 + 12 + 13 + 13 + 6
+    assert change["vllm:generation_tokens_total", ""] == change["vllm:request_generation_tokens_sum", ""] == generated
+    assert (
+        change["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == change["vllm:prompt_tokens_cached_total", ""]
+    )
+    assert cached <= change["vllm:prompt_tokens_cached_total", ""] < cached + 9
+    assert (
+        sum(change["vllm:prompt_tokens_by_source_total", s] for s in ("local_compute", "local_cache_hit")) == prompt + 9
+    )
+    assert change["vllm:request_success_total", "length"] == 7
+    assert (
+        change["vllm:time_to_first_token_seconds_count", ""]
+        == change["vllm:e2e_request_latency_seconds_count", ""]
+        == 7
+    )
+    assert change["vllm:inter_token_latency_seconds_count", ""] == generated - 7
+    assert change["vllm:request_params_n_sum", ""] == 4 + 3 and change["vllm:request_params_n_count", ""] == 5
+    assert change["vllm:request_params_max_tokens_sum", ""] == generated
+    for name in ("queue", "prefill", "decode", "inference", "time_per_output_token"):
+        name = f"vllm:request_{name}_seconds" if "token" in name else f"vllm:request_{name}_time_seconds"
+        assert change[f"{name}_count", ""] == 7 and change[f"{name}_sum", ""] >= 0
+    latency = change["vllm:e2e_request_latency_seconds_sum", ""]
+    parts = change["vllm:request_queue_time_seconds_sum", ""] + change["vllm:request_inference_time_seconds_sum", ""]
+    assert 0 < change["vllm:request_inference_time_seconds_sum", ""] <= parts <= latency
+    assert 0 < change["pagerunner:device_busy_seconds_total", ""] <= latency
+    assert after["pagerunner:startup_seconds", ""] > 0

@@ -20,7 +20,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("pagerunner.cli.chat", "talk to a model in the terminal"),
     "serve": ("pagerunner.cli.serve", "serve a model over HTTP with OpenAI's endpoints"),
     "plan": ("pagerunner.cli.plan", "show how a model would use memory, from its config alone"),
-    "bench": ("pagerunner.cli.bench", "measure throughput or latency"),
+    "run-batch": ("pagerunner.cli.run_batch", "answer an OpenAI batch file; goes on where it was interrupted"),
+    "bench": ("pagerunner.cli.bench", "measure throughput, latency, start-up or sleep"),
+    "bench serve": ("pagerunner.cli.bench_serve", "load a server and measure how long it lets requests wait"),
     "eval": ("pagerunner.cli.evaluate", "score a model on recall, addition, sorting and sentences"),
     "collect-env": ("pagerunner.cli.collect_env", "print versions and hardware for a bug report"),
 }
@@ -70,6 +72,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"pagerunner {__version__}")
         return 0
     verb, *rest = words
+    if rest and f"{verb} {rest[0]}" in VERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}."

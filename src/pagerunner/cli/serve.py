@@ -33,6 +33,8 @@ def build_parser() -> ConfiguredParser:
     group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
     stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
     group.add_argument("--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS", help=stall_help)
+    traces_help = "OTLP collector that gets a span per request, such as http://127.0.0.1:4318/v1/traces"
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
     add_engine_options(parser, without=("served_model_name",))
@@ -63,6 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
         stall_seconds=namespace.stall_timeout,
         served_model_name=names or None,
         access_log=not namespace.quiet,
+        otlp_traces_endpoint=namespace.otlp_traces_endpoint,
     )
 
 

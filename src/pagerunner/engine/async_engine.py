@@ -17,7 +17,8 @@ from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.desk import OutputDesk
 from pagerunner.engine.frontend import Frontend, build_frontend
-from pagerunner.engine.observer import EngineObserver, NullObserver
+from pagerunner.engine.live import LiveState
+from pagerunner.engine.observer import EngineObserver
 from pagerunner.engine.stream import OutputStream
 from pagerunner.engine.templates import TemplateRenderer
 from pagerunner.errors import EngineDeadError, InvalidRequestError
@@ -44,6 +45,7 @@ class AsyncEngine:
 
     def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
         self._frontend = frontend
+        self._observer = observer
         self._desk = OutputDesk(frontend.outputs, observer)
         self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
         self._stall_seconds = stall_seconds
@@ -83,7 +85,7 @@ class AsyncEngine:
         except BaseException:
             core.kill()
             raise
-        return cls(core, frontend, observer if observer is not None else NullObserver(), stall_seconds)
+        return cls(core, frontend, observer or EngineObserver(), stall_seconds)
 
     @property
     def max_model_len(self) -> int:
@@ -95,6 +97,11 @@ class AsyncEngine:
         """The core's memory plan as plain JSON values."""
         plan: dict[str, Any] = msgspec.json.decode(self._client.ready.memory_plan)
         return plan
+
+    @property
+    def startup(self) -> wire.StartUp:
+        """Seconds and device memory that the core's start took."""
+        return self._client.ready.startup
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -255,12 +262,15 @@ class AsyncEngine:
         """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
         await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
         self._asleep = True
+        self._observer.on_sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None)."""
         await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
         self._desk.progress.touch()
         self._asleep = await self.is_sleeping()
+        if not self._asleep:
+            self._observer.on_sleep(None)
 
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
@@ -273,6 +283,12 @@ class AsyncEngine:
     async def memory_state(self) -> dict[str, Any]:
         """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
         state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
+        return state
+
+    async def watch(self, since: int) -> LiveState:
+        """What the core runs and holds between two steps, with the steps after `since`; see `engine/live.py`."""
+        state = await self._client.call(lambda call_id: wire.Watch(call_id, since))
+        assert isinstance(state, LiveState)
         return state
 
     def check_health(self) -> None:

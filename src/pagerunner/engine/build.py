@@ -31,6 +31,7 @@ from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.cuda_driver import CudaDriver, Driver
+from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
 from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, HostMemory
 from pagerunner.runner.pages import Pages
@@ -110,7 +111,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
         build_scheduler(config, plan),
-        InlineExecutor(runner, sleeper),
+        InlineExecutor(runner, sleeper, DeviceClock.of(torch.device(config.device))),
         plan,
         vocab_size=resolved.model.vocab_size,
         max_in_flight=config.max_in_flight,

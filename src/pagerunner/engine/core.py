@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import msgspec
+
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
 from pagerunner.engine.faults import step_fault
-from pagerunner.engine.startup import StartUp
+from pagerunner.engine.live import LiveState, StepLog
+from pagerunner.engine.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
+from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 
@@ -39,7 +44,8 @@ class EngineCore:
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
         self._death: str | None = None
-        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
+        self._step_log = StepLog()
         self.memory_plan = memory_plan
         self.startup = startup if startup is not None else StartUp()
         self.num_steps = 0
@@ -100,7 +106,8 @@ class EngineCore:
             plan = self._scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self._executor.run(plan)))
+            launched = time.monotonic()
+            self._in_flight.append((plan, self._executor.run(plan), launched))
         failed = self._scheduler.take_failed()
         if self._in_flight:
             return failed + self._commit_oldest()
@@ -109,9 +116,12 @@ class EngineCore:
         return failed
 
     def _commit_oldest(self) -> list[RequestUpdate]:
-        plan, pending = self._in_flight.popleft()
+        plan, pending, launched = self._in_flight.popleft()
         self.num_steps += 1
-        return self._scheduler.commit(plan, pending.result())
+        result = pending.result()
+        if self._step_log.watched:
+            self._step_log.note(plan, launched, pending.in_graph)
+        return self._scheduler.commit(plan, result)
 
     def _drain(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
@@ -132,12 +142,34 @@ class EngineCore:
             raise EngineDeadError(self._death)
 
     def stats(self) -> SchedulerStats:
-        """Counters and gauges of the scheduler and the memory manager."""
-        return self._scheduler.stats()
+        """Counters and gauges of the scheduler, the memory manager and the device."""
+        return msgspec.structs.replace(self._scheduler.stats(), busy_seconds=self._executor.busy_seconds)
 
     def memory_state(self) -> MemoryState:
         """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
         return self._scheduler.memory_state()
+
+    def watch(self, since: int) -> LiveState:
+        """What runs, what waits and why, who holds which pages, and the steps after `since` (0: none yet).
+
+        Steps are kept only while somebody asks at least every few seconds.
+        """
+        started = time.monotonic()
+        scheduler = self._scheduler
+        slabs, owners, cached = page_books(scheduler.manager)
+        requests = scheduler.live()
+        level = self.sleep_level
+        return LiveState(
+            started,
+            time.monotonic() - started,
+            -1 if level is None else level,
+            scheduler.stats(),
+            slabs,
+            owners,
+            cached,
+            requests,
+            self._step_log.after(since),
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""

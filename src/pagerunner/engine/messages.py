@@ -6,9 +6,12 @@ standard input as one line of JSON; everything later goes over the socket.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.live import LiveState
 from pagerunner.errors import (
     CapacityError,
     CheckpointError,
@@ -20,6 +23,8 @@ from pagerunner.errors import (
     RequestFailedError,
 )
 from pagerunner.memory.ownership import MemoryState
+from pagerunner.memory.report import human_bytes
+from pagerunner.sched.live import Wait
 from pagerunner.sched.scheduler import GroupUsage
 from pagerunner.types import RequestUpdate
 
@@ -122,19 +127,29 @@ class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
     call_id: int
 
 
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Call `core.watch(since)`."""
+
+    call_id: int
+    since: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory
-ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Shutdown
-Answer = bool | MemoryState | None
+Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch
+ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch | Shutdown
+WAIT_REASONS: tuple[str, ...] = get_args(Wait)[1:]
+"""What `EngineStats.waiting_for` may say; see `sched/live.py`."""
+
+Answer = bool | MemoryState | LiveState | None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
 
-    `groups` are the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose.
+    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose.
     """
 
     running: int = 0
@@ -144,9 +159,31 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    waiting_for: Wait = ""
+    busy_seconds: float = 0.0
     groups: list[GroupUsage] = []
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
+
+
+class StartUp(msgspec.Struct, frozen=True):
+    """How a core came up: seconds by phase in order, and bytes of device memory by use (none on a CPU)."""
+
+    seconds: dict[str, float] = {}
+    memory: dict[str, int] = {}
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def text(self) -> str:
+        """One line of seconds, and one of memory where it was measured."""
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        lines = [f"start-up took {self.total:.2f} s: {phases}"]
+        if self.memory:
+            lines.append("device memory: " + ", ".join(f"{n} {human_bytes(size)}" for n, size in self.memory.items()))
+        return "\n".join(lines)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -154,6 +191,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     max_model_len: int
     memory_plan: bytes
+    startup: StartUp = StartUp()
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):

@@ -26,6 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
+from pagerunner.engine.live import LiveState
 from pagerunner.engine.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
 from pagerunner.memory.ownership import MemoryState
@@ -46,6 +47,7 @@ class Core(Protocol):
     """What the loop needs of an engine core; `engine.core.EngineCore` and the tests' fake have it."""
 
     memory_plan: MemoryPlan
+    startup: wire.StartUp
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
@@ -78,6 +80,9 @@ class Core(Protocol):
 
     def memory_state(self) -> MemoryState:
         """Who holds the page memory."""
+
+    def watch(self, since: int) -> LiveState:
+        """What goes on, with the steps after `since`."""
 
 
 class CoreLoop:
@@ -142,6 +147,8 @@ class CoreLoop:
             prefix_hits=stats.prefix_hits_total,
             preemptions=stats.preemptions_total,
             steps=stats.steps_total,
+            waiting_for=stats.waiting_for,
+            busy_seconds=stats.busy_seconds,
             groups=stats.groups,
             kv_fragmentation=stats.kv_fragmentation,
             kv_waste=stats.kv_waste,
@@ -183,6 +190,9 @@ class CoreLoop:
                     value = self._core.reset_prefix_cache()
                 case wire.ReadMemory():
                     value = self._core.memory_state()
+                case wire.Watch(_, since):
+                    self.send(wire.Reply(message.call_id, self._core.watch(since)))
+                    return
         except EngineDeadError:  # a step that the call ran has failed
             raise
         except PagerunnerError as error:
@@ -243,7 +253,7 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
     try:
         core = load_factory(launch.factory)(launch.args)
         plan = core.memory_plan
-        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)))))
+        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it
         if not isinstance(error, PagerunnerError):
             traceback.print_exc()

@@ -10,13 +10,13 @@ from pagerunner.types import EngineRequest, RequestUpdate
 
 
 class _Sequence:
-    __slots__ = ("arrival", "last_token", "prompt_tokens", "tokens")
+    __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "request", "tokens")
 
-    def __init__(self, arrival: float, prompt_tokens: int) -> None:
+    def __init__(self, request: EngineRequest, arrival: float) -> None:
+        self.request = request
         self.arrival = arrival
-        self.prompt_tokens = prompt_tokens
-        self.last_token = 0.0
-        self.tokens = 0
+        self.admitted = self.first_token = self.last_token = 0.0
+        self.cached_tokens = self.tokens = 0
 
 
 class ProgressMeter:
@@ -48,12 +48,15 @@ class ProgressMeter:
         if not self._sequences:
             self.touch()
         for request in requests:
-            self._sequences[request.request_id] = _Sequence(arrival, len(request.prompt_token_ids))
+            self._sequences[request.request_id] = _Sequence(request, arrival)
+            self._observer.on_started(request)
 
     def dropped(self, sequence_ids: Iterable[str]) -> None:
-        """The core refused these; they never ran."""
+        """The core refused these, or is gone; they will not finish."""
         for sequence_id in sequence_ids:
-            self._sequences.pop(sequence_id, None)
+            sequence = self._sequences.pop(sequence_id, None)
+            if sequence is not None:
+                self._observer.on_dropped(sequence.request)
 
     def stopped(self, sequence_id: str) -> None:
         """The frontend has ended this sequence itself, at a stop string; later updates of it don't count."""
@@ -63,7 +66,7 @@ class ProgressMeter:
 
     def clear(self) -> None:
         """The core is gone and owes nothing any more."""
-        self._sequences.clear()
+        self.dropped(list(self._sequences))
 
     def advanced(self, updates: Iterable[RequestUpdate]) -> None:
         """Measure the updates of one step."""
@@ -77,7 +80,10 @@ class ProgressMeter:
             count = len(update.new_token_ids)
             if count or update.pooled is not None:
                 if sequence.tokens == 0:
-                    prompt += sequence.prompt_tokens
+                    sequence.first_token = now
+                    sequence.admitted = update.admitted_time
+                    sequence.cached_tokens = update.num_cached_tokens
+                    prompt += len(sequence.request.prompt_token_ids)
                     cached += update.num_cached_tokens
                     self._observer.on_first_token(now - sequence.arrival)
                 else:
@@ -93,5 +99,15 @@ class ProgressMeter:
 
     def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:
         self._observer.on_finished(
-            FinishedSequence(reason, sequence.prompt_tokens, sequence.tokens, now - sequence.arrival)
+            FinishedSequence(
+                sequence.request,
+                reason,
+                sequence.tokens,
+                sequence.cached_tokens,
+                sequence.arrival,
+                sequence.admitted,
+                sequence.first_token,
+                sequence.last_token,
+                now,
+            )
         )

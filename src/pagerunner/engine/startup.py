@@ -7,34 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import torch
 
 from pagerunner.engine.machine import DeviceMemory
+from pagerunner.engine.messages import StartUp
 from pagerunner.errors import CapacityError
 from pagerunner.memory.planner import MemoryPlan, refit
 from pagerunner.memory.report import human_bytes
 from pagerunner.runner.cuda_driver import Driver
-
-
-class StartUp(msgspec.Struct, frozen=True):
-    """How a core came up: seconds by phase in order, and bytes of device memory by use (none on a CPU)."""
-
-    seconds: dict[str, float] = {}
-    memory: dict[str, int] = {}
-
-    @property
-    def total(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
-    def text(self) -> str:
-        """One line of seconds, and one of memory where it was measured."""
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
-        lines = [f"start-up took {self.total:.2f} s: {phases}"]
-        if self.memory:
-            lines.append("device memory: " + ", ".join(f"{n} {human_bytes(size)}" for n, size in self.memory.items()))
-        return "\n".join(lines)
 
 
 class StartMeter:

@@ -37,6 +37,7 @@ class KVManager:
         self.plan = plan
         self.enable_prefix_caching = enable_prefix_caching
         self.version = 0
+        self.awaits_snapshot = False  # why `admit` refused last
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.index = PrefixIndex(groups)
@@ -108,12 +109,14 @@ class KVManager:
         With a `family`, the first `prompt_len` tokens may come from a sibling that holds them (`offer`): all but the last.
         """
         grant = Grant(slot, chain, len(self._rules), self._epoch)
+        self.awaits_snapshot = False
         grant.target = len(tokens)
         hit = 0
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
             if self._state >= 0 and self._snapshots.is_planned(chain, hit, hit_limit):
+                self.awaits_snapshot = True
                 return None
         fork = min(hit_limit, prompt_len)
         if shares and family and fork > hit and self._fork(grant, family, tokens[:prompt_len], fork):

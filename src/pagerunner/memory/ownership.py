@@ -101,13 +101,14 @@ def memory_state(manager: KVManager, running: Mapping[str, Grant]) -> MemoryStat
             RequestPages(
                 request_id=name,
                 slot=grant.slot,
-                pages=[runs_of(_pages(grant, number, group)) for number, group in enumerate(plan.groups)],
+                pages=[runs_of(held_pages(grant, number, group)) for number, group in enumerate(plan.groups)],
             )
             for name, grant in running.items()
         ],
     )
 
 
-def _pages(grant: Grant, number: int, group: GroupPlan) -> list[int]:
+def held_pages(grant: Grant, number: int, group: GroupPlan) -> list[int]:
+    """A request's pages of group `number`; the snapshots that it still holds itself come after its state."""
     pages = grant.pages[number]
     return [*pages, *(page for _, page in grant.saves)] if group.rule.snapshots else pages

@@ -54,7 +54,10 @@ class PendingStep:
         sampled: Sampled | None,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
         pooled: dict[int, HostCopy],
+        *,
+        in_graph: bool = False,
     ) -> None:
+        self.in_graph = in_graph
         self._plan = plan
         self._sampled_rows = sampled_rows
         self._sampled = sampled
@@ -138,7 +141,7 @@ class ModelRunner:
             return PendingStep(plan, step.sampled_rows, sampled, prompt_logprobs, vectors)
         outputs = self._graphs.replay(captured, step, plan.state_saves)
         sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
-        return PendingStep(plan, step.sampled_rows, sampled, {}, {})
+        return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -16,7 +16,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "cached_tokens", "chain", "family", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
+        "admitted_time", "cached_tokens", "chain", "family", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
         "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
@@ -47,6 +47,7 @@ class Sequence:
         self.in_flight = 0
         self.refill = 0
         self.cached_tokens = -1  # unknown before the first admission
+        self.admitted_time = 0.0  # monotonic, of the first admission
         self.retry_version = -1  # `KVManager.version` at which it didn't fit
         self.retry_budget = 0  # tokens a step must have left for it
         self.reported = False

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import heapq
 import logging
+import time
 from bisect import insort
 from collections import deque
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -18,6 +20,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
+from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (
@@ -53,7 +56,10 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens."""
+    """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens.
+
+    `waiting_for` is why the first of those that wait does. `busy_seconds` of the device are the engine's to fill in.
+    """
 
     running: int
     waiting: int
@@ -66,6 +72,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_total: int
     generation_tokens_total: int
     last_step_tokens: int
+    waiting_for: Wait = ""
+    busy_seconds: float = 0.0
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
 
@@ -293,6 +301,7 @@ class Scheduler:
             sequence.retry_budget = 0
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
+                sequence.admitted_time = time.monotonic()
                 if sequence.shares and not sequence.wants_prompt_logprobs:
                     manager.count_query(grant)
             if self._by_priority:
@@ -309,6 +318,16 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
         self._preemptions += 1
+        manager = self.manager
+        logger.warning(
+            "Request %s is preempted: %d computed tokens are given up (%d running, %d waiting, %.1f%% of the page memory "
+            "in use).",
+            sequence.request_id,
+            sequence.scheduled,
+            len(self._running),
+            len(self._waiting),
+            100 * manager.usage,
+        )
         self._vacate(sequence)
         self._waiting.put_back(sequence)
 
@@ -411,6 +430,7 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
+            admitted_time=sequence.admitted_time if first else 0.0,
             error=error,
             pooled=pooled,
         )
@@ -454,6 +474,28 @@ class Scheduler:
         holders = {sequence.request_id: sequence.grant for sequence in self._running if sequence.grant is not None}
         return memory_state(self.manager, holders)
 
+    def live(self) -> list[LiveRequest]:
+        """The running requests, then the first of those that wait, and why."""
+        groups = self.manager.plan.groups
+        found = [live_request(sequence, groups) for sequence in self._running]
+        wait = self._why_first_waits()
+        for sequence in islice(self._waiting, MAX_WAITING):
+            found.append(live_request(sequence, groups, wait))
+            wait = "line"
+        return found
+
+    def _why_first_waits(self) -> Wait:
+        if not self._waiting:
+            return ""
+        first = self._waiting.peek()
+        if not self._free_slots:
+            return "slot"
+        if first.in_flight:
+            return "turn"
+        if first.retry_version == self.manager.version:
+            return "snapshot" if self.manager.awaits_snapshot else "pages"
+        return "budget"
+
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""
         manager = self.manager
@@ -482,6 +524,7 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generated,
             last_step_tokens=self._last_step_tokens,
+            waiting_for=self._why_first_waits(),
             kv_fragmentation=manager.pool.fragmentation,
             kv_waste=manager.plan.waste,
         )

@@ -18,7 +18,7 @@ from pagerunner.server.chat import ChatEndpoint
 from pagerunner.server.completions import CompletionsEndpoint
 from pagerunner.server.control import QUERIES, Control
 from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
-from pagerunner.server.errors import HttpError, error_response
+from pagerunner.server.errors import HttpError, error_response, one_line
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
@@ -115,7 +115,10 @@ async def _answer(handler: Handler, request: Request) -> Response:
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except (HttpError, PagerunnerError) as error:
-        return error_response(error)
+        response = error_response(error)
+        what = (request.method, request.url.path, response.status_code, one_line(str(error)))
+        logger.warning("%s %s is refused with status %d: %s", *what)
+        return response
     except Exception as error:  # whatever it is, it must end this request only
         label = request.headers.get(LABEL_HEADER, "none")
         logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, request.url.path, label)

@@ -59,3 +59,8 @@ def error_response(error: Exception) -> Response:
     if body.error.code in (408, 413, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
     return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")
+
+
+def one_line(text: str) -> str:
+    """A message as it may be logged: clients have a say in it, so it is short and has no control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:500])

@@ -26,6 +26,8 @@ from pagerunner.server.connection import Connection
 from pagerunner.server.gate import Keys
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
+from pagerunner.server.stats_log import logged_stats
+from pagerunner.server.tracing import TraceHeaders, sent_spans
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def run_server(
     drain_seconds: float = DRAIN_SECONDS,
     stall_seconds: float = STALL_SECONDS,
     access_log: bool = True,
+    otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
@@ -75,6 +78,7 @@ def run_server(
                 drain_seconds=drain_seconds,
                 stall_seconds=stall_seconds,
                 access_log=access_log,
+                otlp_traces_endpoint=otlp_traces_endpoint,
                 core_factory=core_factory,
             )
         )
@@ -140,6 +144,7 @@ async def serve(
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
+    otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
     stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
@@ -153,8 +158,8 @@ async def serve(
         origins=tuple(allowed_origins),
         loopback=_is_loopback(listener),
     )
-    metrics = Metrics(names[0])
-    with StopSignals().installed() as stop:
+    with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
+        metrics = Metrics(names[0], spans)
         loading = asyncio.create_task(
             AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
         )
@@ -167,17 +172,19 @@ async def serve(
         try:
             describe_cache(metrics, args, engine)
             app = create_app(Service(engine, names, args.model), metrics, keys)
-            server = _Server(_uvicorn_config(app, access_log))
+            server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
-            await _run(server, listener, engine, stop, drain_seconds)
+            async with logged_stats(metrics, quiet=args.disable_log_stats):
+                await _run(server, listener, engine, stop, drain_seconds, announce=on_ready is None)
         finally:
             await engine.shutdown()
     return 0
 
 
 def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
-    """Publish what the KV cache was asked to be and became."""
+    """Publish what the KV cache was asked to be and became, and what the start took."""
+    metrics.describe_start(engine.startup)
     plan = engine.memory_plan
     metrics.describe_cache(
         block_size=args.block_size,
@@ -251,11 +258,18 @@ def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
 
 
 async def _run(
-    server: uvicorn.Server, listener: socket.socket, engine: AsyncEngine, stop: StopSignals, drain_seconds: float
+    server: uvicorn.Server,
+    listener: socket.socket,
+    engine: AsyncEngine,
+    stop: StopSignals,
+    drain_seconds: float,
+    *,
+    announce: bool,
 ) -> None:
     host, port = listener.getsockname()[:2]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if announce:
+        print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await stop.wait(stop.asked, serving)
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)

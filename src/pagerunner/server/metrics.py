@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pagerunner.engine.messages import EngineStats
-from pagerunner.engine.observer import FinishedSequence
+from pagerunner.engine.messages import WAIT_REASONS, EngineStats, StartUp
+from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.types import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+
+def _buckets(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+# vLLM's, and finer ones below for small models.
+_SECONDS = _buckets("0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+_FIRST_TOKEN = _buckets("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+_REQUEST = _buckets(
+    "0.001 0.005 0.01 0.05 0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+)
 _LENGTHS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1_000_000)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Arrival to first token.", _FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Token to token.", _SECONDS),
+    "time_per_output_token_seconds": ("inter_token_latency_seconds under its older name.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first, by sequence.", _SECONDS),
+    "e2e_request_latency_seconds": ("Arrival to end.", _REQUEST),
+    "request_queue_time_seconds": ("Arrival to the first step that ran it.", _REQUEST),
+    "request_prefill_time_seconds": ("First step to first token.", _REQUEST),
+    "request_decode_time_seconds": ("First token to last token.", _REQUEST),
+    "request_inference_time_seconds": ("First step to last token.", _REQUEST),
+    "request_prompt_tokens": ("Prompt lengths.", _LENGTHS),
+    "request_generation_tokens": ("Answer lengths.", _LENGTHS),
+    "request_params_n": ("Answers asked for by a request.", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("Most tokens that a sequence may generate.", _LENGTHS),
+    "iteration_tokens_total": ("Tokens per engine step.", tuple(2**power for power in range(15))),
+}
+_GAUGES = {
+    "vllm:num_requests_running": "Requests in the running batch.",
+    "vllm:num_requests_waiting": "Requests that wait to be run.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 1 is all of it.",
+    "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc under its older name.",
+    "pagerunner:device_idle_ratio": "Share of the last seconds that the device spent between steps.",
+    "pagerunner:kv_fragmentation_ratio": "Share of all slabs that packing every group would free.",
+    "pagerunner:kv_waste_ratio": "Share of a slab that can hold no state, of the worst group.",
+}
+_COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens processed.",
+    "vllm:prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
+    "vllm:generation_tokens": "Tokens generated.",
+    "vllm:num_preemptions": "Requests preempted, to be computed again.",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache at admission.",
+    "vllm:gpu_prefix_cache_queries": "prefix_cache_queries under its older name.",
+    "vllm:gpu_prefix_cache_hits": "prefix_cache_hits under its older name.",
+    "pagerunner:device_busy_seconds": "Time that the device has worked on steps.",
+    "pagerunner:steps": "Engine steps.",
+}
+# Counters that the core keeps: its field and the metrics that show it.
+_TOTALS = {
+    "preemptions": ("vllm:num_preemptions",),
+    "prefix_queries": ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
+    "prefix_hits": ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+    "busy_seconds": ("pagerunner:device_busy_seconds",),
+    "steps": ("pagerunner:steps",),
+}
+_MOMENTS = {
+    "running": ("vllm:num_requests_running",),
+    "waiting": ("vllm:num_requests_waiting",),
+    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "kv_fragmentation": ("pagerunner:kv_fragmentation_ratio",),
+    "kv_waste": ("pagerunner:kv_waste_ratio",),
+}
+_SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 
 class GroupMetrics:
@@ -43,22 +107,9 @@ class GroupMetrics:
             "evictions": counter("group_evictions", "Cached pages of the group that were evicted."),
             "hits_total": counter("group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
         }
-        self._all = [
-            (Gauge(f"pagerunner:{name}", text, _LABELS, registry=registry).labels(**values), field)
-            for name, text, field in (
-                (
-                    "kv_fragmentation_ratio",
-                    "Share of all slabs that packing every group would free.",
-                    "kv_fragmentation",
-                ),
-                ("kv_waste_ratio", "Share of a slab that can hold no state, of the worst group.", "kv_waste"),
-            )
-        ]
 
     def update(self, stats: EngineStats, last: EngineStats) -> None:
         """Set the gauges and move the counters from `last` to `stats`."""
-        for gauge, field in self._all:
-            gauge.set(getattr(stats, field))
         before = {group.name: group for group in last.groups}
         for group in stats.groups:
             labels = {**self._values, "group": group.name}
@@ -69,95 +120,139 @@ class GroupMetrics:
                 total.labels(**labels).inc(max(0, getattr(group, field) - old))
 
 
-class Metrics:
-    """An EngineObserver that fills a registry of its own. `render` gives the text that /metrics serves."""
+class Metrics(EngineObserver):
+    """Fills a registry of its own. `render` gives the text that /metrics serves, `spans` is told about sequences too.
 
-    def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        self._values = {"model_name": model_name, "engine": "0"}
-        self._last = EngineStats()
-        self._running = self._gauge("num_requests_running", "Requests in the running batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be run.")
-        self._usage = [
-            self._gauge(name, "Share of the KV cache in use, 1 is all of it.")
-            for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc")
-        ]
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        self._preemptions = self._counter("num_preemptions", "Requests preempted, to be computed again.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache at admission.")
-        self._groups = GroupMetrics(self._registry, self._values)
-        self._finished = Counter(
-            "vllm:request_success",
-            "Finished sequences by reason.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            self._finished.labels(**self._values, finished_reason=reason)
-        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Token to token.", _INTER_TOKEN)
-        self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST)
-        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt lengths.", _LENGTHS)
-        self._answer_length = self._histogram("request_generation_tokens", "Answer lengths.", _LENGTHS)
-        self._step = self._histogram("iteration_tokens_total", "Tokens per engine step.", _STEP_TOKENS)
+    `last` are the core's latest stats, `tokens` the prompt tokens and generated tokens so far.
+    """
+
+    def __init__(self, model_name: str, spans: EngineObserver | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self.last = EngineStats()
+        self.tokens = (0, 0)
+        self._spans = spans or EngineObserver()
+        self._values = values = {"model_name": model_name, "engine": "0"}
+        self._gauges = {name: self._family(Gauge, name, text).labels(**values) for name, text in _GAUGES.items()}
+        self._counters = {name: self._family(Counter, name, text).labels(**values) for name, text in _COUNTERS.items()}
+        self._histograms = {
+            name: self._family(Histogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._groups = GroupMetrics(self.registry, values)
+
+        def labelled(kind: type[Any], name: str, text: str, label: str, keys: Iterable[str]) -> dict[str, Any]:
+            family = self._family(kind, name, text, label)
+            return {key: family.labels(**values, **{label: key}) for key in keys}
+
+        text = "Finished sequences by reason."
+        reasons = ("stop", "length", "abort", "error")
+        self._finished = labelled(Counter, "vllm:request_success", text, "finished_reason", reasons)
+        text = "Prompt tokens by where their state came from."
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        self._sources = labelled(Counter, "vllm:prompt_tokens_by_source", text, "source", sources)
+        name = "num_requests_waiting_by_reason"
+        text = "Requests that wait: for capacity, or for something that passes by itself."
+        self._waiting = labelled(Gauge, f"vllm:{name}", text, "reason", ("capacity", "deferred"))
+        text = "Requests that wait, under what the first of them waits for."
+        self._reasons = labelled(Gauge, f"pagerunner:{name}", text, "reason", WAIT_REASONS)
+        text = "1 for the state that the engine is in."
+        self._sleep = labelled(Gauge, "vllm:engine_sleep_state", text, "sleep_state", _SLEEP_STATES)
+        self.on_sleep(None)
+
+    def _family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+        return kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
 
     def describe_cache(self, **facts: object) -> None:
         """Set cache_config_info: a gauge of 1 whose labels hold the cache's facts."""
         values = {name: str(value) for name, value in facts.items()}
         info = Gauge(
-            "vllm:cache_config_info",
-            "How the KV cache is configured.",
-            ("engine", *values),
-            registry=self._registry,
+            "vllm:cache_config_info", "How the KV cache is configured.", ("engine", *values), registry=self.registry
         )
         info.labels(engine="0", **values).set(1)
 
+    def describe_start(self, startup: StartUp) -> None:
+        """Publish what the start took: seconds by phase, and bytes of device memory by use, graphs among them."""
+        seconds = self._family(Gauge, "pagerunner:startup_seconds", "Seconds of each phase of the start.", "phase")
+        for phase, taken in startup.seconds.items():
+            seconds.labels(**self._values, phase=phase).set(taken)
+        memory = self._family(Gauge, "pagerunner:device_memory_bytes", "Device memory after the start, by use.", "use")
+        for use, size in startup.memory.items():
+            memory.labels(**self._values, use=use).set(size)
+        graphs = self._family(Gauge, "pagerunner:graph_memory_bytes", "Device memory that captured graphs take.")
+        graphs.labels(**self._values).set(startup.memory.get("graphs", 0))
+
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
+
+    def set_idle(self, share: float) -> None:
+        """Publish the share of the last seconds in which the device did not work on a step."""
+        self._gauges["pagerunner:device_idle_ratio"].set(share)
 
     def on_stats(self, stats: EngineStats) -> None:
         """Set the gauges and move the counters that the core keeps."""
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        for gauge in self._usage:
-            gauge.set(stats.kv_cache_usage)
-        self._preemptions.inc(max(0, stats.preemptions - self._last.preemptions))
-        self._queries.inc(max(0, stats.prefix_queries - self._last.prefix_queries))
-        self._hits.inc(max(0, stats.prefix_hits - self._last.prefix_hits))
-        self._groups.update(stats, self._last)
-        self._last = stats
+        for field, names in _MOMENTS.items():
+            for name in names:
+                self._gauges[name].set(getattr(stats, field))
+        for field, names in _TOTALS.items():
+            grown = max(0, getattr(stats, field) - getattr(self.last, field))
+            for name in names:
+                self._counters[name].inc(grown)
+        self._waiting["capacity"].set(stats.waiting)
+        for reason, gauge in self._reasons.items():
+            gauge.set(stats.waiting if reason == stats.waiting_for else 0)
+        self._groups.update(stats, self.last)
+        self.last = stats
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""
-        self._prompt.inc(prompt_tokens)
-        self._cached.inc(cached_tokens)
-        self._generated.inc(generation_tokens)
-        self._step.observe(prompt_tokens + generation_tokens)
+        self.tokens = (self.tokens[0] + prompt_tokens, self.tokens[1] + generation_tokens)
+        self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
+        self._counters["vllm:prompt_tokens_cached"].inc(cached_tokens)
+        self._counters["vllm:generation_tokens"].inc(generation_tokens)
+        self._sources["local_compute"].inc(prompt_tokens - cached_tokens)
+        self._sources["local_cache_hit"].inc(cached_tokens)
+        self._histograms["iteration_tokens_total"].observe(prompt_tokens + generation_tokens)
 
     def on_first_token(self, seconds: float) -> None:
         """Observe a time to first token."""
-        self._first_token.observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def on_inter_token(self, seconds: float) -> None:
         """Observe a time between two tokens."""
-        self._inter_token.observe(seconds)
+        self._histograms["inter_token_latency_seconds"].observe(seconds)
+        self._histograms["time_per_output_token_seconds"].observe(seconds)
+
+    def on_started(self, request: EngineRequest) -> None:
+        """Tell the spans."""
+        self._spans.on_started(request)
+
+    def on_dropped(self, request: EngineRequest) -> None:
+        """Tell the spans."""
+        self._spans.on_dropped(request)
 
     def on_finished(self, sequence: FinishedSequence) -> None:
-        """Count a finished sequence and observe its lengths and time."""
-        self._finished.labels(**self._values, finished_reason=sequence.reason).inc()
-        self._latency.observe(sequence.seconds)
-        self._prompt_length.observe(sequence.prompt_tokens)
-        self._answer_length.observe(sequence.generation_tokens)
+        """Count a finished sequence and observe its lengths and times."""
+        self._spans.on_finished(sequence)
+        self._finished[sequence.reason].inc()
+        tokens = sequence.generation_tokens
+        values: dict[str, float] = {
+            "e2e_request_latency_seconds": sequence.end - sequence.arrival,
+            "request_prompt_tokens": sequence.prompt_tokens,
+            "request_generation_tokens": tokens,
+            "request_params_max_tokens": sequence.request.max_tokens,
+        }
+        if sequence.is_first:
+            values["request_params_n"] = sequence.request.params.n
+        if tokens:
+            values |= {f"request_{name}_time_seconds": seconds for name, seconds in sequence.times().items()}
+        if tokens > 1:
+            decode = sequence.last_token - sequence.first_token
+            values["request_time_per_output_token_seconds"] = decode / (tokens - 1)
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(**self._values)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(**self._values)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self._registry).labels(**self._values)
+    def on_sleep(self, level: int | None) -> None:
+        """Set engine_sleep_state."""
+        for state, of in _SLEEP_STATES.items():
+            self._sleep[state].set(of == level)

@@ -9,7 +9,9 @@ from pagerunner.types import StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A launched step."""
+    """A launched step, and whether it ran as a graph."""
+
+    in_graph: bool
 
     def result(self) -> StepResult:
         """Wait for the step and read its tokens."""
@@ -21,6 +23,11 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> Pending:
         """Launch a step without waiting for it."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the device has worked on steps that are done."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.types import StepPlan
@@ -12,13 +13,20 @@ from pagerunner.types import StepPlan
 class InlineExecutor:
     """Runs plans on one runner. See executors/base.py for the methods."""
 
-    def __init__(self, runner: ModelRunner, sleeper: Sleeper) -> None:
+    def __init__(self, runner: ModelRunner, sleeper: Sleeper, clock: DeviceClock) -> None:
         self._runner = runner
         self._sleeper = sleeper
+        self._clock = clock
 
     def run(self, plan: StepPlan) -> PendingStep:
         """See Executor.run."""
-        return self._runner.run(plan)
+        with self._clock.step():
+            return self._runner.run(plan)
+
+    @property
+    def busy_seconds(self) -> float:
+        """See Executor.busy_seconds."""
+        return self._clock.busy_seconds
 
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""

@@ -1,0 +1,88 @@
+"""How long the device works on steps, measured by the device's own clock."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A moment in the device's work; torch.cuda.Event has these methods."""
+
+    def record(self) -> None:
+        """The moment is when everything launched so far has been done."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it has come."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this moment to a later one."""
+        ...
+
+
+class HostEvent:
+    """The moment of `record` on a device that does everything at once: a CPU."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        """See Event."""
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        """See Event."""
+        return True
+
+    def elapsed_time(self, end_event: HostEvent, /) -> float:
+        """See Event."""
+        return (end_event.at - self.at) * 1e3
+
+
+class DeviceClock:
+    """Adds up the time from each step's first work on the device to its last; the rest of the time it is idle.
+
+    Costs two events a step and never waits: a step counts when it is seen to be done, at the latest two steps later.
+    """
+
+    def __init__(self, make_event: Callable[[], Event]) -> None:
+        self._make_event = make_event
+        self._running: deque[tuple[Event, Event]] = deque()
+        self._spare: list[tuple[Event, Event]] = []
+        self._busy = 0.0
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceClock:
+        """The clock of a device."""
+        if device.type == "cuda":
+            return cls(lambda: torch.cuda.Event(enable_timing=True))
+        return cls(HostEvent)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of all steps that are known to be done."""
+        self._settle()
+        return self._busy
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is launched inside is one step."""
+        self._settle()
+        pair = self._spare.pop() if self._spare else (self._make_event(), self._make_event())
+        pair[0].record()
+        yield
+        pair[1].record()
+        self._running.append(pair)
+
+    def _settle(self) -> None:
+        while self._running and self._running[0][1].query():
+            first, last = pair = self._running.popleft()
+            self._busy += first.elapsed_time(last) / 1e3
+            self._spare.append(pair)

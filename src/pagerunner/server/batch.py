@@ -1,0 +1,198 @@
+"""OpenAI batch files: lines of requests in, lines of answers out, by any server with an OpenAI API.
+
+An answer is appended in one write as soon as it is there, so that whatever ends the run, the next one goes on after it:
+a line whose custom_id has an answer is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from pagerunner.errors import ConfigError
+
+_UNAVAILABLE = 503
+_CONNECT_RETRIES = 3
+
+
+class BatchRequest(msgspec.Struct):
+    """One line of the input; `fault` says why it can't be sent. A line without a custom_id goes by its number."""
+
+    custom_id: str
+    url: str = ""
+    body: msgspec.Raw = msgspec.Raw()
+    method: str = "POST"
+    fault: str = ""
+
+
+class _Answered(msgspec.Struct):
+    custom_id: str
+    error: Any = None
+
+
+class BatchEndedError(ConfigError):
+    """The server is gone or is being stopped, or the disk is full: what has been answered is in the file, the rest can be asked again."""
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest]:
+    """The input's lines. Raises ConfigError when the file can't be read or names a custom_id twice."""
+    decoder = msgspec.json.Decoder(BatchRequest)
+    seen: set[str] = set()
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    request = decoder.decode(line)
+                    if request.method != "POST" or not request.url.startswith("/v1/"):
+                        request.fault = f"only POST to a URL under /v1/ is answered, not {request.method} {request.url}"
+                except msgspec.MsgspecError as error:
+                    request = BatchRequest(f"line-{number}", fault=str(error))
+                if request.custom_id in seen:
+                    raise ConfigError(f"{path}, line {number}: the custom_id {request.custom_id!r} is there twice.")
+                seen.add(request.custom_id)
+                yield request
+    except OSError as error:
+        raise ConfigError(f"The batch file {path} can't be read: {error}.") from error
+
+
+class AnswerFile:
+    """The output: knows what is answered, and appends. A last line that was cut off is removed when it is opened.
+
+    With `retry_errors` answers that are errors are taken out, to be asked again. Raises ConfigError when the file can't be
+    used, or another run is using it.
+    """
+
+    def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
+        self.answered: set[str] = set()
+        self.num_errors = 0
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            end = self._read(path)
+            os.ftruncate(self._file, end)
+            if retry_errors and self.num_errors:
+                self._drop_errors(path)
+        except BlockingIOError as error:
+            raise ConfigError(f"Another run is writing to {path}.") from error
+        except OSError as error:
+            raise ConfigError(f"The answers can't be written to {path}: {error}.") from error
+
+    def append(self, answer: Mapping[str, Any]) -> None:
+        """Write one answer, whole or not at all. Raises BatchEndedError when it can't be written."""
+        line = msgspec.json.encode(answer) + b"\n"
+        before = os.fstat(self._file).st_size
+        try:
+            whole = os.write(self._file, line) == len(line)
+        except OSError as error:
+            raise BatchEndedError(f"An answer can't be written: {error}.") from error
+        if not whole:
+            os.ftruncate(self._file, before)
+            raise BatchEndedError("The disk is full.")
+        self.answered.add(answer["custom_id"])
+        self.num_errors += answer["error"] is not None
+
+    def close(self) -> None:
+        """Make sure that it is on the disk."""
+        os.fsync(self._file)
+        os.close(self._file)
+
+    def _read(self, path: Path) -> int:
+        end = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    entry = msgspec.json.decode(line, type=_Answered)
+                except msgspec.MsgspecError as error:
+                    raise ConfigError(f"{path}, line {number}, is no answer ({error}); name another file.") from error
+                self.answered.add(entry.custom_id)
+                self.num_errors += entry.error is not None
+                end += len(line)
+        return end
+
+    def _drop_errors(self, path: Path) -> None:
+        """Replace the file by one without them, at once."""
+        kept = path.with_name(f"{path.name}.kept")
+        with path.open("rb") as lines, kept.open("wb") as target:
+            for line in lines:
+                entry = msgspec.json.decode(line, type=_Answered)
+                if entry.error is None:
+                    target.write(line)
+                else:
+                    self.answered.remove(entry.custom_id)
+        new = os.open(kept, os.O_RDWR | os.O_APPEND)
+        fcntl.flock(new, fcntl.LOCK_EX)
+        os.replace(kept, path)
+        os.close(self._file)
+        self._file, self.num_errors = new, 0
+
+
+async def answer_all(
+    base_url: str,
+    headers: Mapping[str, str],
+    requests: Iterable[BatchRequest],
+    append: Callable[[Mapping[str, Any]], None],
+    *,
+    max_concurrency: int,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:
+    """Ask the server for every request's answer, `max_concurrency` at a time, and append them as they come.
+
+    Raises BatchEndedError when the server is gone, or when it is `stopping`, after what was running has been answered.
+    """
+    todo = iter(requests)
+    limits = httpx.Limits(max_connections=max_concurrency, max_keepalive_connections=max_concurrency)
+    transport = httpx.AsyncHTTPTransport(retries=_CONNECT_RETRIES, limits=limits)
+    async with httpx.AsyncClient(base_url=base_url, headers=dict(headers), transport=transport, timeout=None) as client:
+        faults: list[Exception] = []
+
+        async def work() -> None:
+            for request in todo:
+                try:
+                    if stopping():
+                        raise BatchEndedError("The run was stopped.")
+                    append(await _answer(client, request))
+                except Exception as error:
+                    faults.append(error)
+                if faults:  # of any worker; each still finishes what it was doing
+                    return
+
+        await asyncio.gather(*(work() for _ in range(max_concurrency)))
+    if faults:
+        raise faults[0]
+
+
+async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any]:
+    answer: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
+    if request.fault:
+        return {**answer, "error": {"code": "invalid_line", "message": request.fault}}
+    try:
+        content = bytes(request.body)
+        response = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
+    except httpx.HTTPError as error:
+        raise BatchEndedError(f"The server is gone ({error or type(error).__name__}).") from error
+    try:
+        body = response.json()
+    except ValueError:  # a stream, or something that isn't our kind of server
+        body = {
+            "error": {"message": "The answer is not JSON; batches can't be streamed.", "code": response.status_code}
+        }
+    if response.status_code == _UNAVAILABLE:
+        raise BatchEndedError(f"The server answers no more: {response.text[:300]}")
+    failed = None
+    if isinstance(body, dict) and (response.status_code != httpx.codes.OK or "error" in body):
+        failed = body.get("error") or {"message": str(body), "code": response.status_code}
+    identity = body.get("id") if isinstance(body, dict) else None
+    found = {"status_code": response.status_code, "request_id": identity or answer["id"], "body": body}
+    return {**answer, "response": found, "error": failed}

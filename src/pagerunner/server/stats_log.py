@@ -1,0 +1,64 @@
+"""The line about rates that the server logs every few seconds, worded so that what reads vLLM's can read it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pagerunner.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 10.0
+
+
+class StatsLog:
+    """Compares what the metrics count with what they counted the last time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._at = time.monotonic()
+        self._tokens = metrics.tokens
+        self._stats = metrics.last
+
+    def line(self) -> str | None:
+        """Rates since the last call, the device's idle share among them (which becomes a metric); None if nothing went on."""
+        metrics, before, (old_prompt, old_generated) = self._metrics, self._stats, self._tokens
+        now, stats = time.monotonic(), metrics.last
+        seconds = max(now - self._at, 1e-9)
+        prompt, generated = metrics.tokens[0] - old_prompt, metrics.tokens[1] - old_generated
+        idle = min(max(1 - (stats.busy_seconds - before.busy_seconds) / seconds, 0.0), 1.0)
+        metrics.set_idle(idle)
+        self._at, self._tokens, self._stats = now, metrics.tokens, stats
+        if not (prompt or generated or stats.running or stats.waiting):
+            return None
+        queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
+        waits = f" (for {stats.waiting_for})" if stats.waiting and stats.waiting_for else ""
+        return (
+            f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
+            f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs{waits}, "
+            f"GPU KV cache usage: {stats.kv_cache_usage:.1%}, "
+            f"Prefix cache hit rate: {hits / max(queries, 1):.1%}, Device idle: {idle:.1%}"
+        )
+
+
+@asynccontextmanager
+async def logged_stats(metrics: Metrics, *, quiet: bool, seconds: float = LOG_SECONDS) -> AsyncIterator[None]:
+    """Meanwhile measure, and log the line unless `quiet`, every `seconds`."""
+    task = asyncio.create_task(_log(StatsLog(metrics), quiet, seconds), name="pagerunner-stats-log")
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _log(log: StatsLog, quiet: bool, seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        line = log.line()
+        if line is not None and not quiet:
+            logger.info(line)
