@@ -18,14 +18,16 @@ from pagerunner.server.chat import ChatEndpoint
 from pagerunner.server.completions import CompletionsEndpoint
 from pagerunner.server.errors import HttpError, error_response
 from pagerunner.server.http import ClientGoneError
+from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
+from pagerunner.server.page_routes import FILE_PATHS, page_routes
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
 from pagerunner.server.service import Service, json_response
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-PUBLIC_PATHS = frozenset(("/health",))
+PUBLIC_PATHS = frozenset(("/health",)) | FILE_PATHS
 """What an API key does not guard. Everything else is guarded, whatever routes come later."""
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -54,10 +56,12 @@ class ApiKeyGuard:
         return any(matches) and scheme.lower() == b"bearer"
 
 
-def create_app(service: Service, metrics: Metrics, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The application. With `api_keys` every path but /health asks for one of them."""
+def create_app(service: Service, metrics: Metrics, feed: LiveFeed, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application. With `api_keys` every path but /health and the page's files asks for one of them."""
     app = FastAPI(title="pagerunner", version=__version__, docs_url=None, redoc_url=None)
     schemas = _add_routes(app, service, metrics)
+    for path, handler in page_routes(feed).items():
+        app.add_api_route(path, _guarded(handler), include_in_schema=False, response_class=Response)
     app.openapi = lambda: _openapi(FastAPI.openapi(app), schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _refuse)
     if api_keys:
@@ -67,9 +71,7 @@ def create_app(service: Service, metrics: Metrics, api_keys: Sequence[str] = ())
 
 def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
     def route(path: str, handler: Handler, method: str, body: type | None = None) -> None:
-        async def guarded(request: Request) -> Response:
-            return await _answer(handler, request)
-
+        guarded = _guarded(handler)
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (type(handler).__call__ if body else handler).__doc__
         extra = None
@@ -98,6 +100,13 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
 def _openapi(document: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return document
+
+
+def _guarded(handler: Handler) -> Handler:
+    async def guarded(request: Request) -> Response:
+        return await _answer(handler, request)
+
+    return guarded
 
 
 async def _answer(handler: Handler, request: Request) -> Response:

@@ -20,6 +20,7 @@ from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
+from pagerunner.server.live import LatencyTap, LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
 
@@ -126,9 +127,10 @@ async def serve(
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
     metrics = Metrics(names[0])
+    latencies = LatencyTap(metrics)
     with StopSignals().installed() as stop:
         loading = asyncio.create_task(
-            AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
+            AsyncEngine.from_args(args, observer=latencies, core_factory=core_factory, stall_seconds=stall_seconds)
         )
         await stop.wait(stop.asked, loading)
         if not loading.done():
@@ -138,7 +140,8 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, api_keys)
+            feed = LiveFeed(engine, latencies, closing=stop.asked)
+            app = create_app(Service(engine, names, args.model), metrics, feed, api_keys)
             server = _Server(_uvicorn_config(app, access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
