@@ -50,7 +50,7 @@ function showPage(found) {
   text.className = "lines";
   text.textContent = lines.join("\n");
   tip.replaceChildren(heading(title), text);
-  $("page-words").textContent = `${title}. ${lines.join(" ")}`;
+  if (found.byKey) $("page-words").textContent = `${title}. ${lines.join(" ")}`;
   place(found.x, found.y);
 }
 
@@ -86,7 +86,7 @@ function legend() {
     ["free", `free in its group ${number(sums.get(FREE))}`],
     ["slab", `free slabs ${number(free)} of ${number(model.plan.num_slabs)}`],
   ];
-  const parts = [...entries, ...(model.groups.length > 1 ? model.groups.map((group, i) => ["group", `group ${group.name}`, css(map.colour("group", i))]) : [])];
+  const parts = [...entries, ...(model.groups.length > 1 ? model.groups.map((group, i) => [map.paint, `group ${group.name}`, css(map.colour("group", i))]) : [])];
   const list = $("legend");
   while (list.children.length > parts.length) list.lastChild.remove();
   for (const [i, [kind, text, colour]] of parts.entries()) {
@@ -108,7 +108,7 @@ function show() {
   legend();
   const { plan } = model;
   $("memory-summary").textContent = `${number(plan.num_slabs)} slabs of ${bytes(plan.slab_bytes)}, ${bytes(plan.kv_bytes)}`;
-  map.draw();
+  map.update();
 }
 
 function status(state, text) {

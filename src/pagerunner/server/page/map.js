@@ -1,10 +1,10 @@
 // The arena: one tile a slab, in it one cell a page. Everything visible is written into one array and drawn at once.
 
-import { UNOWNED, FREE, CACHED, USED, SHARED } from "./model.js";
+import { UNOWNED, FREE, CACHED, SHARED } from "./model.js";
 
 /** Sizes of a cell in device pixels, small to large: the fitting view takes the largest with which all slabs fit. */
 const CELLS = [[1, 1], [2, 1], [2, 2], [3, 2], [3, 3], [4, 3], [4, 4], [5, 5], [6, 6], [8, 8], [10, 10], [12, 12], [16, 16], [24, 24]];
-export const WORDS = { [UNOWNED]: "free", [FREE]: "free", [CACHED]: "cached", [USED]: "in use", [SHARED]: "shared" };
+const BORDERS = 2; // of the scroller, in CSS pixels
 
 /** A colour by its number: neighbours on the wheel are far apart. */
 export function hue(number, dark) {
@@ -31,14 +31,14 @@ function colourOf(name) {
 }
 
 export class ArenaMap {
-  /** `onPoint({group, page, x, y} | null)` is told what the pointer or the cursor is on. */
+  /** `onPoint({slab, group, page, holders, x, y, byKey} | null)` is told what the pointer or the cursor is on. */
   constructor(model, canvas, scroller, spacer, onPoint) {
     Object.assign(this, { model, canvas, scroller, spacer, onPoint });
     this.context = canvas.getContext("2d", { alpha: false });
     this.zoom = 0; // steps from the fitting size
     this.paint = "owner";
     this.focus = null; // id of the request that is pointed at
-    this.cursor = null; // {group, page, slab, cell}
+    this.cursor = null; // what is pointed at
     this.drawMs = 0;
     this.readColours();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.readColours(), this.draw()));
@@ -80,8 +80,9 @@ export class ArenaMap {
   /** Show one slab with large cells. */
   zoomTo(slab) {
     if (slab === undefined) return;
-    this.zoomBy(CELLS.length);
-    this.zoomBy(-2);
+    const [, now] = this.#cell();
+    this.zoomBy(Math.max(0, CELLS.length - 2 - now));
+    this.#measure();
     const { columns, tileHeight } = this.layout;
     this.scroller.scrollTop = (Math.floor(slab / columns) * tileHeight) / devicePixelRatio - 40;
     this.draw();
@@ -117,11 +118,14 @@ export class ArenaMap {
   }
 
   #measure() {
-    const box = this.scroller.getBoundingClientRect();
+    const most = Math.floor(parseFloat(getComputedStyle(this.scroller).maxHeight) - BORDERS);
     this.width = Math.floor(this.scroller.clientWidth * devicePixelRatio);
-    this.height = Math.floor(box.height * devicePixelRatio);
+    this.height = Math.floor(most * devicePixelRatio);
     this.layout = this.#fit(this.#cell()[0]);
-    this.spacer.style.height = `${Math.max(this.layout.tall / devicePixelRatio, box.height)}px`;
+    const tall = Math.ceil(this.layout.tall / devicePixelRatio);
+    this.height = Math.min(this.height, Math.ceil(tall * devicePixelRatio));
+    this.spacer.style.height = `${tall}px`;
+    this.scroller.style.height = `${Math.min(tall, most) + BORDERS}px`;
     this.top = Math.floor(this.scroller.scrollTop * devicePixelRatio);
     if (this.canvas.width !== this.width || this.canvas.height !== this.height || !this.image) {
       this.canvas.width = this.width;
@@ -147,7 +151,7 @@ export class ArenaMap {
     if (!model.plan || !this.scroller.clientWidth) return;
     this.#measure();
     const { tileWidth, tileHeight, columns, gap } = this.layout;
-    const { pixels, width, height } = this;
+    const { pixels, height } = this;
     pixels.fill(packed(this.ground));
     const grids = model.groups.map((group) => this.#grid(group));
     const focus = this.focus && model.byId.get(this.focus);
@@ -166,7 +170,6 @@ export class ArenaMap {
     }
     this.context.putImageData(this.image, 0, 0);
     if (this.cursor) this.#outline();
-    void width;
   }
 
   #palette(dims) {
@@ -235,9 +238,8 @@ export class ArenaMap {
     const number = this.model.slabOwner[slab];
     if (number < 0) return { slab };
     const { across, w, h } = this.#grid(this.model.groups[number]);
-    const cell = Math.floor(Math.max((x % tileWidth) - gap, 0) / w) + Math.floor(Math.max((y % tileHeight) - gap, 0) / h) * across;
-    const { perSlab } = this.model.groups[number];
-    return cell < perSlab ? { slab, group: number, cell, page: slab * perSlab + cell } : { slab };
+    const place = Math.min(Math.floor(Math.max((x % tileWidth) - gap, 0) / w), across - 1);
+    return this.#page(slab, place + Math.floor(Math.max((y % tileHeight) - gap, 0) / h) * across);
   }
 
   #point(event) {
@@ -248,13 +250,29 @@ export class ArenaMap {
     this.#show(null);
   }
 
-  #show(found, x, y) {
-    if (found?.slab === this.cursor?.slab && found?.page === this.cursor?.page && !found) return;
-    this.cursor = found;
+  #show(found, x, y, byKey = false) {
+    if (!found && !this.cursor) return;
     const holders = found?.page === undefined ? [] : this.model.holders(found.group, found.page);
+    this.cursor = found && { ...found, holders, x, y, byKey };
     this.focus = holders.length === 1 ? holders[0].request.id : null;
-    this.onPoint(found && { ...found, holders, x, y });
+    this.onPoint(this.cursor);
     this.draw();
+  }
+
+  /** The model has changed: draw it, and say anew what is pointed at. */
+  update() {
+    const { cursor } = this;
+    if (!cursor) return this.draw();
+    const { slab, cell = 0 } = cursor;
+    this.#show(this.#page(slab, cell), cursor.x, cursor.y);
+  }
+
+  /** What lies at a place of a slab. */
+  #page(slab, cell) {
+    const group = this.model.slabOwner[slab];
+    if (group < 0) return { slab };
+    const { perSlab } = this.model.groups[group];
+    return cell < perSlab ? { slab, group, cell, page: slab * perSlab + cell } : { slab };
   }
 
   #place({ slab, group, cell }) {
@@ -280,8 +298,7 @@ export class ArenaMap {
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 0, ArrowUp: 0 };
     if (!(event.key in steps) || !this.layout) return;
     event.preventDefault();
-    const now = this.cursor ?? { slab: 0, cell: -1 };
-    let { slab, cell = -1 } = now;
+    let { slab, cell = 0 } = this.cursor ?? { slab: 0, cell: -1 };
     if (event.key === "ArrowDown") [slab, cell] = [slab + this.layout.columns, 0];
     if (event.key === "ArrowUp") [slab, cell] = [slab - this.layout.columns, 0];
     const sizeOf = (one) => (model.slabOwner[one] < 0 ? 1 : model.groups[model.slabOwner[one]].perSlab);
@@ -289,11 +306,10 @@ export class ArenaMap {
     if (cell >= sizeOf(slab)) [slab, cell] = [slab + 1, 0];
     if (cell < 0) [slab, cell] = [slab - 1, slab > 0 ? sizeOf(slab - 1) - 1 : 0];
     if (slab < 0 || slab >= model.slabs) return;
-    const group = model.slabOwner[slab];
-    const found = group < 0 ? { slab } : { slab, group, cell, page: slab * model.groups[group].perSlab + cell };
+    const found = this.#page(slab, cell);
     const [x, y] = this.#place(found);
     const box = this.canvas.getBoundingClientRect();
     if (y < 0 || y > this.height - 20) this.scroller.scrollTop += y / devicePixelRatio - box.height / 2;
-    this.#show(found, box.left + x / devicePixelRatio, box.top + Math.min(Math.max(y, 0), this.height) / devicePixelRatio);
+    this.#show(found, box.left + x / devicePixelRatio, box.top + Math.min(Math.max(y, 0), this.height) / devicePixelRatio, true);
   }
 }

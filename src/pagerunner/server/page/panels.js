@@ -1,25 +1,31 @@
 // Figures, requests and steps.
 
 import { css } from "./map.js";
-import { UNOWNED, CACHED, SHARED } from "./model.js";
+import { CACHED, SHARED } from "./model.js";
 
+/** Why a request waits: in a word or two, and as the rest of "It waits ...". */
 const WAITS = {
-  sibling: "for a sibling's pages, which are being filled",
-  slot: "for a slot: as many run as may",
-  pages: "for pages: its prompt doesn't fit yet",
-  snapshot: "for another request's snapshot of the same prefix",
-  budget: "for the next step: this one's tokens are spoken for",
-  turn: "for its own last step to come back",
-  line: "behind others",
+  sibling: ["a sibling's pages", "for a sibling to fill the pages that it goes on from"],
+  slot: ["a slot", "for a slot: as many run as may"],
+  pages: ["pages", "for pages: those of its prompt can't be had now"],
+  snapshot: ["a snapshot", "for another request that is about to leave a snapshot of the same prefix"],
+  budget: ["the next step", "for the next step: this one's tokens are spoken for"],
+  turn: ["its last step", "for its own last step to come back"],
+  line: ["others", "for those before it"],
 };
-
-const SHORT = { sibling: "a sibling's pages", slot: "a slot", pages: "pages", snapshot: "a snapshot", budget: "the next step", turn: "its own last step", line: "others before it" };
 
 export const number = (value) => Math.round(value).toLocaleString("en");
 
 export function seconds(value) {
   if (value === undefined) return "–";
   return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 2 : 0)} s`;
+}
+
+/** Times in one unit, that of the last. */
+function together(list) {
+  if (!list.length) return "–";
+  const [scale, unit] = list.at(-1) < 1 ? [1000, "ms"] : [1, "s"];
+  return `${list.map((value) => (value * scale).toFixed(value * scale < 10 ? 1 : 0)).join(" · ")} ${unit}`;
 }
 
 export function bytes(size) {
@@ -45,9 +51,8 @@ export class Figures {
       ["waiting", "Waiting"],
       ["memory", "Memory in use", "Share of the page memory's bytes that requests hold"],
       ["hits", "Prefix hits", "Share of all prompt tokens so far that were found in the prefix cache"],
-      ["first", "First token", "50th, 90th and 99th percentile since the page was opened"],
-      ["between", "Between tokens", "50th, 90th and 99th percentile since the page was opened"],
-      ["steps", "Steps/s"],
+      ["first", "First token p50·90·99", "Seconds from arrival to the first token: percentiles of the latest 1,024 while the page is open"],
+      ["between", "Between tokens p50·90·99", "Seconds between tokens: percentiles of the latest 4,096 while the page is open"],
       ["preempted", "Preemptions"],
     ]) {
       const item = document.createElement("div");
@@ -64,16 +69,14 @@ export class Figures {
 
   show(model) {
     const { stats } = model;
-    const three = (list) => (list.length ? list.map(seconds).join(" · ") : "–");
     const texts = {
       rate: number(model.tokensPerSecond),
       running: number(stats.running),
       waiting: number(stats.waiting),
       memory: percent(stats.kv_usage, 1),
       hits: percent(stats.prefix_hits_total, stats.prefix_queries_total),
-      first: three(model.firstToken),
-      between: three(model.interToken),
-      steps: number(model.stepsPerSecond),
+      first: together(model.firstToken),
+      between: together(model.interToken),
       preempted: number(stats.preemptions_total),
     };
     for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
@@ -134,14 +137,16 @@ export class RequestTable {
     row.classList.toggle("waits", !runs);
     const reads = request.computed < request.prompt;
     let text = reads ? "reads its prompt" : "generates";
-    if (request.wait) text = `${runs ? "" : "waits: "}${SHORT[request.wait]}`;
-    if (model.sleep >= 0 && !runs) text = "waits: the engine sleeps";
+    if (request.wait) text = `waits for ${WAITS[request.wait][0]}`;
+    if (model.sleep >= 0 && !runs) text = "the engine sleeps";
     say(state, text);
-    state.title = request.wait ? `It waits ${WAITS[request.wait]}.` : "";
+    state.title = request.wait ? `It waits ${WAITS[request.wait][1]}.` : "";
     say(tokens, `${number(reads ? request.computed : request.tokens)} / ${number(reads ? request.prompt : request.limit)}`);
     tokens.title = `${number(request.prompt)} tokens of prompt, ${number(request.tokens - request.prompt)} generated, at most ${number(request.limit)} in all`;
     say(prefix, request.cached < 0 ? "–" : number(request.cached));
-    say(pages, request.pages.map((list) => number(list.reduce((sum, page) => sum + (page >= 0), 0))).join(" + ") || "–");
+    const held = request.pages.map((list) => list.reduce((sum, page) => sum + (page >= 0), 0));
+    say(pages, runs ? number(held.reduce((sum, count) => sum + count, 0)) : "–");
+    pages.title = held.map((count, i) => `${number(count)} ${model.groups[i].name}`).join(", ");
     say(age, seconds(request.age));
   }
 }
@@ -198,9 +203,10 @@ export class Timeline {
     }
     const at = this.pointed === null ? steps.length - 1 : steps.length - 1 - Math.floor(this.pointed / (bar + gap));
     const step = steps[at];
-    if (!step) return say(this.words, steps.length ? "" : "none yet");
+    if (!step) return say(this.words, "none yet");
     const [count, , took, rows, tokens, graph] = step;
-    say(this.words, `step ${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
+    const rate = this.pointed === null ? `${number(this.model.stepsPerSecond)} a second; ` : "";
+    say(this.words, `${rate}step ${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
   }
 }
 
@@ -227,12 +233,4 @@ function tokensOf(request, at, pageTokens) {
   const first = at * pageTokens, end = Math.min(first + pageTokens, Math.max(request.tokens, first + 1));
   const part = end <= request.cached ? "prefix from the cache" : end <= request.prompt ? "prompt" : first >= request.prompt ? "answer" : "prompt and answer";
   return `tokens ${number(first)} to ${number(end - 1)} (${part})`;
-}
-
-/** Counts of each kind of page over all groups, and the legend's entries with them. */
-export function memoryWords(model) {
-  const sums = [0, 0, 0, 0, 0];
-  for (const group of model.groups) group.counts.forEach((count, kind) => (sums[kind] += count));
-  void UNOWNED;
-  return sums;
 }
