@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.live import LiveState
 from pagerunner.engine.messages import StartUp
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import GroupOwnership, MemoryState, RequestPages
@@ -191,6 +192,10 @@ class FakeCore:
             RequestPages(request_id=name, slot=slot, pages=[[(slot, 1)]]) for slot, name in enumerate(self._requests)
         ]
         return MemoryState(num_slabs=4, slab_bytes=64, free_slabs=3, groups=[group], requests=requests)
+
+    def watch(self, since: int) -> LiveState:
+        level = -1 if self._level is None else self._level
+        return LiveState(time.monotonic(), 0.0, level, self.stats(), b"", b"", [b""], [], [])
 
     def reset_prefix_cache(self) -> bool:
         self._seen.clear()

@@ -20,10 +20,11 @@ from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
 from pagerunner.server.gate import Access, Keys, access_of, marked
 from pagerunner.server.metrics import Metrics
+from pagerunner.server.page_routes import FILE_PATHS
 from pagerunner.server.service import Service
 
 BOTH = Keys(api=("client",), admin=("root",))
-CONTROL = {"/memory", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"}
+CONTROL = {"/memory", "/ui/live", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"}
 
 
 class NoEngine:
@@ -35,7 +36,7 @@ class NoEngine:
 
 def application(keys: Keys) -> FastAPI:
     service = Service(NoEngine(), ["tiny"], "tiny")  # type: ignore[arg-type]
-    return create_app(service, Metrics("tiny"), keys)
+    return create_app(service, Metrics("tiny"), NoEngine(), keys)  # type: ignore[arg-type]
 
 
 def status(app: Any, path: str, method: str = "GET", **headers: str) -> int:
@@ -63,7 +64,7 @@ def test_every_route_but_health_asks_for_a_key_and_control_routes_for_the_admin_
     assert len(walked) > 9
     for method, path in walked:
         access = access_of(app, {"type": "http", "path": path, "method": method, "root_path": "", "headers": []})
-        assert (access is Access.PUBLIC) == (path == "/health"), path
+        assert (access is Access.PUBLIC) == (path == "/health" or path in FILE_PATHS), path
         if path in CONTROL:
             assert access is Access.ADMIN
         if access is Access.PUBLIC:

@@ -492,9 +492,9 @@ class Scheduler:
             return "slot"
         if first.in_flight:
             return "turn"
-        if first.retry_version == self.manager.version:
-            return "snapshot" if self.manager.awaits_snapshot else "pages"
-        return "budget"
+        if first.retry_version >= 0 and self.manager.awaits_snapshot:
+            return "snapshot"
+        return "pages" if first.retry_version == self.manager.version else "budget"
 
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""

@@ -21,7 +21,9 @@ from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from pagerunner.server.errors import HttpError, error_response, one_line
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
+from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
+from pagerunner.server.page_routes import FILE_PATHS, page_routes
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
 from pagerunner.server.responses import ResponsesEndpoint
 from pagerunner.server.responses_protocol import ResponsesRequest
@@ -35,10 +37,13 @@ LABEL_HEADER = "X-Request-Id"
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service, metrics: Metrics, keys: Keys) -> FastAPI:
+def create_app(service: Service, metrics: Metrics, feed: LiveFeed, keys: Keys) -> FastAPI:
     """The application behind its gate."""
     app = FastAPI(title="pagerunner", version=__version__, docs_url=None, redoc_url=None)
     schemas = _add_routes(app, service, metrics)
+    for path, handler in page_routes(feed).items():
+        access = Access.PUBLIC if path in FILE_PATHS else Access.ADMIN
+        app.add_api_route(path, marked(_guarded(handler), access), include_in_schema=False, response_class=Response)
     app.openapi = lambda: _openapi(FastAPI.openapi(app), schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _refuse)
     app.add_middleware(Gate, routes=app, keys=keys)
@@ -56,13 +61,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     def route(
         path: str, handler: Handler, method: str, body: type | None = None, access: Access = Access.ADMIN
     ) -> None:
-        async def guarded(request: Request) -> Response:
-            response = await _answer(handler, request)
-            # The client's name for its call comes back as it is; inside, a call has an id of our own.
-            if (label := request.headers.get(LABEL_HEADER)) is not None:
-                response.headers[LABEL_HEADER] = label
-            return response
-
+        guarded = _guarded(handler)
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (handler if inspect.ismethod(handler) else type(handler).__call__).__doc__
         extra: dict[str, Any] | None = None
@@ -107,6 +106,17 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
 def _openapi(document: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return document
+
+
+def _guarded(handler: Handler) -> Handler:
+    async def guarded(request: Request) -> Response:
+        response = await _answer(handler, request)
+        # The client's name for its call comes back as it is; inside, a call has an id of our own.
+        if (label := request.headers.get(LABEL_HEADER)) is not None:
+            response.headers[LABEL_HEADER] = label
+        return response
+
+    return guarded
 
 
 async def _answer(handler: Handler, request: Request) -> Response:

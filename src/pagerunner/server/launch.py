@@ -24,6 +24,7 @@ from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.connection import Connection
 from pagerunner.server.gate import Keys
+from pagerunner.server.live import LatencyTap, LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
 from pagerunner.server.stats_log import logged_stats
@@ -160,8 +161,9 @@ async def serve(
     )
     with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
         metrics = Metrics(names[0], spans)
+        latencies = LatencyTap(metrics)
         loading = asyncio.create_task(
-            AsyncEngine.from_args(args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds)
+            AsyncEngine.from_args(args, observer=latencies, core_factory=core_factory, stall_seconds=stall_seconds)
         )
         await stop.wait(stop.asked, loading)
         if not loading.done():
@@ -171,7 +173,8 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, keys)
+            feed = LiveFeed(engine, latencies, closing=stop.asked)
+            app = create_app(Service(engine, names, args.model), metrics, feed, keys)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:
                 on_ready(engine, stop)

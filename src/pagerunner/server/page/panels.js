@@ -1,0 +1,236 @@
+// Figures, requests and steps.
+
+import { css } from "./map.js";
+import { CACHED, SHARED } from "./model.js";
+
+/** Why a request waits: in a word or two, and as the rest of "It waits ...". */
+const WAITS = {
+  sibling: ["a sibling's pages", "for a sibling to fill the pages that it goes on from"],
+  slot: ["a slot", "for a slot: as many run as may"],
+  pages: ["pages", "for pages: those of its prompt can't be had now"],
+  snapshot: ["a snapshot", "for another request that is about to leave a snapshot of the same prefix"],
+  budget: ["the next step", "for the next step: this one's tokens are spoken for"],
+  turn: ["its last step", "for its own last step to come back"],
+  line: ["others", "for those before it"],
+};
+
+export const number = (value) => Math.round(value).toLocaleString("en");
+
+export function seconds(value) {
+  if (value === undefined) return "–";
+  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 2 : 0)} s`;
+}
+
+/** Times in one unit, that of the last. */
+function together(list) {
+  if (!list.length) return "–";
+  const [scale, unit] = list.at(-1) < 1 ? [1000, "ms"] : [1, "s"];
+  return `${list.map((value) => (value * scale).toFixed(value * scale < 10 ? 1 : 0)).join(" · ")} ${unit}`;
+}
+
+export function bytes(size) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = size ? Math.min(Math.floor(Math.log2(size) / 10), 4) : 0;
+  return `${(size / 2 ** (10 * power)).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 9)}…${id.slice(-6)}` : id);
+
+/** Set an element's text only when it changes: five times a second for hundreds of cells. */
+function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export class Figures {
+  constructor(list) {
+    this.values = {};
+    for (const [key, name, title] of [
+      ["rate", "Tokens/s", "Generated tokens of the last two seconds"],
+      ["running", "Running"],
+      ["waiting", "Waiting"],
+      ["memory", "Memory in use", "Share of the page memory's bytes that requests hold"],
+      ["hits", "Prefix hits", "Share of all prompt tokens so far that were found in the prefix cache"],
+      ["first", "First token p50·90·99", "Seconds from arrival to the first token: percentiles of the latest 1,024 while the page is open"],
+      ["between", "Between tokens p50·90·99", "Seconds between tokens: percentiles of the latest 4,096 while the page is open"],
+      ["preempted", "Preemptions"],
+    ]) {
+      const item = document.createElement("div");
+      const term = document.createElement("dt"), value = document.createElement("dd");
+      term.textContent = name;
+      if (title) item.title = title;
+      value.id = `figure-${key}`;
+      value.textContent = "–";
+      item.append(term, value);
+      list.append(item);
+      this.values[key] = value;
+    }
+  }
+
+  show(model) {
+    const { stats } = model;
+    const texts = {
+      rate: number(model.tokensPerSecond),
+      running: number(stats.running),
+      waiting: number(stats.waiting),
+      memory: percent(stats.kv_usage, 1),
+      hits: percent(stats.prefix_hits_total, stats.prefix_queries_total),
+      first: together(model.firstToken),
+      between: together(model.interToken),
+      preempted: number(stats.preemptions_total),
+    };
+    for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
+  }
+}
+
+export class RequestTable {
+  /** `onPoint(id | null)` is told which row is pointed at. */
+  constructor(body, empty, summary, onPoint) {
+    Object.assign(this, { body, empty, summary, onPoint });
+    this.rows = new Map();
+  }
+
+  show(model, colour) {
+    const seen = new Set();
+    let last = null;
+    for (const request of model.requests) {
+      seen.add(request.id);
+      let row = this.rows.get(request.id);
+      if (!row) this.rows.set(request.id, (row = this.#row(request)));
+      this.#fill(row, request, model, colour);
+      const place = last ? last.nextSibling : this.body.firstChild;
+      if (place !== row) this.body.insertBefore(row, place);
+      last = row;
+    }
+    for (const [id, row] of this.rows) {
+      if (!seen.has(id)) {
+        row.remove();
+        this.rows.delete(id);
+      }
+    }
+    this.empty.hidden = seen.size > 0;
+    const listed = model.requests.filter((request) => request.slot < 0).length;
+    const more = model.stats.waiting - listed;
+    say(this.summary, `${number(model.stats.running)} running, ${number(model.stats.waiting)} waiting${more > 0 ? ` (${number(more)} not listed)` : ""}`);
+  }
+
+  #row(request) {
+    const row = document.createElement("tr");
+    for (let i = 0; i < 6; i++) row.append(document.createElement(i ? "td" : "th"));
+    const [name, , ...numbers] = row.children;
+    name.scope = "row";
+    const swatch = document.createElement("i");
+    swatch.className = "swatch";
+    name.append(swatch, shortId(request.id));
+    name.title = request.id;
+    for (const cell of numbers) cell.className = "num";
+    row.addEventListener("pointerenter", () => this.onPoint(request.id));
+    row.addEventListener("pointerleave", () => this.onPoint(null));
+    return row;
+  }
+
+  #fill(row, request, model, colour) {
+    const [name, state, tokens, prefix, pages, age] = row.children;
+    const runs = request.slot >= 0;
+    const swatch = name.firstChild;
+    swatch.style.background = runs ? css(colour("owner", request.slot)) : "none";
+    row.classList.toggle("waits", !runs);
+    const reads = request.computed < request.prompt;
+    let text = reads ? "reads its prompt" : "generates";
+    if (request.wait) text = `waits for ${WAITS[request.wait][0]}`;
+    if (model.sleep >= 0 && !runs) text = "the engine sleeps";
+    say(state, text);
+    state.title = request.wait ? `It waits ${WAITS[request.wait][1]}.` : "";
+    say(tokens, `${number(reads ? request.computed : request.tokens)} / ${number(reads ? request.prompt : request.limit)}`);
+    tokens.title = `${number(request.prompt)} tokens of prompt, ${number(request.tokens - request.prompt)} generated, at most ${number(request.limit)} in all`;
+    say(prefix, request.cached < 0 ? "–" : number(request.cached));
+    const held = request.pages.map((list) => list.reduce((sum, page) => sum + (page >= 0), 0));
+    say(pages, runs ? number(held.reduce((sum, count) => sum + count, 0)) : "–");
+    pages.title = held.map((count, i) => `${number(count)} ${model.groups[i].name}`).join(", ");
+    say(age, seconds(request.age));
+  }
+}
+
+/** Bars of the latest steps: tokens upwards, time downwards. */
+export class Timeline {
+  constructor(canvas, words) {
+    Object.assign(this, { canvas, words });
+    this.pointed = null;
+    canvas.addEventListener("pointermove", (event) => {
+      const box = canvas.getBoundingClientRect();
+      this.pointed = box.right - event.clientX;
+      this.draw();
+    });
+    canvas.addEventListener("pointerleave", () => {
+      this.pointed = null;
+      this.draw();
+    });
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  show(model) {
+    this.model = model;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.model?.plan) return;
+    const { canvas } = this;
+    const scale = devicePixelRatio, width = canvas.clientWidth, height = canvas.clientHeight;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+    }
+    const style = getComputedStyle(document.documentElement);
+    const context = canvas.getContext("2d");
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    const bar = 4, gap = 1, middle = Math.round(height * 0.6);
+    const steps = this.model.steps.slice(-Math.floor(width / (bar + gap)));
+    const mostTokens = Math.max(1, ...steps.map((step) => step[4]));
+    const mostTime = Math.max(1e-9, ...steps.map((step) => step[2]));
+    context.strokeStyle = context.fillStyle = style.getPropertyValue("--accent");
+    context.lineWidth = 1;
+    for (const [place, [, , took, , tokens, graph]] of [...steps].reverse().entries()) {
+      const x = width - (place + 1) * (bar + gap);
+      const high = Math.max(2, Math.sqrt(tokens / mostTokens) * (middle - 4));
+      const deep = Math.max(1, (took / mostTime) * (height - middle - 4));
+      if (graph) context.fillRect(x, middle - high, bar, high);
+      else context.strokeRect(x + 0.5, middle - high + 0.5, bar - 1, high - 1);
+      context.globalAlpha = 0.45;
+      context.fillRect(x, middle + 2, bar, deep);
+      context.globalAlpha = 1;
+    }
+    const at = this.pointed === null ? steps.length - 1 : steps.length - 1 - Math.floor(this.pointed / (bar + gap));
+    const step = steps[at];
+    if (!step) return say(this.words, "none yet");
+    const [count, , took, rows, tokens, graph] = step;
+    const rate = this.pointed === null ? `${number(this.model.stepsPerSecond)} a second; ` : "";
+    say(this.words, `${rate}step ${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
+  }
+}
+
+/** What a page of the map is and whose, as [heading, lines]. */
+export function describePage(model, { slab, group, page, holders = [] }) {
+  if (group === undefined) return [`Slab ${number(slab)}`, ["Free: it belongs to no group."]];
+  const { name, kind, pageTokens, state, perSlab } = model.groups[group];
+  const heading = `Page ${number(page)} · slab ${number(slab)} · group ${name}`;
+  const lines = [];
+  if (state[page] === CACHED) lines.push("Cached: no request holds it; a prompt with the same prefix can.");
+  else if (!holders.length) lines.push(`Free, in a slab of ${number(perSlab)} pages of this group.`);
+  if (state[page] === SHARED) lines.push(`Shared by ${number(holders.length)} requests.`);
+  for (const { request, at } of holders.slice(0, 5)) {
+    lines.push(`${shortId(request.id)}: ${kind === "recurrent" ? (at ? "a snapshot of its state" : "its state") : tokensOf(request, at, pageTokens)}`);
+    lines.push(`  ${number(request.tokens)} tokens, ${request.cached > 0 ? `the first ${number(request.cached)} from the prefix cache` : "none from the prefix cache"}`);
+    const text = model.ownText?.(request.id, request.prompt, at * pageTokens, (at + 1) * pageTokens);
+    if (text) lines.push(`  “${text}”`);
+  }
+  if (holders.length > 5) lines.push(`and ${number(holders.length - 5)} more`);
+  return [heading, lines];
+}
+
+function tokensOf(request, at, pageTokens) {
+  const first = at * pageTokens, end = Math.min(first + pageTokens, Math.max(request.tokens, first + 1));
+  const part = end <= request.cached ? "prefix from the cache" : end <= request.prompt ? "prompt" : first >= request.prompt ? "answer" : "prompt and answer";
+  return `tokens ${number(first)} to ${number(end - 1)} (${part})`;
+}

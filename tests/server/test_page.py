@@ -1,0 +1,297 @@
+"""The page at /ui: its files, who may have its data, and the page itself in a real headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import pagerunner
+from helpers import browser as browsers
+from helpers import control_routes
+from helpers.browser import Browser
+from helpers.serving import RunningServer, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.server.page_routes import FILE_PATHS
+
+PACKAGE = Path(pagerunner.__file__).parent
+PAGE = PACKAGE / "server" / "page"
+IDLE = "return pagerunner.model.plan && pagerunner.model.requests.length === 0"
+
+
+def test_every_file_is_served_and_names_only_files_that_are(server: RunningServer) -> None:
+    assert "/ui" in FILE_PATHS and len(FILE_PATHS) == len(list(PAGE.iterdir()))
+    for path in FILE_PATHS:
+        response = server.get(path)
+        assert response.status_code == 200 and response.headers["content-type"].startswith(("text/", "image/svg"))
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        text = response.text
+        found = re.findall(r'(?:src|href)="([^"]+)"', text) if path == "/ui" else re.findall(r'from "\./([^"]+)"', text)
+        assert {f"/{name}" if path == "/ui" else f"/ui/{name}" for name in found} <= FILE_PATHS
+    assert server.get("/ui/none.js").status_code == 404
+    assert server.get("/ui/..%2fapp.py").status_code == 404
+
+
+def test_the_page_asks_nobody_else() -> None:
+    for path in PAGE.iterdir():
+        outside = re.findall(r"https?://[^\s\"']+", path.read_text(encoding="utf-8"))
+        assert set(outside) <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+def test_the_files_need_no_key_and_the_data_does(text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["k"]) as server:
+        assert server.get("/ui").status_code == 200
+        assert server.get("/ui/main.js").status_code == 200
+        assert server.get("/ui/live").status_code == 401
+        assert server.get("/ui/").status_code == 401
+        with httpx.stream("GET", f"{server.url}/ui/live", headers={"Authorization": "Bearer k"}) as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            first = json.loads(next(stream.iter_lines()).removeprefix("data: "))
+    assert first["plan"] == server.engine.memory_plan and first["requests"] == []
+
+
+def test_a_stream_doesnt_hold_up_the_servers_end(text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side))) as server:
+        ended = threading.Event()
+
+        def look() -> None:
+            with httpx.stream("GET", f"{server.url}/ui/live", timeout=20) as stream:
+                for _ in stream.iter_lines():
+                    looking.set()
+            ended.set()
+
+        looking = threading.Event()
+        thread = threading.Thread(target=look)
+        thread.start()
+        assert looking.wait(10)
+        server.stop()
+        assert ended.wait(5)
+        thread.join()
+
+
+# -- in a browser
+
+browser_test = pytest.mark.skipif(browsers.missing() != "", reason=f"no browser: {browsers.missing()}")
+
+
+@contextmanager
+def demo_server(**options: Any) -> Iterator[RunningServer]:
+    args = EngineArgs(
+        model=str(PACKAGE / "demo" / "demo"), enable_sleep_mode=True, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=4
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        control_routes.add_missing(patch)
+        with running_server(args, core_factory=DEFAULT_FACTORY, **options) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[RunningServer]:
+    with demo_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsers.browser(tmp_path_factory.mktemp("chromium")) as window:
+        yield window
+
+
+@pytest.fixture
+def page(chromium: Browser, demo: RunningServer) -> Iterator[Browser]:
+    """The page, connected to an engine that does nothing."""
+    chromium.screen(1280, 900)
+    chromium.open(f"{demo.url}/ui")
+    chromium.until(IDLE)
+    yield chromium
+    assert chromium.complaints() == []
+
+
+@contextmanager
+def requests(server: RunningServer, count: int, tokens: int = 1500) -> Iterator[None]:
+    """Long requests on one prefix, while the block runs."""
+    stop = threading.Event()
+
+    def one(number: int) -> None:
+        body = {
+            "prompt": "The quick brown fox jumps over the lazy dog. " * 4 + str(number),
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            for _ in stream.iter_lines():
+                if stop.is_set():
+                    return
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@browser_test
+def test_a_chat_shows_its_tokens_with_what_else_could_have_come(page: Browser) -> None:
+    page.click("summary")
+    page.type("[name=seed]", "1")
+    page.type("[name=temperature]", "0")
+    page.type("#prompt", "What is 12 + 30?")
+    page.click("#send")
+    note = page.until(
+        "return !document.querySelector('#stop').offsetParent && document.querySelector('.note')?.textContent"
+    )
+    assert "end: stop" in note and "tokens/s" in note
+    tokens = page.js("return [...document.querySelectorAll('.tok:not(.silent)')].map(one => one.textContent)")
+    assert "".join(tokens) == "12 + 30 = 42" and len(tokens) > 3
+    page.hover(".tok")
+    rows = page.js("return [...document.querySelectorAll('#tip tr')].map(one => one.textContent)")
+    assert len(rows) == 5 and rows[0].startswith("▸ 1") and rows[0].endswith("%")
+    page.js("document.querySelector('#log').focus()")
+    page.type("#log", "\ue014\ue014")  # two arrows to the right
+    assert page.text(".tok.current") == tokens[1]
+    page.type("#prompt", "What is 5 + 6?")
+    page.click("#send")
+    page.until("return document.querySelectorAll('.note').length === 2")
+    assert page.text("article:last-child .text").startswith("5 + 6 = 11")
+    page.until(IDLE)
+    assert page.js("return pagerunner.model.groups[0].counts[2]") > 0  # cached pages
+
+
+@browser_test
+def test_stop_ends_the_answer_and_frees_its_pages(page: Browser, demo: RunningServer) -> None:
+    with requests(demo, 4):
+        page.until("return pagerunner.model.requests.length === 4")
+        page.type("#prompt", "Tell me a story.")
+        page.click("#send")
+        row = page.until(
+            "return [...document.querySelectorAll('tr.waits')].map(one => one.textContent).find(one => one.startsWith('chatcmpl'))"
+        )
+        assert "waits for a slot" in row
+        page.click("#stop")
+        page.until("return document.querySelector('.note')?.textContent === 'stopped'")
+        page.until("return !pagerunner.model.requests.some(one => one.id.startsWith('chatcmpl'))")
+    page.until(IDLE)
+
+
+@browser_test
+def test_pages_fill_and_free_and_say_whose_they_are(page: Browser, demo: RunningServer) -> None:
+    used = "return pagerunner.model.groups[0].counts[3] + pagerunner.model.groups[0].counts[4]"
+    assert page.js(used) == 0
+    with requests(demo, 3):
+        few = page.until("return pagerunner.model.requests.length === 3 && pagerunner.model.groups[0].counts[3]")
+        assert page.until("return pagerunner.model.groups[0].counts[4]") > 3  # shared pages of the prefix
+        page.until(f"return pagerunner.model.groups[0].counts[3] > {few} + 20")
+        page.js("document.querySelector('#arena-canvas').focus()")
+        page.type("#arena-canvas", "\ue014")
+        words = page.until("return document.querySelector('#page-words').textContent")
+        assert re.match(r"Page \d+ · slab 0 · group full", words)
+        page.js("pagerunner.map.zoomTo(0)")
+        held = page.js("return pagerunner.model.requests[0].pages[0].at(-1)")
+        x, y = page.js(
+            """const {layout, model} = pagerunner.map, per = model.groups[0].perSlab, held = arguments[0];
+            const across = Math.round((layout.tileWidth - layout.gap) / layout.width), slab = Math.floor(held / per);
+            const cell = held % per, box = document.querySelector('#arena-canvas').getBoundingClientRect();
+            return [(slab % layout.columns) * layout.tileWidth + layout.gap + (cell % across + .5) * layout.width - box.width / 2,
+                    Math.floor(slab / layout.columns) * layout.tileHeight + layout.gap + (Math.floor(cell / across) + .5) * layout.height
+                    - document.querySelector('#arena').scrollTop - box.height / 2]""",
+            held,
+        )
+        page.hover("#arena-canvas", round(x), round(y))
+        tip = page.text("#tip")
+        assert f"Page {held} " in tip and "tokens" in tip and "cmpl-" in tip, tip
+        assert page.text("#figure-running") == "3"
+        assert page.js("return pagerunner.model.steps.length") > 5 and "rows" in page.text("#step-words")
+    page.until(IDLE)
+    assert page.js(used) == 0 and page.js("return pagerunner.model.groups[0].counts[2]") > 0
+    page.click("#reset")
+    page.until("return pagerunner.model.groups[0].counts[2] === 0")
+
+
+@browser_test
+def test_sleep_and_wake_by_button(page: Browser, demo: RunningServer) -> None:
+    page.click("#sleep")
+    page.until("return document.querySelector('#status').textContent === 'asleep, level 1'")
+    assert page.js("return [document.querySelector('#sleep').disabled, document.querySelector('#wake').disabled]") == [
+        True,
+        False,
+    ]
+    page.click("#wake")
+    page.until("return document.querySelector('#status').textContent === 'awake'")
+    page.type("#prompt", "What is 12 + 30?")
+    page.click("#send")
+    page.until("return document.querySelector('.note')")
+    assert page.text("article:last-child .text").startswith("12 + 30 = 42")
+
+
+@browser_test
+def test_a_key_is_asked_for_and_forgotten_by_a_reload(chromium: Browser) -> None:
+    with demo_server(api_keys=["secret"]) as server:
+        chromium.open(f"{server.url}/ui")
+        chromium.until("return document.querySelector('#key-dialog').open")
+        chromium.type("#api-key", "secret")
+        chromium.click("#key-dialog button[value=ok]")
+        chromium.until(IDLE)
+        assert chromium.js("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 0]
+        chromium.open(f"{server.url}/ui")
+        chromium.until("return document.querySelector('#key-dialog').open")
+    assert all("401" in line or "ERR_" in line for line in chromium.complaints())
+
+
+@browser_test
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_nothing_sticks_out_and_everything_has_a_name(
+    page: Browser, demo: RunningServer, width: int, dark: bool
+) -> None:
+    with requests(demo, 2):
+        page.until("return pagerunner.model.requests.length === 2")
+        page.screen(width, 844, dark=dark)
+        page.until(f"return innerWidth <= {width} && pagerunner.map.layout")
+        assert page.js("return document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
+        nameless = page.js(
+            """return [...document.querySelectorAll('button, input, select, textarea, canvas')].filter(one =>
+            !(one.textContent.trim() && one.matches('button')) && !one.labels?.length && !one.ariaLabel).map(one => one.outerHTML)"""
+        )
+        assert nameless == []
+        ground = page.js("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == dark
+    page.until(IDLE)
+
+
+@browser_test
+def test_50000_pages_and_256_requests_are_drawn_in_a_frame(page: Browser) -> None:
+    """A synthetic state of that size, with every page held by somebody: taking it in and drawing it."""
+    spent = page.js(
+        """const {model, map} = pagerunner, big = new model.constructor(), pages = 195, groups = [{name: 'full', kind: 'full',
+          page_tokens: 16, page_bytes: 81920, pages_per_slab: 50}];
+        const text = (array) => { let s = ''; for (const b of new Uint8Array(array.buffer)) s += String.fromCharCode(b); return btoa(s); };
+        const slabs = Int32Array.from({length: 1000}, (_, i) => i), whole = {plan: {groups, num_slabs: 1000, slab_bytes: 4096000,
+          kv_bytes: 4096000000}, clock: 1, sleep: -1, stats: {...model.stats}, first_token: [], inter_token: [], steps: [],
+          slabs: [text(slabs), text(new Uint8Array(1000))], cached: [''], requests: Array.from({length: 256}, (_, i) =>
+          ['chatcmpl-' + i, i, 1, 3000, 3120, 3119, 0, 4000, '', [[0, text(Int32Array.from({length: pages}, (_, p) => i + 256 * p % 50000))]]])};
+        big.apply(whole);
+        const next = {...whole, plan: undefined, slabs: undefined, cached: [null], requests: whole.requests.map(r => [...r.slice(0, 9), [null]])};
+        const started = performance.now();
+        for (let i = 0; i < 10; i++) big.apply(next);
+        const taken = (performance.now() - started) / 10;
+        map.model = big;
+        map.draw();
+        return new Promise(done => setTimeout(() => { const drawn = map.drawMs; map.model = model; map.draw();
+          done([taken, drawn, big.groups[0].counts[3]]); }, 150));"""
+    )
+    assert spent[2] > 49_000
+    assert spent[0] < 50 and spent[1] < 50, f"{spent[0]:.1f} ms to take in, {spent[1]:.1f} ms to draw"
+    print(f"50,000 pages: {spent[0]:.1f} ms to take a frame in, {spent[1]:.1f} ms to draw")
