@@ -15,7 +15,7 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from pagerunner.engine.live import LiveState, LiveStep, StepLog
-from pagerunner.engine.observer import FinishedSequence, NullObserver
+from pagerunner.engine.observer import FinishedSequence, EngineObserver
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
 from pagerunner.sched.live import page_books
@@ -132,7 +132,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_latencies_are_kept_only_while_somebody_looks_and_always_passed_on() -> None:
-    class Inner(NullObserver):
+    class Inner(EngineObserver):
         seen: list[Any] = []
 
         def on_inter_token(self, seconds: float) -> None:
@@ -146,7 +146,7 @@ def test_latencies_are_kept_only_while_somebody_looks_and_always_passed_on() -> 
     tap.open = True
     tap.on_inter_token(2.0)
     tap.on_first_token(3.0)
-    done = FinishedSequence("stop", 1, 1, 1.0)
+    done = FinishedSequence(object(), "stop", 1, 0, 1.0, 1.0, 3.0, 3.0, 3.0)  # type: ignore[arg-type]
     tap.on_finished(done)
     assert (list(tap.inter_token), list(tap.first_token), Inner.seen) == ([2.0], [3.0], [1.0, 2.0, done])
 
@@ -171,7 +171,7 @@ class FakeEngine:
 
 
 def feed_of(engine: Any, closing: asyncio.Event | None = None) -> LiveFeed:
-    return LiveFeed(engine, LatencyTap(NullObserver()), closing or asyncio.Event())
+    return LiveFeed(engine, LatencyTap(EngineObserver()), closing or asyncio.Event())
 
 
 async def read(events: AsyncGenerator[bytes, None]) -> dict[str, Any]:
