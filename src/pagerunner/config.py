@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,6 +32,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
+    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/pooling.py).
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """
 
@@ -62,6 +63,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     attention_backend: str = "auto"
     generation_config: str = "auto"
     chat_template: str | None = None
+    pooler_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:

@@ -16,13 +16,14 @@ from pagerunner.config import engine_args
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
+from pagerunner.engine.input_processor import POOLING_PARAMS
 from pagerunner.engine.resolve import resolve
 from pagerunner.engine.startup import StartUp
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.sched.scheduler import SchedulerStats
-from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import Pooling, RequestOutput, RequestUpdate, SamplingParams
 
 Prompt = str | dict[str, Any]
 Message = dict[str, Any]
@@ -143,6 +144,22 @@ class LLM:
         prompts = [self._render(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[list[float]]:
+        """One vector for each prompt, as the checkpoint, or the argument `pooler_config`, says it is pooled.
+
+        Raises:
+            ConfigError: neither says it.
+            InvalidRequestError: a prompt is bad; nothing has run.
+        """
+        pooler = self._frontend.pooler
+        if pooler is None:
+            raise ConfigError(
+                'The model has no modules.json; say how it is pooled: pooler_config={"pooling_type": "LAST"}.'
+            )
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
+        return [pooler.finish(output.pooled or ()).tolist() for output in self._run(order, use_tqdm)]
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
@@ -201,15 +218,18 @@ class LLM:
         return list(value)
 
     def _submit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        pooling: Pooling | None = None,
     ) -> list[str]:
         """Queue every prompt or none; returns the request ids in order."""
         batches = []
         for prompt, one_params, one_priority in zip(prompts, params, priorities, strict=True):
             request_id = str(next(self._ids))
-            batches.append(
-                (request_id, prompt, self._frontend.inputs.process(prompt, one_params, request_id, one_priority))
-            )
+            process = self._frontend.inputs.process
+            batches.append((request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling)))
         added: list[str] = []
         try:
             for request_id, prompt, requests in batches:

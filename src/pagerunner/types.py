@@ -15,6 +15,8 @@ from pagerunner.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
+Pooling = Literal["last", "mean"]
+"""Which of a prompt's final hidden states become one vector: the last token's, or the mean of all."""
 
 
 def _require(condition: bool, param: str, message: str) -> None:
@@ -223,7 +225,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     `request_id` is server-made and unique. `family` is shared by the n siblings of one request, so that they share the
     prompt's pages even when prefix caching is off. `bad_words_ids` are `bad_words` as token sequences.
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
-    resolved against the model's length.
+    resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
+    but `pooled`.
     """
 
     request_id: str
@@ -237,6 +240,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     arrival_time: float = 0.0
     cache_salt: str = ""
     family: str = ""
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
@@ -286,6 +290,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: list[float] | None = None
 
 
 class SlotInit(msgspec.Struct, frozen=True):
@@ -364,13 +369,15 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
 
     `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
-    that is still a prompt token). `errors` maps a row index to the sentence that ends only that request.
+    that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a
+    row index to the sentence that ends only that request.
     """
 
     step_id: int
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    pooled: dict[int, list[float]] = {}
     errors: dict[int, str] = {}
 
 
@@ -407,7 +414,10 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request's state as its caller sees it; fields are vLLM's, and `error` says why a sequence ended with "error"."""
+    """A request's state as its caller sees it; fields are vLLM's, and `error` says why a sequence ended with "error".
+
+    `pooled` is the vector of a pooling request, which has no text.
+    """
 
     request_id: str
     prompt: str | None
@@ -418,3 +428,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: list[float] | None = None

@@ -201,10 +201,23 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    words += ["--served-model-name", "one", "two"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
-    assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"], "access_log": True}
+    names = ["one", "two"]
+    assert options == {
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_keys": ["k1", "k2"],
+        "access_log": True,
+        "served_model_name": names,
+    }
+
+
+def test_serve_does_not_take_the_last_name_for_the_model(capsys):
+    assert main(["serve", "--served-model-name", "name", "dir"]) == 2
+    assert "put it before --served-model-name" in capsys.readouterr().err
 
 
 def test_serve_takes_its_key_from_the_environment(monkeypatch):

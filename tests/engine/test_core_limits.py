@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,28 +38,28 @@ def put(where: str, name: str, value: Any) -> Callable[[dict[str, Any], dict[str
 
 BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "min_tokens without max_tokens": (put("params", "min_tokens", 1000), "min_tokens is 1000, more than the 3 tokens"),
-    "min_tokens over the table": (put("params", "min_tokens", 2**40), "PAGERUNNER_MAX_TOKENS"),
+    "min_tokens over the table": (put("params", "min_tokens", 2**40), "PAGERUNNER_LIMIT_MAX_TOKENS"),
     "max_tokens 0": (put("request", "max_tokens", 0), "max_tokens is 0"),
-    "max_tokens over the table": (put("request", "max_tokens", 2**40), "PAGERUNNER_MAX_TOKENS"),
-    "n": (put("params", "n", limits.MAX_N + 1), "PAGERUNNER_MAX_N "),
-    "logprobs": (put("params", "logprobs", 10_000), "PAGERUNNER_MAX_LOGPROBS"),
-    "prompt_logprobs": (put("params", "prompt_logprobs", 10_000), "PAGERUNNER_MAX_LOGPROBS"),
-    "stop strings": (put("params", "stop", ["x"] * 65), "PAGERUNNER_MAX_STOP_STRINGS"),
-    "a stop string": (put("params", "stop", ["x" * 2000]), "PAGERUNNER_MAX_STOP_STRING_CHARS"),
-    "stop ids": (put("params", "stop_token_ids", list(range(1025))), "PAGERUNNER_MAX_STOP_TOKEN_IDS"),
+    "max_tokens over the table": (put("request", "max_tokens", 2**40), "PAGERUNNER_LIMIT_MAX_TOKENS"),
+    "n": (put("params", "n", limits.MAX_N + 1), "PAGERUNNER_LIMIT_MAX_N "),
+    "logprobs": (put("params", "logprobs", 10_000), "PAGERUNNER_LIMIT_MAX_LOGPROBS"),
+    "prompt_logprobs": (put("params", "prompt_logprobs", 10_000), "PAGERUNNER_LIMIT_MAX_LOGPROBS"),
+    "stop strings": (put("params", "stop", ["x"] * 65), "PAGERUNNER_LIMIT_MAX_STOP_STRINGS"),
+    "a stop string": (put("params", "stop", ["x" * 2000]), "PAGERUNNER_LIMIT_MAX_STOP_STRING_CHARS"),
+    "stop ids": (put("params", "stop_token_ids", list(range(1025))), "PAGERUNNER_LIMIT_MAX_STOP_TOKEN_IDS"),
     "a stop id": (put("params", "stop_token_ids", [VOCAB]), f"stop_token_ids holds token id {VOCAB}"),
-    "bad words": (put("params", "bad_words", ["x"] * 1025), "PAGERUNNER_MAX_BAD_WORDS"),
-    "bad words' tokens": (put("request", "bad_words_ids", [[7] * 20_000]), "PAGERUNNER_MAX_BAD_WORD_TOKENS"),
+    "bad words": (put("params", "bad_words", ["x"] * 1025), "PAGERUNNER_LIMIT_MAX_BAD_WORDS"),
+    "bad words' tokens": (put("request", "bad_words_ids", [[7] * 20_000]), "PAGERUNNER_LIMIT_MAX_BAD_WORD_TOKENS"),
     "a bad word's token": (put("request", "bad_words_ids", [[VOCAB]]), f"bad_words holds token id {VOCAB}"),
     "an empty bad word": (put("request", "bad_words_ids", [[]]), "without tokens"),
-    "logit_bias": (put("params", "logit_bias", {n: 1.0 for n in range(1025)}), "PAGERUNNER_MAX_LOGIT_BIAS"),
+    "logit_bias": (put("params", "logit_bias", dict.fromkeys(range(1025), 1.0)), "PAGERUNNER_LIMIT_MAX_LOGIT_BIAS"),
     "logit_bias' id": (put("params", "logit_bias", {VOCAB: 1.0}), f"logit_bias holds token id {VOCAB}"),
     "allowed id": (put("params", "allowed_token_ids", [VOCAB]), f"allowed_token_ids holds token id {VOCAB}"),
     "temperature": (put("params", "temperature", float("nan")), "temperature must be a finite number"),
     "prompt id": (put("request", "prompt_token_ids", [5, VOCAB]), f"prompt holds token id {VOCAB}"),
     "negative prompt id": (put("request", "prompt_token_ids", [-1, 5]), "negative"),
     "long prompt": (put("request", "prompt_token_ids", [5] * 10_000), "max_model_len"),
-    "salt": (put("request", "cache_salt", "x" * 1000), "PAGERUNNER_MAX_SALT_CHARS"),
+    "salt": (put("request", "cache_salt", "x" * 1000), "PAGERUNNER_LIMIT_MAX_SALT_CHARS"),
     "priority": (put("request", "priority", 2**63), "priority|Integer value out of range"),
     "arrival": (put("request", "arrival_time", float("inf")), "arrival_time"),
     "unknown parameter": (put("params", "nonsense", 1), "nonsense"),

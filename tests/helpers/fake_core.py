@@ -1,7 +1,8 @@
 """A torch-free EngineCore with predictable answers, delays and failures, for tests of everything in front of the core.
 
-A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... `PAGERUNNER_FAKE_CORE` in the
-environment may hold a JSON `FakeOptions`. Some prompt tokens cause failures: see the constants.
+A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... A pooled vector is the prompt's length,
+its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in the environment may hold a JSON `FakeOptions`. Some
+prompt tokens cause failures: see the constants.
 """
 
 from __future__ import annotations
@@ -114,8 +115,13 @@ class FakeCore:
         if FAIL_ONE in prompt:
             self._forget(name)
             return RequestUpdate(request_id=name, new_token_ids=[], finish_reason="error", error="NaN in its logits.")
+        if request.pooling is not None:
+            self._forget(name)
+            vector = [float(len(prompt)), float(prompt[0]), float(prompt[-1]), 2.0 * (request.pooling == "mean")]
+            return RequestUpdate(request_id=name, new_token_ids=[], finish_reason="stop", pooled=vector)
         tokens = self._tokens[name]
         first = not tokens
+        cached = len(prompt) if tuple(prompt) in self._seen else 0
         token = prompt[len(tokens) % len(prompt)]
         tokens.append(token)
         reason, stop_reason = self._finish(request, token, len(tokens))
@@ -134,7 +140,7 @@ class FakeCore:
                 if first and params.prompt_logprobs is not None
                 else None
             ),
-            num_cached_tokens=len(prompt) if tuple(prompt) in self._seen else 0,
+            num_cached_tokens=cached,
         )
 
     @staticmethod

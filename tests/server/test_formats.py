@@ -30,6 +30,12 @@ def test_a_chosen_token_outside_the_top_is_listed_beside_it() -> None:
     assert chat_logprobs([7], [POSITION], 0).content[0].top_logprobs == []
 
 
+def test_of_tokens_with_one_text_the_best_is_listed() -> None:
+    position = {5: Logprob(-0.5, 1, "\ufffd"), 6: Logprob(-1.0, 2, "\ufffd")}
+    piece = CompletionLogprobsWriter(2).write([5, 6], [position, position])
+    assert piece.top_logprobs == [{"\ufffd": -0.5}] * 2 and piece.token_logprobs == [-0.5, -1.0]
+
+
 def test_offsets_go_on_over_prompt_and_pieces() -> None:
     writer = CompletionLogprobsWriter(1)
     prompt = writer.write_prompt([9, 5], [None, POSITION], "first")

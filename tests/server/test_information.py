@@ -22,6 +22,10 @@ def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> Non
     schema = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]
     assert "prompt" in schema["required"]
     assert schema["additionalProperties"] is False
+    for path in ("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"):
+        reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert document["components"]["schemas"][reference.rsplit("/", 1)[1]]["additionalProperties"] is False
+    assert [one["name"] for one in document["paths"]["/sleep"]["post"]["parameters"]] == ["level", "mode"]
 
 
 def test_memory_is_the_plan_and_the_live_state_of_the_core(server: RunningServer) -> None:

@@ -17,7 +17,12 @@ from pagerunner.llm import LLM
 from pagerunner.types import SamplingParams
 
 PROMPTS = ["Once upon a time", "What is the capital of France?", "12 + 30 =", "def main():"]
-OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 64}
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "pooler_config": '{"pooling_type": "MEAN"}',
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +31,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
+def offline(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), use_tqdm=False, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def expected(offline: LLM) -> list[list[int]]:
     """Greedy tokens of the offline engine."""
-    llm = LLM(str(checkpoint), use_tqdm=False, **OPTIONS)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in offline.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +97,64 @@ def test_logprobs_of_an_echoed_prompt_are_the_models(real_server: RunningServer)
         if value is not None:
             assert value <= max(top.values()) + 1e-6 and token in top
     assert logprobs.token_logprobs[-1] == pytest.approx(max(logprobs.top_logprobs[-1].values()))
+
+
+def test_batches_of_token_ids_are_scored_as_lm_eval_asks(real_server: RunningServer, offline: LLM) -> None:
+    batch = [[5 + i, 9, 77, 40 + i, 300] * (3 + i) for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    outputs = offline.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+    body = {
+        "model": MODEL,
+        "prompt": batch,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    choices = real_server.post("/v1/completions", body).json()["choices"]
+    for ids, output, choice in zip(batch, outputs, sorted(choices, key=lambda one: one["index"]), strict=True):
+        scores = choice["logprobs"]["token_logprobs"]
+        assert len(scores) == len(choice["logprobs"]["top_logprobs"]) == len(ids) + 1 and scores[0] is None
+        positions = (output.prompt_logprobs or [])[1:]
+        wanted = [position[token].logprob for token, position in zip(ids[1:], positions, strict=True) if position]
+        assert scores[1:-1] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_generating(real_server: RunningServer, stream: bool) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS[:2], "echo": True, "logprobs": 1, "temperature": 0}
+    client = real_server.openai()
+    longer = client.completions.create(**options, max_tokens=1).choices
+    if stream:
+        usage = {"include_usage": True}
+        chunks = list(client.completions.create(**options, max_tokens=0, stream=True, stream_options=usage))
+        choices = sorted((one for chunk in chunks for one in chunk.choices), key=lambda one: one.index)
+        counts = chunks[-1].usage
+    else:
+        answer = client.completions.create(**options, max_tokens=0)
+        choices, counts = answer.choices, answer.usage
+    assert [choice.text for choice in choices] == PROMPTS[:2]
+    assert counts is not None and counts.completion_tokens == 0
+    for choice, other in zip(choices, longer, strict=True):
+        assert choice.logprobs is not None and other.logprobs is not None and choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == pytest.approx((other.logprobs.token_logprobs or [])[:-1], nan_ok=True)
+    assert real_server.post("/v1/completions", {"prompt": "a", "max_tokens": 0}).status_code == 400
+
+
+def test_embeddings_equal_the_offline_engines(real_server: RunningServer, offline: LLM) -> None:
+    answer = real_server.openai().embeddings.create(model=MODEL, input=PROMPTS)
+    for one, wanted in zip(answer.data, offline.embed(PROMPTS, use_tqdm=False), strict=True):
+        assert one.embedding == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_response_is_the_chats_answer(real_server: RunningServer) -> None:
+    client = real_server.openai()
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=12, temperature=0
+    )
+    answer = client.responses.create(model=MODEL, input="hello", max_output_tokens=12, temperature=0)
+    assert answer.output_text == chat.choices[0].message.content
 
 
 def test_a_chat_answers(real_server: RunningServer) -> None:

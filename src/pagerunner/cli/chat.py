@@ -32,7 +32,7 @@ def build_parser() -> Parser:
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the reply and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser, max_tokens=512)
-    add_engine_options(parser, without=("served_model_name", "enable_sleep_mode"))
+    add_engine_options(parser, without=("served_model_name", "enable_sleep_mode", "pooler_config"))
     add_common_options(parser)
     return parser
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import msgspec
 
+from pagerunner.cli.vllm_flags import screen
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 
@@ -40,11 +41,14 @@ ENGINE_HELP: dict[str, str] = {
     "attention_backend": "attention implementation; auto takes the first that supports the model",
     "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
     "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
+    "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
     "disable_log_stats": "log no statistics",
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
-BENCH_EXCLUDED: frozenset[str] = frozenset({"tokenizer", "served_model_name", "generation_config", "chat_template"})
+BENCH_EXCLUDED: frozenset[str] = frozenset(
+    {"tokenizer", "served_model_name", "generation_config", "chat_template", "pooler_config"}
+)
 PLAN_FIELDS: frozenset[str] = frozenset(
     {
         "dtype",
@@ -159,7 +163,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
         """
-        namespace, extra = self.parse_known_intermixed_args([_dashed(word) for word in argv])
+        known = {option for action in self._actions for option in action.option_strings}
+        namespace, extra = self.parse_known_intermixed_args(screen([_dashed(word) for word in argv], known))
         if extra:
             self.error(self._explain(extra))
         return namespace

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 
-from pagerunner.cli.options import Parser, add_common_options, add_engine_options, parse_number, reported
+from pagerunner.cli.options import add_common_options, add_engine_options, parse_number, reported
 from pagerunner.cli.session import one_model, resolve_model
+from pagerunner.cli.settings import ConfiguredParser
+from pagerunner.errors import ConfigError
 
 
-def build_parser() -> Parser:
+def build_parser() -> ConfiguredParser:
     """The verb's flags."""
-    parser = Parser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
+    parser = ConfiguredParser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="model directory, or a demo's name (default: demo)"
     )
@@ -22,17 +23,19 @@ def build_parser() -> Parser:
     group.add_argument(
         "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
+    key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
-    admin_help = "key for the control endpoints (sleep, memory ...); repeatable (default: $PAGERUNNER_ADMIN_KEY)"
+    admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
     group.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
     origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
-    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
+    group.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
     drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
     group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
     stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
     group.add_argument("--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS", help=stall_help)
-    add_engine_options(parser)
+    names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
+    add_engine_options(parser, without=("served_model_name",))
     add_common_options(parser)
     return parser
 
@@ -40,6 +43,10 @@ def build_parser() -> Parser:
 def run(namespace: argparse.Namespace) -> int:
     """Serve until interrupted."""
     namespace.model = one_model(namespace)
+    names = namespace.served_model_name or []
+    if namespace.model is None and len(names) > 1:
+        raise ConfigError(f"no model is named; if {names[-1]} is it, put it before --served-model-name.")
+    del namespace.served_model_name
     args, _ = resolve_model(namespace)
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -49,21 +56,14 @@ def run(namespace: argparse.Namespace) -> int:
         args,
         host=namespace.host,
         port=namespace.port,
-        api_keys=_keys(namespace.api_key, "PAGERUNNER_API_KEY"),
-        admin_keys=_keys(namespace.admin_key, "PAGERUNNER_ADMIN_KEY"),
-        allowed_origins=namespace.allowed_origin,
+        api_keys=namespace.api_key or (),
+        admin_keys=namespace.admin_key or (),
+        allowed_origins=namespace.allowed_origin or (),
         drain_seconds=namespace.shutdown_timeout,
         stall_seconds=namespace.stall_timeout,
+        served_model_name=names or None,
         access_log=not namespace.quiet,
     )
-
-
-def _keys(given: list[str] | None, variable: str) -> list[str]:
-    """The keys; one on the command line shows in the process list, one in the environment doesn't."""
-    if given:
-        return list(given)
-    key = os.environ.get(variable)
-    return [key] if key else []
 
 
 def _seconds(text: str) -> float:

@@ -21,7 +21,9 @@ from pagerunner.engine.observer import EngineObserver, NullObserver
 from pagerunner.engine.stream import OutputStream
 from pagerunner.engine.templates import TemplateRenderer
 from pagerunner.errors import EngineDeadError, InvalidRequestError
-from pagerunner.types import EngineRequest, RequestOutput, SamplingParams
+from pagerunner.models.pooling import Pooler
+from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.types import EngineRequest, Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,24 @@ class AsyncEngine:
         return self._frontend.default_sampling_params
 
     @property
+    def pooler(self) -> Pooler | None:
+        """How the model's hidden states become embeddings; None where nobody says."""
+        return self._frontend.pooler
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads beside special tokens; none without a template."""
+        tokenizer = self._frontend.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return frozenset()
+        return tokenizer.chat_template.variables - tokenizer.special_tokens.keys()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError when the engine has none."""
+        return self._frontend.require_tokenizer()
+
+    @property
     def stats(self) -> wire.EngineStats:
         """The core's gauges and running totals, at most a moment old."""
         return self._desk.stats
@@ -121,6 +141,7 @@ class AsyncEngine:
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> OutputStream:
         """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
 
@@ -135,7 +156,7 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         requests = await self._text_work(
             len(text) if isinstance(text, str) else 0,
-            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),
+            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
         )
         if self._stopped:  # meanwhile
             raise EngineDeadError("The server is shutting down and takes no more requests.")
@@ -148,6 +169,7 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
@@ -160,13 +182,14 @@ class AsyncEngine:
             request_id: unique among unfinished requests.
             priority: lower runs first under scheduling_policy="priority".
             cache_salt: only requests with the same salt share cached pages.
+            pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
 
         Raises:
             InvalidRequestError: this request can never run.
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever.
         """
-        stream = await self.add_request(request_id, prompt, params, priority, cache_salt)
+        stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling)
         try:
             while True:
                 output = await stream.get()
@@ -204,8 +227,14 @@ class AsyncEngine:
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises ConfigError when the engine has no tokenizer."""
+        """The text of token ids.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary.
+            ConfigError: the engine has no tokenizer.
+        """
         tokenizer = self._frontend.require_tokenizer()
+        self._frontend.inputs.check_token_ids("tokens", token_ids)
         return await self._text_work(
             len(token_ids), lambda: tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         )

@@ -10,18 +10,20 @@ from pagerunner.engine.output_processor import OutputProcessor
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.base import ModelConfig
 from pagerunner.models.config import read_model_config
+from pagerunner.models.pooling import Pooler, read_pooler
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.types import SamplingParams
 
 
 @dataclass(frozen=True)
 class Frontend:
-    """A model's tokenizer, the two processors around the engine core, and the checkpoint's default parameters."""
+    """A model's tokenizer, the two processors around the engine core, the checkpoint's default parameters, its pooling."""
 
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     outputs: OutputProcessor
     default_sampling_params: SamplingParams
+    pooler: Pooler | None = None
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError when the engine was started without one."""
@@ -51,6 +53,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
         ),
         outputs=OutputProcessor(tokenizer),
         default_sampling_params=_default_params(model, args.generation_config),
+        pooler=read_pooler(args.model, args.pooler_config),
     )
 
 

@@ -12,10 +12,12 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import EngineRequest, SamplingParams, show
+from pagerunner.types import EngineRequest, Pooling, SamplingParams, show
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
+POOLING_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
+"""For requests with `pooling`, whose prompt must leave room for a token although none is generated."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -71,6 +73,7 @@ class InputProcessor:
         cache_salt: str = "",
         *,
         add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
     ) -> list[EngineRequest]:
         """The n sequences of one request, in output order.
 
@@ -79,6 +82,7 @@ class InputProcessor:
                 only shown), and perhaps `cache_salt`.
             request_id: unique among running requests; sequences are named after it.
             add_special_tokens: False for a text that a chat template made.
+            pooling: asks for one vector of the prompt and no tokens.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
@@ -87,9 +91,9 @@ class InputProcessor:
         token_ids, salt = self._read_prompt(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
-        self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_token_ids("logit_bias", params.logit_bias or ())
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_token_ids("stop_token_ids", params.stop_token_ids or ())
+        self.check_token_ids("logit_bias", params.logit_bias or ())
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         if self._tokenizer is None and params.stop:
             raise InvalidRequestError("stop needs a tokenizer, and this engine has none.", param="stop")
         bad_words = self._encode_bad_words(params)
@@ -112,6 +116,7 @@ class InputProcessor:
                 arrival_time=arrival,
                 cache_salt=salt or cache_salt,
                 family=request_id,
+                pooling=pooling,
             )
             for index in range(params.n)
         ]
@@ -201,7 +206,8 @@ class InputProcessor:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _check_token_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_token_ids(self, name: str, ids: Iterable[int]) -> None:
+        """Raise InvalidRequestError, with the parameter's name, for an id outside the vocabulary."""
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self._vocab_size:
                 raise InvalidRequestError(
@@ -229,7 +235,7 @@ class InputProcessor:
             for form in forms:
                 if not form:
                     raise InvalidRequestError(f"bad_words holds {show(word)}, which has no tokens.", param="bad_words")
-                self._check_token_ids("bad_words", form)
+                self.check_token_ids("bad_words", form)
                 found[form] = None
         return tuple(found)  # EngineRequest counts their tokens
 

@@ -97,6 +97,7 @@ class _Request:
         "first_token_time",
         "kind",
         "num_cached_tokens",
+        "pooled",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -117,6 +118,7 @@ class _Request:
         self.first_token_time: float | None = None
         self.num_cached_tokens = 0
         self.error: str | None = None
+        self.pooled: list[float] | None = None
         self.table = table
         self.sequences = [_Sequence(self, index, each, table) for index, each in enumerate(requests)]
         self.unfinished = len(self.sequences)
@@ -127,6 +129,8 @@ class _Request:
             self.first_token_time = now
         if self.error is None:
             self.error = update.error
+        if update.pooled is not None:
+            self.pooled = update.pooled
         if sequence.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
             if update.prompt_logprobs is not None:
@@ -160,6 +164,7 @@ class _Request:
                 finished_time=now if finished else None,
             ),
             error=self.error,
+            pooled=self.pooled,
         )
 
 

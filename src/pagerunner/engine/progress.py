@@ -75,7 +75,7 @@ class ProgressMeter:
             if sequence is None:
                 continue
             count = len(update.new_token_ids)
-            if count:
+            if count or update.pooled is not None:
                 if sequence.tokens == 0:
                     prompt += sequence.prompt_tokens
                     cached += update.num_cached_tokens
@@ -88,7 +88,7 @@ class ProgressMeter:
             if update.finish_reason is not None:
                 del self._sequences[update.request_id]
                 self._finish(sequence, update.finish_reason, now)
-        if generated:
+        if prompt or generated:
             self._observer.on_step(prompt, cached, generated)
 
     def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:

@@ -59,6 +59,19 @@ class ChatTemplate:
             raise CheckpointError(f"There is no chat template file {option}.")
         return cls({"default": _read(Path(option))}, option)
 
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the templates read. None where one is not valid; `render` says so."""
+        import jinja2
+        from jinja2.meta import find_undeclared_variables
+
+        environment = _environment()
+        try:
+            found = [find_undeclared_variables(environment.parse(text)) for text in self.templates.values()]
+        except jinja2.TemplateSyntaxError:
+            return frozenset()
+        return frozenset().union(*found) - environment.globals.keys()
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -126,6 +126,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     unused: dict[str, list[str]] = {}
     for file in files:
         for name, tensor in _tensors(file, files[file]):
+            if name not in targets and f"model.{name}" in targets:
+                name = f"model.{name}"  # a checkpoint saved without its head, as embedding models are
             if name in filled:
                 raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
             filled[name] = file.name

@@ -13,7 +13,9 @@ from pagerunner.ops.sample import greedy
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
+from pagerunner.runner.pooling import Pooler
 from pagerunner.runner.sampling.sampler import Sampled, Sampler
+from pagerunner.runner.sampling.transfer import HostCopy
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import (
@@ -51,11 +53,13 @@ class PendingStep:
         sampled_rows: list[int],
         sampled: Sampled | None,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
+        pooled: dict[int, HostCopy],
     ) -> None:
         self._plan = plan
         self._sampled_rows = sampled_rows
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
+        self._pooled = pooled
 
     def result(self) -> StepResult:
         """The step's tokens and log-probabilities, by row of the plan."""
@@ -74,6 +78,7 @@ class PendingStep:
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            pooled={row: copy.lists()[0] for row, copy in self._pooled.items()},
             errors=errors,
         )
 
@@ -102,6 +107,7 @@ class ModelRunner:
         self._max_model_len = graphs.max_model_len
         self._graphs = StepGraphs(graphs, builder, self._work)
         self._scored: dict[int, EngineRequest] = {}  # by slot, requests that ask for their prompt's log-probabilities
+        self._pooler = Pooler()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -112,6 +118,7 @@ class ModelRunner:
             self._scored.pop(init.slot, None)
             if init.request.params.prompt_logprobs is not None:
                 self._scored[init.slot] = init.request
+            self._pooler.init_slot(init)
             self._sampler.init_slot(init)
         pages, tables = self._pages, self._tables
         step = self._staging.stage(
@@ -121,14 +128,17 @@ class ModelRunner:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
         scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
-        captured = self._graphs.find(step) if step.stores_all and not scored else None
+        pooled = self._pooler.rows(step.slots)
+        captured = self._graphs.find(step) if step.stores_all and not (scored or pooled) else None
         if captured is None:
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
             sampled = self._sample(hidden_TD, step)
-            return PendingStep(plan, step.sampled_rows, sampled, self._prompt_logprobs(hidden_TD, step, scored))
+            prompt_logprobs = self._prompt_logprobs(hidden_TD, step, scored)
+            vectors = self._pooler.pool(hidden_TD, step, pooled)
+            return PendingStep(plan, step.sampled_rows, sampled, prompt_logprobs, vectors)
         outputs = self._graphs.replay(captured, step, plan.state_saves)
         sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
-        return PendingStep(plan, step.sampled_rows, sampled, {})
+        return PendingStep(plan, step.sampled_rows, sampled, {}, {})
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -55,8 +55,10 @@ class Sequence:
     def hit_limit(self) -> int:
         """How many leading tokens may come from the prefix index: all but the last, whose logits are needed.
 
-        With prompt log-probabilities, none whose logits are still to be reported.
+        With prompt log-probabilities, none whose logits are still to be reported; none for a mean over all tokens.
         """
+        if self.request.pooling == "mean":
+            return 0
         most = len(self.tokens) - 1
         have = len(self.prompt_logprobs)
         return have if self.wants_prompt_logprobs and have < self.prompt_len - 1 else most

@@ -346,7 +346,9 @@ class Scheduler:
             try:
                 if number in result.prompt_logprobs:
                     sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
-                if row.samples:
+                if number in result.pooled:
+                    updates.append(self._finish(sequence, "stop", pooled=result.pooled[number]))
+                elif row.samples:
                     updates.append(self._append(sequence, result.token_ids[number], result.logprobs.get(number)))
             except Exception as error:
                 self.manager.distrust(sequence.chain, row.start)
@@ -394,9 +396,10 @@ class Scheduler:
         reason: FinishReason | None = None,
         stop: int | None = None,
         error: str | None = None,
+        pooled: list[float] | None = None,
     ) -> RequestUpdate:
         """An update; a sequence's first one with tokens also says what is known about its prompt."""
-        first = bool(token_ids) and not sequence.reported
+        first = (bool(token_ids) or pooled is not None) and not sequence.reported
         if first:
             sequence.reported = True
             self._prompt_tokens += sequence.prompt_len
@@ -409,6 +412,7 @@ class Scheduler:
             prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
             error=error,
+            pooled=pooled,
         )
 
     def _finish(
@@ -420,6 +424,7 @@ class Scheduler:
         stop: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        pooled: list[float] | None = None,
     ) -> RequestUpdate:
         sequence.finished = True
         del self._sequences[sequence.request_id]
@@ -429,7 +434,13 @@ class Scheduler:
             self._running.remove(sequence)
             self._vacate(sequence)
         return self._update(
-            sequence, token_ids=token_ids or [], logprobs=logprobs, reason=reason, stop=stop, error=error
+            sequence,
+            token_ids=token_ids or [],
+            logprobs=logprobs,
+            reason=reason,
+            stop=stop,
+            error=error,
+            pooled=pooled,
         )
 
     # -- state

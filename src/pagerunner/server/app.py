@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,16 +16,22 @@ from pagerunner import __version__
 from pagerunner.errors import EngineDeadError, PagerunnerError
 from pagerunner.server.chat import ChatEndpoint
 from pagerunner.server.completions import CompletionsEndpoint
+from pagerunner.server.control import QUERIES, Control
+from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from pagerunner.server.errors import HttpError, error_response
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
+from pagerunner.server.responses import ResponsesEndpoint
+from pagerunner.server.responses_protocol import ResponsesRequest
 from pagerunner.server.service import Service, json_response
+from pagerunner.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
+LABEL_HEADER = "X-Request-Id"
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -43,16 +50,26 @@ def create_app(service: Service, metrics: Metrics, keys: Keys) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
+    bodies: list[type] = []
+
     def route(
         path: str, handler: Handler, method: str, body: type | None = None, access: Access = Access.ADMIN
     ) -> None:
         async def guarded(request: Request) -> Response:
-            return await _answer(handler, request)
+            response = await _answer(handler, request)
+            # The client's name for its call comes back as it is; inside, a call has an id of our own.
+            if (label := request.headers.get(LABEL_HEADER)) is not None:
+                response.headers[LABEL_HEADER] = label
+            return response
 
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
-        guarded.__doc__ = (type(handler).__call__ if body else handler).__doc__
-        extra = None
+        guarded.__doc__ = (handler if inspect.ismethod(handler) else type(handler).__call__).__doc__
+        extra: dict[str, Any] | None = None
+        if path in QUERIES:
+            values = QUERIES[path].items()
+            extra = {"parameters": [{"name": name, "in": "query", "schema": {"enum": [*one]}} for name, one in values]}
         if body is not None:
+            bodies.append(body)
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         app.add_api_route(path, marked(guarded, access), methods=[method], openapi_extra=extra, response_class=Response)
@@ -60,6 +77,17 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     client = Access.CLIENT
     route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest, client)
     route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest, client)
+    route("/v1/responses", ResponsesEndpoint(service), "POST", ResponsesRequest, client)
+    route("/v1/embeddings", EmbeddingsEndpoint(service), "POST", EmbeddingRequest, client)
+    tokens = Tokens(service)
+    route("/tokenize", tokens.tokenize, "POST", TokenizeRequest, client)
+    route("/detokenize", tokens.detokenize, "POST", DetokenizeRequest, client)
+    route("/tokenizer_info", tokens.info, "GET", access=client)
+    control = Control(service)
+    route("/sleep", control.sleep, "POST")
+    route("/wake_up", control.wake_up, "POST")
+    route("/is_sleeping", control.is_sleeping, "GET")
+    route("/reset_prefix_cache", control.reset_prefix_cache, "POST")
     info = _Information(service, metrics)
     route("/v1/models", info.models, "GET", access=client)
     route("/v1/models/{model:path}", info.model, "GET", access=client)
@@ -72,9 +100,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     for one in app.routes:
         if getattr(one, "path", None) == app.openapi_url:
             marked(one.endpoint, client)  # type: ignore[attr-defined]
-    _, schemas = msgspec.json.schema_components(
-        (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
-    )
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return schemas
 
 
@@ -91,7 +117,8 @@ async def _answer(handler: Handler, request: Request) -> Response:
     except (HttpError, PagerunnerError) as error:
         return error_response(error)
     except Exception as error:  # whatever it is, it must end this request only
-        logger.exception("%s %s failed.", request.method, request.url.path)
+        label = request.headers.get(LABEL_HEADER, "none")
+        logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, request.url.path, label)
         return error_response(HttpError(500, f"The server failed to answer: {type(error).__name__}."))
 
 

@@ -12,7 +12,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.server.fanout import TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
-from pagerunner.server.params import chat_params, stream_options
+from pagerunner.server.params import chat_params, stream_options, template_kwargs
 from pagerunner.server.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -27,9 +27,6 @@ from pagerunner.server.service import Call, Service, UsageReporter, collected, j
 from pagerunner.types import CompletionOutput, RequestOutput
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
-_RESERVED_KWARGS = frozenset(
-    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools", "documents")
-)
 
 
 class ChatEndpoint:
@@ -60,11 +57,7 @@ class ChatEndpoint:
                 f"{limits.knob('MAX_MESSAGES')}.",
                 param="messages",
             )
-        kwargs = request.chat_template_kwargs or {}
-        if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
-            raise InvalidRequestError(
-                f"chat_template_kwargs may not set {', '.join(reserved)}.", param="chat_template_kwargs"
-            )
+        kwargs = template_kwargs(request.chat_template_kwargs, self._service.engine.template_variables)
         messages = [message.render(index) for index, message in enumerate(request.messages)]
         return await self._service.engine.render_chat(
             messages,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -11,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.fanout import TokenCounter
+from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from pagerunner.server.params import completion_params, stream_options
+from pagerunner.server.params import completion_params, scores_only, stream_options
 from pagerunner.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
@@ -37,22 +39,15 @@ class CompletionsEndpoint:
         prompts = await self._prompts(request)
         echoes = await self._echoes(request, prompts)
         outputs = self._service.run(call, prompts, params, request)
+        if scores_only(request):
+            outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)
         if request.stream:
             return await streamed(http, outputs, _Writer(call, shape, UsageReporter(options)))
         return json_response(_answer(call, shape, await collected(http, outputs)))
 
     async def _prompts(self, request: CompletionRequest) -> list[dict[str, Any]]:
-        prompts: list[dict[str, Any]] = []
-        for prompt in request.prompts():
-            if not isinstance(prompt, str):
-                prompts.append({"prompt_token_ids": prompt})
-            elif request.add_special_tokens is False:
-                ids = await self._service.engine.encode(prompt, add_special_tokens=False)
-                prompts.append({"prompt_token_ids": ids})
-            else:
-                prompts.append({"prompt": prompt})
-        return prompts
+        return [await self._service.prompt(one, request.add_special_tokens) for one in request.prompts()]
 
     async def _echoes(self, request: CompletionRequest, prompts: list[dict[str, Any]]) -> list[_Echo]:
         if not request.echo:
@@ -67,6 +62,14 @@ class CompletionsEndpoint:
             return _Echo(text, await engine.decode(ids[:1]))
 
         return list(await asyncio.gather(*map(echo, request.prompts(), prompts)))
+
+
+async def _without_answers(outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            for one in output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], []
+            yield index, output
 
 
 class _Echo(msgspec.Struct, frozen=True):

@@ -74,7 +74,11 @@ class CompletionLogprobsWriter:
             out.top_logprobs.append(None)
             return
         out.token_logprobs.append(position[token_id].logprob)
-        best = {_text(other, entry): entry.logprob for other, entry in _best(position, self._top)}
+        best: dict[str, float] = {}
+        for other, entry in _best(position, self._top):
+            best.setdefault(
+                _text(other, entry), entry.logprob
+            )  # of tokens with one text, such as half characters, the best
         best.setdefault(text, position[token_id].logprob)
         out.top_logprobs.append(best)
 

@@ -7,9 +7,12 @@ from typing import Any
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, check_supported
-from pagerunner.types import SamplingParams
+from pagerunner.types import SamplingParams, show
 
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RESERVED_KWARGS = frozenset(
+    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools", "documents")
+)
 _SAME_NAME = (
     "allowed_token_ids",
     "bad_words",
@@ -34,6 +37,8 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     """
     values = _shared(request, defaults)
     values["max_tokens"] = request.max_tokens if request.max_tokens is not None else defaults.max_tokens
+    if scores_only(request):
+        values["max_tokens"] = 1
     values["logprobs"] = request.logprobs
     if request.echo and request.logprobs is not None:
         values.setdefault("prompt_logprobs", request.logprobs)
@@ -48,6 +53,11 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
             param="prompt",
         )
     return params
+
+
+def scores_only(request: CompletionRequest) -> bool:
+    """Whether the call wants its prompt back and nothing generated: the engine's one token isn't shown then."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
@@ -79,12 +89,28 @@ def stream_options(request: CompletionRequest | ChatRequest) -> StreamOptions:
     return request.stream_options
 
 
+def template_kwargs(given: dict[str, Any] | None, known: frozenset[str]) -> dict[str, Any]:
+    """The variables a client sets for the chat template. Raises InvalidRequestError for one that isn't its to set, or
+    that the template, which reads the names in `known`, wouldn't look at."""
+    allowed = known - _RESERVED_KWARGS
+    for name in given or ():
+        if name in _RESERVED_KWARGS:
+            raise InvalidRequestError(f"chat_template_kwargs may not set {name}.", param="chat_template_kwargs")
+        if name not in allowed:
+            raise InvalidRequestError(
+                f"chat_template_kwargs sets {show(name)}, which this model's chat template doesn't read; it reads "
+                f"{', '.join(sorted(allowed)) or 'none'}.",
+                param="chat_template_kwargs",
+            )
+    return given or {}
+
+
 def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) -> dict[str, Any]:
     check_supported(request)
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs is not available with stream=true.", param="prompt_logprobs")
-    values = {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
-    for name in (*_SAME_NAME, *_MODEL_DEFAULTS, "prompt_logprobs"):
+    values = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}
+    for name in (*_SAME_NAME, *MODEL_DEFAULTS, "prompt_logprobs"):
         value = getattr(request, name)
         if value is not None:
             values[name] = value

@@ -6,6 +6,7 @@ always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUE
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 
 Unsupported = Any
+Ignored = msgspec.Raw
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
 
@@ -28,9 +30,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "kv_transfer_params": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
+    "return_tokens_as_token_ids": (False,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
@@ -84,17 +88,21 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority | None = None
     return_token_ids: bool | None = None
     # accepted: they don't change the answer, and are not even decoded
-    metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_key: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    safety_identifier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    user: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    request_id: str | None = None
+    safety_identifier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    store: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    user: Ignored = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
+    best_of: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
+    logits_processors: Unsupported = None
     response_format: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structured_outputs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
@@ -107,22 +115,26 @@ class CompletionRequest(_Request):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: Unsupported = None
     suffix: Unsupported = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(item) for item in self.prompt}
-        if len(kinds) != 1:
-            what = "is empty" if not kinds else "mixes texts and token ids"
-            raise InvalidRequestError(
-                f"prompt {what}; give a text, a list of texts, token ids, or a list of token id lists.", param="prompt"
-            )
-        if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+        return as_prompts(self.prompt, "prompt")
+
+
+def as_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts in the field `param`, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) != 1:
+        what = "is empty" if not kinds else "mixes texts and token ids"
+        raise InvalidRequestError(
+            f"{param} {what}; give a text, a list of texts, token ids, or a list of token id lists.", param=param
+        )
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -214,15 +226,15 @@ class ChatRequest(_Request):
     web_search_options: Unsupported = None
 
 
-def check_supported(request: _Request) -> None:
+def check_supported(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
     """Raise InvalidRequestError that names the first field asking for something this server can't do."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
-        if value is None or name not in NEUTRAL_VALUES:
+        if value is None or name not in neutral:
             continue
-        if name == "best_of" and value == (request.n or 1):
+        if name == "best_of" and value == (getattr(request, "n", None) or 1):
             continue
-        if value not in NEUTRAL_VALUES[name]:
+        if value not in neutral[name]:
             raise InvalidRequestError(f"{name}={_short(value)} is not supported by this server.", param=name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -19,8 +19,8 @@ from pagerunner.errors import PagerunnerError
 from pagerunner.server.errors import HttpError, error_body
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
-from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, Usage
-from pagerunner.types import RequestOutput, SamplingParams
+from pagerunner.server.protocol import StreamOptions, Usage
+from pagerunner.types import Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,18 @@ class Call(msgspec.Struct, frozen=True):
     model: str
 
 
+class Queued(Protocol):
+    """What a body may say about how its call is queued."""
+
+    @property
+    def priority(self) -> int | None:
+        """Lower runs first."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Only calls with the same salt share cached pages."""
+
+
 class Service:
     """The engine under its served names. The first name is the one that answers carry by default."""
 
@@ -47,18 +59,31 @@ class Service:
 
     def begin(self, prefix: str, model: str | None) -> Call:
         """A new call. Raises HttpError 404 for a model that isn't served here."""
+        self.check_model(model)
+        return Call(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model or self.model_names[0])
+
+    def check_model(self, model: str | None) -> None:
+        """Raise HttpError 404 for a model that isn't served here."""
         if model and model not in self.model_names:
             raise HttpError(
                 404, f"The model {model!r} is not served here; there is {', '.join(self.model_names)}.", "model"
             )
-        return Call(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model or self.model_names[0])
+
+    async def prompt(self, given: str | list[int], add_special_tokens: bool | None = None) -> dict[str, Any]:
+        """A text or token ids as the engine takes them."""
+        if not isinstance(given, str):
+            return {"prompt_token_ids": given}
+        if add_special_tokens is False:
+            return {"prompt_token_ids": await self.engine.encode(given, add_special_tokens=False)}
+        return {"prompt": given}
 
     def run(
         self,
         call: Call,
         prompts: Sequence[dict[str, Any]],
         params: SamplingParams,
-        request: CompletionRequest | ChatRequest,
+        request: Queued,
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[Indexed, None]:
         """Start when iterated, and read every prompt's outputs as one stream."""
         return merged(
@@ -69,6 +94,7 @@ class Service:
                     call.id if len(prompts) == 1 else f"{call.id}-{index}",
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
+                    pooling=pooling,
                 )
                 for index, prompt in enumerate(prompts)
             ]
@@ -101,14 +127,22 @@ async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) ->
         return await unless_gone(request.receive, collect(outputs))
 
 
-async def streamed(request: Request, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
-    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status."""
+async def streamed(
+    request: Request,
+    outputs: AsyncGenerator[Indexed, None],
+    writer: StreamWriter,
+    events: Callable[[Indexed, AsyncGenerator[Indexed, None], Any], AsyncGenerator[bytes, None]] | None = None,
+) -> Response:
+    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status.
+
+    `events` writes first output and others in another form than data lines that end with [DONE].
+    """
     try:
         first = await unless_gone(request.receive, _next(outputs))
     except BaseException:
         await outputs.aclose()
         raise
-    return EventStream(_events(first, outputs, writer), outputs.aclose)
+    return EventStream((events or _events)(first, outputs, writer), outputs.aclose)
 
 
 async def _next(outputs: AsyncGenerator[Indexed, None]) -> Indexed:

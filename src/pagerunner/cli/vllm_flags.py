@@ -1,0 +1,89 @@
+"""vLLM's flags that this engine doesn't have: refused by name, or passed over where they ask for what is there anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pagerunner.errors import ConfigError
+
+_REFUSED: dict[str, str] = {
+    "several devices": """tensor-parallel-size -tp pipeline-parallel-size -pp data-parallel-size -dp data-parallel-rank
+        data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
+        data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel -ep expert-placement-strategy
+        decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
+        master-port all2all-backend enable-eplb eplb-config enable-dbo disable-custom-all-reduce max-parallel-loading-workers
+        ray-workers-use-nsight worker-cls worker-extension-cls api-server-count headless""",
+    "quantised weights": "quantization -q calculate-kv-scales allow-deprecated-quantization",
+    "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
+        lora-extra-vocab-size enable-lora-bias""",
+    "speculative decoding": "speculative-config -sc num-lookahead-slots",
+    "key-value transfer and offloading": """kv-transfer-config kv-events-config kv-offloading-size kv-offloading-backend
+        cpu-offload-gb swap-space offload-backend ec-transfer-config kv-sharing-fast-prefill""",
+    "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type
+        mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains
+        skip-mm-profiling enable-mm-embeds video-pruning-rate interleave-mm-strings language-model-only""",
+    "code from checkpoints (the families it supports need none)": "trust-remote-code trust-request-chat-template",
+    "downloads (a model is a directory)": """revision code-revision tokenizer-revision hf-token hf-config-path download-dir
+        use-tqdm-on-load ignore-patterns safetensors-load-strategy""",
+    "other readers of checkpoints and tokenizers": """tokenizer-mode config-format hf-overrides model-impl
+        model-loader-extra-config runner convert task override-attention-dtype override-generation-config""",
+    "compiled models (its kernels are compiled at start)": """compilation-config -O optimization-level cuda-graph-sizes
+        max-seq-len-to-capture cudagraph-mode enable-flashinfer-autotune""",
+    "other schedules (long prompts always run in pieces beside the others)": """max-num-partial-prefills
+        max-long-partial-prefills long-prefill-token-threshold scheduler-cls disable-chunked-mm-input scheduler-reserve-full-isl""",
+    "other choices of memory (groups and pages follow from the model)": """disable-sliding-window disable-cascade-attn
+        disable-hybrid-kv-cache-manager prefix-caching-hash-algo mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size
+        mamba-cache-mode kv-cache-metrics""",
+    "other limits and modes of log-probabilities (at most 20 alternatives, of the raw logits)": """max-logprobs logprobs-mode
+        return-tokens-as-token-ids""",
+    "plug-ins": "logits-processors middleware tool-parser-plugin reasoning-parser-plugin io-processor-plugin tool-server",
+    "HTTPS, CORS and mounting under a path (a proxy in front has them)": """ssl-keyfile ssl-certfile ssl-ca-certs
+        ssl-cert-reqs ssl-ciphers enable-ssl-refresh allow-credentials allowed-origins allowed-methods allowed-headers
+        root-path uds""",
+    "other forms of logs (--quiet leaves warnings only)": """uvicorn-log-level disable-uvicorn-access-log log-config-file
+        enable-log-outputs enable-log-deltas enable-log-requests max-log-len log-error-stack""",
+    "other answers by default": """response-role chat-template-content-format enable-force-include-usage
+        default-chat-template-kwargs enable-server-load-tracking""",
+}
+REFUSED: dict[str, str] = {
+    name if name.startswith("-") else f"--{name}": what for what, names in _REFUSED.items() for name in names.split()
+}
+_ONE = {"1"}
+_NOTHING = {"0", "0.0"}
+NEUTRAL: dict[str, set[str]] = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--api-server-count"), _ONE),
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--decode-context-parallel-size"), _ONE),
+    **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), _NOTHING),
+    "--tokenizer-mode": {"auto"},
+    "--runner": {"auto"},
+    "--convert": {"auto"},
+}
+"""Values with which a refused flag asks for nothing."""
+ALWAYS = frozenset(
+    """--enable-prompt-tokens-details --enable-tokenizer-info-endpoint --enable-request-id-headers --async-scheduling
+    --disable-log-requests --disable-fastapi-docs --no-enable-log-requests --no-enable-lora --no-enable-expert-parallel""".split()
+)
+"""Flags without a value that ask for what is always so."""
+
+
+def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """`words` without vLLM's flags that ask for what is there; flags in `known` are the parser's own.
+
+    Raises:
+        ConfigError: one asks for something that isn't there; it says what.
+    """
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*kept, word, *rest]
+        name, equals, value = word.partition("=")
+        if name in known or not (name in REFUSED or name in ALWAYS):
+            kept.append(word)
+        elif name not in ALWAYS and (
+            not (wanted := NEUTRAL.get(name)) or (value if equals else next(rest, "")) not in wanted
+        ):
+            raise ConfigError(
+                f"{name} is vLLM's flag for {REFUSED[name]}, which pagerunner doesn't have; leave it out."
+            )
+    return kept

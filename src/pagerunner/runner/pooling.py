@@ -1,0 +1,49 @@
+"""Pooling: one vector for a prompt, of the final hidden states of its tokens. Shape letters: T tokens of a step, D features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from pagerunner.runner.sampling.transfer import HostCopy
+from pagerunner.runner.staging import StagedStep
+from pagerunner.types import Pooling, SlotInit
+
+
+class Pooler:
+    """Knows which slots hold pooling requests, and for means the float32 sum over the tokens so far."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, Pooling] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def init_slot(self, init: SlotInit) -> None:
+        """A request takes a slot; a mean begins again, because its prompt does."""
+        self._kinds.pop(init.slot, None)
+        self._sums.pop(init.slot, None)
+        if init.request.pooling is not None:
+            self._kinds[init.slot] = init.request.pooling
+
+    def rows(self, slots: Sequence[int]) -> list[int]:
+        """The rows of a step, given by their slots, that belong to pooling requests."""
+        return [row for row, slot in enumerate(slots) if slot in self._kinds] if self._kinds else []
+
+    def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> dict[int, HostCopy]:
+        """Take the tokens of `rows`; the vectors of those that end a prompt, on their way to the host."""
+        found: dict[int, HostCopy] = {}
+        firsts = [0, *accumulate(step.query_lens)]
+        for index in rows:
+            row = step.rows[index]
+            end = firsts[index] + row.num_tokens
+            vector_D = hidden_TD[end - 1].float()
+            if self._kinds[row.slot] == "mean":
+                sum_D = hidden_TD[firsts[index] : end].sum(0, dtype=torch.float32)
+                if row.start:
+                    sum_D += self._sums[row.slot]
+                self._sums[row.slot] = sum_D
+                vector_D = sum_D / (row.start + row.num_tokens)
+            if row.samples:
+                found[index] = HostCopy((vector_D,), hidden_TD.device)
+        return found

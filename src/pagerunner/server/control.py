@@ -1,0 +1,79 @@
+"""The endpoints that act on the engine itself: sleep and wake, and forgetting the prefix cache. Parameters are vLLM's."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.service import Service, json_response
+
+CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache"))
+QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
+    "/sleep": {"level": ("0", "1", "2"), "mode": ("abort", "wait", "keep")},
+    "/wake_up": {"tags": ("weights", "kv_cache")},
+    "/reset_prefix_cache": {"reset_running_requests": ("false",), "reset_external": ("false",)},
+}
+"""The parameters of each path, and the values that they take."""
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Control:
+    """Handlers; the parameters come in the query string, and an unknown one is an error."""
+
+    def __init__(self, service: Service) -> None:
+        self._engine = service.engine
+
+    async def sleep(self, request: Request) -> Response:
+        """Free memory until /wake_up. `level` 1 keeps the weights on the host, 2 reads them again; `mode` says what
+        becomes of unfinished requests: abort (the default), wait or keep."""
+        _only(request, "level", "mode", "tags")
+        if request.query_params.getlist("tags"):
+            raise InvalidRequestError("sleep takes no tags: it frees everything. /wake_up takes them.", param="tags")
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        for name, value in (("level", level), ("mode", mode)):
+            _check("/sleep", name, value)
+        await self._engine.sleep(int(level), mode)
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        """Take memory back. `tags`, repeatable: weights, kv_cache; all without."""
+        _only(request, "tags")
+        tags = [tag for given in request.query_params.getlist("tags") for tag in given.split(",")]
+        for tag in tags:
+            _check("/wake_up", "tags", tag)
+        await self._engine.wake_up(tags or None)
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether the engine is parked."""
+        _only(request)
+        return json_response({"is_sleeping": await self._engine.is_sleeping()})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget all cached prompt pages. `success` is false where running requests hold some; they can't be hit any
+        more either."""
+        _only(request, "reset_running_requests", "reset_external")
+        for name, why in (
+            ("reset_running_requests", "running requests keep their pages; end them, or use /sleep with mode=keep"),
+            ("reset_external", "there is no cache outside this engine"),
+        ):
+            value = request.query_params.get(name, "false").lower()
+            if value not in _BOOLEANS:
+                raise InvalidRequestError(f"{name} must be true or false, got {value!r}.", param=name)
+            if _BOOLEANS[value]:
+                raise InvalidRequestError(f"{name}=true is not supported: {why}.", param=name)
+        return json_response({"success": await self._engine.reset_prefix_cache()})
+
+
+def _check(path: str, name: str, value: str) -> None:
+    allowed = QUERIES[path][name]
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.", param=name)
+
+
+def _only(request: Request, *allowed: str) -> None:
+    for name in request.query_params:
+        if name not in allowed:
+            known = f"there is {', '.join(allowed)}" if allowed else "it takes none"
+            raise InvalidRequestError(f"{request.url.path} has no parameter {name!r}; {known}.", param=name)

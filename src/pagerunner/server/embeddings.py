@@ -1,0 +1,90 @@
+"""POST /v1/embeddings: pooled hidden states, for models that say how they are pooled."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner import limits
+from pagerunner.engine.input_processor import POOLING_PARAMS
+from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.protocol import Priority, Salt, Unsupported, as_prompts, check_supported
+from pagerunner.server.service import Service, collected, json_response
+from pagerunner.types import RequestOutput
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Unsupported = None
+
+
+_DECODER = msgspec.json.Decoder(EmbeddingRequest)
+
+
+class EmbeddingsEndpoint:
+    """Answers with one vector for each input: numbers, or float32 little-endian as base64."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        """Answer one call; raises what errors.error_response turns into an HTTP status."""
+        request = decode_body(await read_body(http), _DECODER)
+        service = self._service
+        call = service.begin("embd", request.model)
+        check_supported(request)
+        pooler = service.engine.pooler
+        if pooler is None:
+            raise InvalidRequestError(
+                f"The model {call.model!r} doesn't say how its hidden states become embeddings (it has no modules.json); "
+                'start the server with --pooler-config \'{"pooling_type": "LAST"}\' (or MEAN) to say it.',
+                param="model",
+            )
+        if request.encoding_format not in (None, "float", "base64"):
+            raise InvalidRequestError(
+                f"encoding_format must be float or base64, got {request.encoding_format!r}.", param="encoding_format"
+            )
+        pooler.check_dimensions(request.dimensions)
+        inputs = as_prompts(request.input, "input")
+        if len(inputs) > limits.MAX_PROMPTS_PER_CALL:
+            raise InvalidRequestError(
+                f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
+            )
+        prompts = [await service.prompt(one, request.add_special_tokens) for one in inputs]
+        results = await collected(http, service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind))
+        vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
+        as_text = request.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
+            }
+            for index, vector in enumerate(vectors)
+        ]
+        count = sum(len(result.prompt_token_ids) for result in results)
+        cached = {"cached_tokens": sum(result.num_cached_tokens for result in results)}
+        usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": cached}
+        answer = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
+        return json_response({**answer, "data": data, "usage": usage})
+
+
+def _pooled(result: RequestOutput) -> list[float]:
+    if result.pooled is None:
+        raise RequestFailedError("The request was ended before its prompt had been read.")
+    return result.pooled

@@ -1,0 +1,174 @@
+"""`serve`'s flags from a file and from the environment, and vLLM's flags that mean nothing here."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagerunner.cli import serve
+from pagerunner.cli.options import engine_args
+from pagerunner.cli.settings import ConfiguredParser
+from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, REFUSED
+from pagerunner.errors import ConfigError
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """Parse words with a file's text and an environment."""
+
+    def run(*words, text=None, **environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        if text is not None:
+            (tmp_path / "serve.yaml").write_text(text, encoding="utf-8")
+            words = (*words, "--config", str(tmp_path / "serve.yaml"))
+        return serve.build_parser().parse(words)
+
+    return run
+
+
+FILE = """
+model: from-file
+port: 9000
+max-model-len: 16k
+max_num_seqs: 4          # underscores too
+enable-prefix-caching: false
+enforce-eager: true
+quiet: false
+gpu-memory-utilization: 0.5
+kv-cache-memory-bytes: 2GiB
+cudagraph-capture-sizes: [1, 2, 8]
+api-key: [one, two]
+served-model-name: [a, b]
+pooler-config: {pooling_type: MEAN}
+seed: null
+"""
+
+
+def test_a_file(parse):
+    namespace = parse(text=FILE)
+    assert (namespace.model, namespace.port, namespace.api_key) == ("from-file", 9000, ["one", "two"])
+    assert (namespace.served_model_name, namespace.quiet) == (["a", "b"], False)
+    del namespace.served_model_name
+    args = engine_args(namespace, "m")
+    assert (args.max_model_len, args.max_num_seqs, args.enable_prefix_caching, args.enforce_eager) == (
+        16_000,
+        4,
+        False,
+        True,
+    )
+    assert (args.gpu_memory_utilization, args.kv_cache_memory_bytes, args.seed) == (0.5, 2 * 2**30, 0)
+    assert args.cudagraph_capture_sizes == (1, 2, 8)
+    assert args.pooler_config == '{"pooling_type": "MEAN"}'
+
+
+def test_the_command_line_beats_the_environment_which_beats_the_file(parse):
+    environ = {"PAGERUNNER_PORT": "9001", "PAGERUNNER_MAX_NUM_SEQS": "5", "PAGERUNNER_ENFORCE_EAGER": "false"}
+    words = ("model", "--max_num_seqs=6", "--api-key", "mine", "--enable-prefix-caching")
+    namespace = parse(*words, text=FILE, **environ)
+    assert (namespace.model_tag, namespace.model) == ("model", None)
+    assert (namespace.port, namespace.max_num_seqs, namespace.api_key) == (9001, 6, ["mine"])
+    assert (namespace.enforce_eager, namespace.enable_prefix_caching) == (False, True)
+
+
+def test_the_environment_may_name_the_file(parse, tmp_path):
+    (tmp_path / "x.yaml").write_text("port: 77", encoding="utf-8")
+    assert parse(PAGERUNNER_CONFIG=str(tmp_path / "x.yaml")).port == 77
+
+
+def test_an_empty_file_and_empty_variables_say_nothing(parse):
+    assert parse(text="", PAGERUNNER_PORT="", UNRELATED="x").port == 8000
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(parse):
+    address = "tcp://10.0.0.1:8000"
+    environ = {
+        "PAGERUNNER_PORT": address,
+        "PAGERUNNER_PORT_8000_TCP": address,
+        "PAGERUNNER_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    environ |= {
+        "PAGERUNNER_SERVICE_HOST": "10.0.0.1",
+        "PAGERUNNER_SERVICE_PORT": "8000",
+        "PAGERUNNER_SERVICE_PORT_HTTP": "1",
+    }
+    assert parse(**environ).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("max-model-length: 5", "serve.yaml: unknown key max-model-length; did you mean max-model-len?"),
+        ("zzz: 5", "serve.yaml: unknown key zzz."),
+        ("port: many", "serve.yaml: argument --port: 'many' is not a whole number"),
+        ("port: true", "serve.yaml: port must be a value, got True"),
+        ("enforce-eager: perhaps", "serve.yaml: enforce-eager must be true or false, got 'perhaps'"),
+        ("api-key: [[a]]", "serve.yaml: api-key must be a list of plain values"),
+        ("config: other.yaml", "serve.yaml: unknown key config"),
+        ("tensor-parallel-size: 8", "serve.yaml: --tensor-parallel-size is vLLM's flag for several devices"),
+        ("port: 1\nport: 2", "port is given twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs is given twice"),
+        ("[port]", "must hold keys and values, got a list"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_bad_files(parse, text, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse(text=text)
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file(parse):
+    with pytest.raises(ConfigError, match=r"the config file nowhere\.yaml cannot be read"):
+        parse("--config", "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (
+            "PAGERUNNER_MAX_MODEL_LENGTH",
+            "5",
+            "unknown variable PAGERUNNER_MAX_MODEL_LENGTH; did you mean PAGERUNNER_MAX_MODEL_LEN?",
+        ),
+        ("PAGERUNNER_PORT", "x", "the environment: argument --port: 'x' is not a whole number"),
+        ("PAGERUNNER_QUANTIZATION", "fp8", "the environment: --quantization is vLLM's flag for quantised weights"),
+    ],
+)
+def test_bad_variables(parse, name, value, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse(**{name: value})
+    assert sentence in str(caught.value)
+
+
+def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
+    words = ("-tp", "1", "--enable-prompt-tokens-details", "dir", "--data_parallel_size=1", "--swap-space", "0")
+    namespace = parse(*words, text="pipeline-parallel-size: 1\nasync-scheduling: true")
+    assert namespace.model_tag == "dir"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-tp", "2"), "-tp is vLLM's flag for several devices"),
+        (("--tensor_parallel_size=2",), "--tensor-parallel-size is vLLM's flag for several devices"),
+        (("--trust-remote-code",), "the families it supports need none"),
+        (("--enable-lora",), "for LoRA, which pagerunner doesn't have; leave it out."),
+        (("--swap-space",), "offloading"),
+        (("--max-model-length", "5"), "did you mean --max-model-len?"),
+    ],
+)
+def test_vllms_flags_for_what_is_not_there_are_refused(parse, words, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse("dir", *words)
+    assert sentence in str(caught.value)
+
+
+def test_no_flag_of_ours_is_refused():
+    own = set(serve.build_parser().option_names())
+    assert not own & (REFUSED.keys() | ALWAYS) and NEUTRAL.keys() <= REFUSED.keys()
+
+
+def test_only_what_is_given_is_replaced():
+    parser = ConfiguredParser("x", "y", environ={"PAGERUNNER_NAME": "env"})
+    parser.add_argument("--name", default="default")
+    assert (parser.parse(["--name", "cli"]).name, parser.parse([]).name) == ("cli", "env")
