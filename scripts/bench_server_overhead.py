@@ -3,8 +3,9 @@
     python scripts/bench_server_overhead.py [--streams 256] [--rounds 5] [--output-len 128]
 
 Both run the same random model (`pagerunner bench`'s tiny shape) on the same prompts. Every round runs the offline engine
-and then the server, so that other load on the machine hits both; what counts is the median of the rounds' ratios. The client
-reads raw bytes and counts events, so that it takes as little as possible of the cores that it shares with the server.
+and then the server, so that other load on the machine hits both; what counts is the median of the rounds' ratios. On a machine
+that has nothing else to do and cores for server and core, that comes near the ratio of CPU times, which is printed too. The
+client reads raw bytes and counts events, so that it takes as little as possible of the cores that it shares with the server.
 """
 
 from __future__ import annotations
@@ -131,11 +132,13 @@ def measure(options: argparse.Namespace, directory: Path, children_of: list[subp
     port = int(server.stdout.readline().rsplit(":", 1)[1])
     engine.stdout.readline()
     tokens = options.streams * options.output_len
-    ratios = []
+    ratios, shares = [], []
     for number in range(options.rounds + 1):
+        idle = cpu_seconds(engine.pid)
         engine.stdin.write(f"{number}\n")
         engine.stdin.flush()
         alone = float(engine.stdout.readline())
+        alone_cpu = cpu_seconds(engine.pid) - idle
         pids = {"server": server.pid, "core": children(server.pid)[0]}
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         mine = resource.getrusage(resource.RUSAGE_SELF)
@@ -146,13 +149,17 @@ def measure(options: argparse.Namespace, directory: Path, children_of: list[subp
         if number == 0:
             continue  # first use of both
         ratios.append(alone / served)
+        shares.append(alone_cpu / spent["core"])
         busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items())
         print(
             f"round {number}: offline {tokens / alone:,.0f} tokens/s, served {tokens / served:,.0f} "
-            f"({events} events), ratio {ratios[-1]:.3f}; of {served:.2f} s, CPU seconds: {busy}",
+            f"({events} events), ratio {ratios[-1]:.3f}; of {served:.2f} s, CPU seconds: {busy} (offline {alone_cpu:.2f})",
             flush=True,
         )
-    print(f"{options.streams} streams: median ratio {statistics.median(ratios):.3f}, best {max(ratios):.3f}")
+    print(
+        f"{options.streams} streams: median ratio {statistics.median(ratios):.3f}, best {max(ratios):.3f}; CPU time of the "
+        f"offline engine to that of the served one {statistics.median(shares):.3f}"
+    )
 
 
 def main() -> None:

@@ -2,13 +2,15 @@
 answer is a sentence for the client, and those of single requests again wherever a `SamplingParams` or an `EngineRequest` is
 built or decoded, so also in the core's process, whatever a frontend let through.
 
-`PAGERUNNER_<NAME>` in the environment changes a limit, for both processes: `PAGERUNNER_MAX_N=8`.
+`PAGERUNNER_LIMIT_<NAME>` in the environment changes a limit, for both processes: `PAGERUNNER_LIMIT_MAX_N=8`.
 """
 
 from __future__ import annotations
 
 import os
 from typing import NamedTuple
+
+PREFIX = "PAGERUNNER_LIMIT_"
 
 
 class Limit(NamedTuple):
@@ -48,15 +50,20 @@ FAULTS: list[str] = []
 
 
 def _read(limit: Limit) -> int:
-    text = os.environ.get(f"PAGERUNNER_{limit.name}", "")
+    text = os.environ.get(f"{PREFIX}{limit.name}", "")
     if text == "":
         return limit.default
     if text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31 and len(text) < 19:
         return int(text)
-    FAULTS.append(f"PAGERUNNER_{limit.name} must be an integer from 1 to {2**31 - 1}, got {text[:80]!r}.")
+    FAULTS.append(f"{PREFIX}{limit.name} must be an integer from 1 to {2**31 - 1}, got {text[:80]!r}.")
     return limit.default
 
 
+FAULTS += [
+    f"{name} names no limit; there are {', '.join(limit.name for limit in TABLE)}."
+    for name in os.environ
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in {limit.name for limit in TABLE}
+]
 _VALUES = {limit.name: _read(limit) for limit in TABLE}
 MAX_N = _VALUES["MAX_N"]
 MAX_PROMPTS_PER_CALL = _VALUES["MAX_PROMPTS_PER_CALL"]
@@ -84,4 +91,4 @@ TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
 
 def knob(name: str) -> str:
     """The end of a sentence about a limit that was exceeded: what changes it."""
-    return f"(PAGERUNNER_{name} in the server's environment)"
+    return f"({PREFIX}{name} in the server's environment)"

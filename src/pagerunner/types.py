@@ -50,6 +50,11 @@ def _at_most(count: int, limit: str, param: str, has: str) -> None:
     _require(count <= most, param, f"{has}; at most {most} are allowed {limits.knob(limit)}." if count > most else "")
 
 
+def _range(value: int | None, least: int, limit: str) -> str:
+    knob = f" {limits.knob(limit)}" if value is not None and value >= least else ""
+    return f"must be in [{least}, {getattr(limits, limit)}], got {show(value)}{knob}."
+
+
 def _strings(param: str, value: object, limit: str) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -178,11 +183,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         )
 
     def _check_lengths(self) -> None:
-        _require(
-            1 <= self.n <= limits.MAX_N,
-            "n",
-            f"must be in [1, {limits.MAX_N}], got {show(self.n)} {limits.knob('MAX_N')}.",
-        )
+        _require(1 <= self.n <= limits.MAX_N, "n", _range(self.n, 1, "MAX_N"))
         for name in ("max_tokens", "min_tokens"):
             _at_most(getattr(self, name) or 0, "MAX_TOKENS", name, f"is {getattr(self, name)}")
         _require(
@@ -201,7 +202,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             _require(
                 value is None or 0 <= value <= limits.MAX_LOGPROBS,
                 name,
-                f"must be in [0, {limits.MAX_LOGPROBS}], got {show(value)} {limits.knob('MAX_LOGPROBS')}.",
+                _range(value, 0, "MAX_LOGPROBS"),
             )
 
     def _normalise(self) -> None:

@@ -201,7 +201,8 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
-    words += ["--served-model-name", "one", "two"]
+    words += ["--served-model-name", "one", "two", "--admin-key", "a", "--allowed-origin", "https://x.example"]
+    words += ["--shutdown-timeout", "5"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
@@ -212,6 +213,10 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "api_keys": ["k1", "k2"],
         "access_log": True,
         "served_model_name": names,
+        "admin_keys": ["a"],
+        "allowed_origins": ["https://x.example"],
+        "drain_seconds": 5.0,
+        "stall_seconds": 120.0,
     }
 
 

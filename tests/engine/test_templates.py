@@ -58,9 +58,9 @@ def test_what_explodes_is_refused_and_the_next_conversation_is_rendered(
 
     async def work(renderer: TemplateRenderer) -> None:
         for text, words in (
-            ("loop", "more than 1 seconds .*PAGERUNNER_TEMPLATE_SECONDS"),
+            ("loop", "more than 1 seconds .*PAGERUNNER_LIMIT_TEMPLATE_SECONDS"),
             ("memory", "MemoryError|range|Overflow"),
-            ("output", "more than 8000000 characters .*PAGERUNNER_MAX_PROMPT_CHARS"),
+            ("output", "more than 8000000 characters .*PAGERUNNER_LIMIT_MAX_PROMPT_CHARS"),
             ("escape", "refuses|unsafe"),
             ("depth", "RecursionError"),
         ):

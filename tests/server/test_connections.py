@@ -79,7 +79,7 @@ def test_a_body_that_never_ends_is_given_up(server: RunningServer, monkeypatch: 
     with connected(server) as client:
         client.sendall(request(GOOD, length=10_000))
         reply = read_to_end(client)
-    assert reply.startswith(b"HTTP/1.1 408") and b"PAGERUNNER_BODY_SECONDS" in reply
+    assert reply.startswith(b"HTTP/1.1 408") and b"PAGERUNNER_LIMIT_BODY_SECONDS" in reply
 
 
 def test_a_long_request_is_not_cut_by_the_header_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +150,10 @@ def _to_done(client: socket.socket) -> bytes:
 def test_bodies_of_ten_megabytes(server: RunningServer) -> None:
     million = 10 * 2**20
     cases = [
-        ({"prompt": "a" * million, "max_tokens": 1}, "PAGERUNNER_MAX_PROMPT_CHARS"),
+        ({"prompt": "a" * million, "max_tokens": 1}, "PAGERUNNER_LIMIT_MAX_PROMPT_CHARS"),
         ({"prompt": "ab " * 400_000, "max_tokens": 1}, "max_model_len"),
         ({"prompt": [7] * (million // 3), "max_tokens": 1}, "max_model_len"),
-        ({"prompt": "a", "stop": ["x"] * (million // 5)}, "PAGERUNNER_MAX_STOP_STRINGS"),
+        ({"prompt": "a", "stop": ["x"] * (million // 5)}, "PAGERUNNER_LIMIT_MAX_STOP_STRINGS"),
         ({"prompt": "a", "user": [[[["x"]]]] * (million // 15), "max_tokens": 1}, None),
     ]
     for body, words in cases:

@@ -167,9 +167,9 @@ def test_the_memory_endpoint_takes_the_admin_key_only(admin_server: RunningServe
 def test_a_thousand_headers_and_long_ones_are_refused(server: RunningServer) -> None:
     many = server.get("/version", headers={f"x-{number}": "a" for number in range(1000)})
     assert many.status_code == 431
-    assert re.search(r"has 100\d headers; at most 128 .*PAGERUNNER_MAX_HEADERS", many.json()["error"]["message"])
+    assert re.search(r"has 100\d headers; at most 128 .*PAGERUNNER_LIMIT_MAX_HEADERS", many.json()["error"]["message"])
     for size in (limits.MAX_HEADER_BYTES, 2_000_000):
         large = server.get("/version", headers={"x": "a" * size})
         assert large.status_code == 431, size
-        assert "PAGERUNNER_MAX_HEADER_BYTES" in large.json()["error"]["message"]
+        assert "PAGERUNNER_LIMIT_MAX_HEADER_BYTES" in large.json()["error"]["message"]
     assert server.get("/version").status_code == 200

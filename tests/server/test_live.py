@@ -15,7 +15,7 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from pagerunner.engine.live import LiveState, LiveStep, StepLog
-from pagerunner.engine.observer import FinishedSequence, EngineObserver
+from pagerunner.engine.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
 from pagerunner.sched.live import page_books

@@ -25,10 +25,10 @@ def build_parser() -> ConfiguredParser:
     )
     key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
-    admin_help = "key for the control endpoints (sleep, memory ...); repeatable (default: $PAGERUNNER_ADMIN_KEY)"
+    admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
     group.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
     origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
-    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
+    group.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
     drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
     group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
     stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
@@ -60,7 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
         port=namespace.port,
         api_keys=namespace.api_key or (),
         admin_keys=namespace.admin_key or (),
-        allowed_origins=namespace.allowed_origin,
+        allowed_origins=namespace.allowed_origin or (),
         drain_seconds=namespace.shutdown_timeout,
         stall_seconds=namespace.stall_timeout,
         served_model_name=names or None,

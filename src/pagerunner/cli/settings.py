@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pagerunner import limits
 from pagerunner.cli.options import Parser
 from pagerunner.cli.vllm_flags import screen
 from pagerunner.errors import ConfigError
@@ -63,7 +64,7 @@ class ConfiguredParser(Parser):
         found: dict[str, str] = {}
         for variable, value in self._environ.items():
             name = variable.removeprefix(PREFIX)
-            if name == variable or not value or _KUBERNETES.fullmatch(name):
+            if name == variable or not value or _KUBERNETES.fullmatch(name) or variable.startswith(limits.PREFIX):
                 continue
             if name == "PORT" and "://" in value:
                 continue  # Kubernetes too

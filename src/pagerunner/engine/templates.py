@@ -18,7 +18,7 @@ from pagerunner.models.tokenizer import Tokenizer
 
 _MOST_WORKERS = 4
 _START_SECONDS = 60.0
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", *(f"PAGERUNNER_{limit.name}" for limit in limits.TABLE))
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", *(limits.PREFIX + limit.name for limit in limits.TABLE))
 
 
 class TemplateRenderer:

@@ -16,6 +16,7 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 
 Unsupported = Any
+Ignored = msgspec.Raw
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
 
@@ -87,14 +88,14 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority | None = None
     return_token_ids: bool | None = None
     # accepted: they don't change the answer, and are not even decoded
-    metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_key: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: Ignored = msgspec.field(default_factory=msgspec.Raw)
     request_id: str | None = None
-    safety_identifier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    user: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    safety_identifier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    store: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    user: Ignored = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
     best_of: Unsupported = None
     kv_transfer_params: Unsupported = None
