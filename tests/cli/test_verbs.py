@@ -204,7 +204,13 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
-    assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"], "access_log": True}
+    assert options == {
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_keys": ["k1", "k2"],
+        "access_log": True,
+        "otlp_traces_endpoint": None,
+    }
 
 
 def test_serve_takes_its_key_from_the_environment(monkeypatch):
@@ -215,3 +221,35 @@ def test_serve_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("PAGERUNNER_API_KEY", "from-env")
     assert main(["serve", "dir", "--quiet"]) == 0
     assert (calls[0]["api_keys"], calls[0]["access_log"]) == (["from-env"], False)
+
+
+def test_chat_reads_long_messages_saves_and_tells_what_it_took(monkeypatch, capsys, tmp_path):
+    talk = chat.Conversation(StandIn("dir"), SamplingParams(), "Be brief.")
+    file = tmp_path / "talk.json"
+    lines = [
+        "/stats",
+        "one\\",
+        "two",
+        '"""three',
+        "",
+        'four"""',
+        "/stats",
+        f"/save {file}",
+        f"/save {tmp_path}",
+        "/reset",
+    ]
+    given = iter(lines)
+    monkeypatch.setattr("builtins.input", lambda prompt: next_line(given))
+    chat._converse(talk)
+    captured = capsys.readouterr()
+    assert "no reply yet" in captured.out
+    assert "2 tokens, the first after" in captured.out and "40, 32 of them in the prefix cache" in captured.out
+    assert [message["content"] for message in json.loads(file.read_text())] == [
+        "Be brief.",
+        "one\ntwo",
+        "ONE TWO ",
+        "three\n\nfour",
+        "THREE FOUR ",
+    ]
+    assert "can't be written" in captured.err
+    assert [message["content"] for message in talk.messages] == ["Be brief."]
