@@ -217,6 +217,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "allowed_origins": ["https://x.example"],
         "drain_seconds": 5.0,
         "stall_seconds": 120.0,
+        "otlp_traces_endpoint": None,
     }
 
 
@@ -233,3 +234,35 @@ def test_serve_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("PAGERUNNER_API_KEY", "from-env")
     assert main(["serve", "dir", "--quiet"]) == 0
     assert (calls[0]["api_keys"], calls[0]["access_log"]) == (["from-env"], False)
+
+
+def test_chat_reads_long_messages_saves_and_tells_what_it_took(monkeypatch, capsys, tmp_path):
+    talk = chat.Conversation(StandIn("dir"), SamplingParams(), "Be brief.")
+    file = tmp_path / "talk.json"
+    lines = [
+        "/stats",
+        "one\\",
+        "two",
+        '"""three',
+        "",
+        'four"""',
+        "/stats",
+        f"/save {file}",
+        f"/save {tmp_path}",
+        "/reset",
+    ]
+    given = iter(lines)
+    monkeypatch.setattr("builtins.input", lambda prompt: next_line(given))
+    chat._converse(talk)
+    captured = capsys.readouterr()
+    assert "no reply yet" in captured.out
+    assert "2 tokens, the first after" in captured.out and "40, 32 of them in the prefix cache" in captured.out
+    assert [message["content"] for message in json.loads(file.read_text())] == [
+        "Be brief.",
+        "one\ntwo",
+        "ONE TWO ",
+        "three\n\nfour",
+        "THREE FOUR ",
+    ]
+    assert "can't be written" in captured.err
+    assert [message["content"] for message in talk.messages] == ["Be brief."]

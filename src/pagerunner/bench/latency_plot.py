@@ -9,7 +9,7 @@ from html import escape
 _WIDTH, _HEIGHT, _LEFT, _TOP = 360, 200, 56, 48  # of a panel's plot, and what is left and above of it for text
 _MOST_POINTS = 400
 _MARKS = (50, 90, 99)
-_COLORS = {50: "#228833", 90: "#ccbb44", 99: "#ee6677"}
+_COLORS = {50: "#228833", 90: "#997700", 99: "#ee6677"}
 
 
 def latency_svg(title: str, panels: Mapping[str, Sequence[float]]) -> str:
@@ -59,8 +59,8 @@ def _panel(name: str, values: Sequence[float], left: float, top: float) -> Itera
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between two logarithms; only the powers where there would be too many."""
-    digits = (1, 2, 5) if high - low < 2 else (1,)
+    """Round numbers between two logarithms: as many digits before powers of ten as there is room for."""
+    digits = range(1, 10) if high - low < 0.7 else (1, 2, 5) if high - low < 2 else (1,)
     powers = range(math.floor(low), math.ceil(high) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
     return [tick for tick in ticks if low <= math.log10(tick) <= high]

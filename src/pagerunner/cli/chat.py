@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
@@ -22,7 +25,10 @@ from pagerunner.types import SamplingParams
 if TYPE_CHECKING:
     from pagerunner.llm import LLM
 
-HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops a reply."
+HELP = """/reset (or /clear) forgets the conversation, /save FILE writes it as JSON, /stats says how long the last reply took,
+/quit or Ctrl-D ends it, Ctrl-C stops a reply. A line that ends in a backslash goes on in the next one, and \"\"\" begins
+and ends a message of several lines."""
+_QUOTES = '"""'
 
 
 def build_parser() -> Parser:
@@ -63,6 +69,7 @@ class Conversation:
         self._params = params
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turns: list[dict[str, str]] = []
+        self._stats = "There has been no reply yet."
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -73,6 +80,15 @@ class Conversation:
         """Forget everything but the system prompt."""
         self._turns.clear()
 
+    @property
+    def stats(self) -> str:
+        """What the last reply took."""
+        return self._stats
+
+    def save(self, file: str) -> None:
+        """Write the messages as JSON. Raises OSError."""
+        Path(file).write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
     def reply(self, text: str) -> Iterator[str]:
         """Yield the reply to `text` piece by piece; closing the iterator early aborts it and forgets the turn.
 
@@ -81,11 +97,22 @@ class Conversation:
         """
         user = {"role": "user", "content": text}
         pieces: list[str] = []
+        started = first = time.perf_counter()
+        prompt = cached = tokens = 0
         with closing(self._llm.stream_chat([*self.messages, user], self._params)) as outputs:
             for output in outputs:
                 piece = output.outputs[0].text
+                first = first if tokens else time.perf_counter()
+                tokens += len(output.outputs[0].token_ids)
+                prompt, cached = len(output.prompt_token_ids), max(cached, output.num_cached_tokens)
                 pieces.append(piece)
                 yield piece
+        seconds = time.perf_counter() - first
+        rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds else ""
+        self._stats = (
+            f"{tokens} tokens, the first after {1e3 * (first - started):.0f} ms{rate}; the conversation before had {prompt}, "
+            f"{cached} of them in the prefix cache"
+        )
         self._turns += [user, {"role": "assistant", "content": "".join(pieces)}]
 
 
@@ -102,18 +129,41 @@ def _converse(talk: Conversation) -> None:
         pass
     while True:
         try:
-            text = input("> ").strip()
+            text = _read_message()
         except EOFError:
             print()
             return
         if text in ("/quit", "/exit"):
             return
-        if text == "/clear":
+        if text in ("/clear", "/reset"):
             talk.clear()
+        elif text == "/stats":
+            print(talk.stats)
+        elif text.startswith("/save "):
+            _save(talk, text.removeprefix("/save ").strip())
         elif text.startswith("/"):
             print(HELP)
         elif text:
             _answer(talk, text)
+
+
+def _read_message() -> str:
+    text = input("> ").strip()
+    if text.startswith(_QUOTES):
+        lines = [text.removeprefix(_QUOTES)]
+        while not lines[-1].endswith(_QUOTES):
+            lines.append(input(". "))
+        return "\n".join(lines).removesuffix(_QUOTES).strip()
+    while text.endswith("\\"):
+        text = text[:-1] + "\n" + input(". ").rstrip()
+    return text
+
+
+def _save(talk: Conversation, file: str) -> None:
+    try:
+        talk.save(file)
+    except OSError as error:
+        print(f"The conversation can't be written: {error}.", file=sys.stderr)
 
 
 def _answer(talk: Conversation, text: str) -> None:

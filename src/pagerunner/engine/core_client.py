@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,14 @@ async def launch_core(
         address = f"ipc://{directory}/core"
         socket.bind(address)
         level = logging.getLogger("pagerunner").getEffectiveLevel()
+        started = time.perf_counter()
         launch = wire.Launch(args=args, address=address, factory=factory, log_level=level, stall_seconds=stall_seconds)
         process = _spawn(launch)
         exited = _watch_exit(process)
         ready = await _first_message(socket, exited)
+        loaded = ready.startup
+        seconds = {"process and imports": time.perf_counter() - started - loaded.total, **loaded.seconds}
+        ready = msgspec.structs.replace(ready, startup=msgspec.structs.replace(loaded, seconds=seconds))
         return LoadedCore(process, socket, directory, exited, ready)
     except BaseException:
         _clean_up(process, socket, directory)

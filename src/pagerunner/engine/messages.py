@@ -140,8 +140,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch
 ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch | Shutdown
-WAIT_REASONS: tuple[str, ...] = get_args(Wait)[1:]
-"""What `EngineStats.waiting_for` may say; see `sched/live.py`."""
+WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
+"""What the first in line may wait for; see `sched/live.py`."""
 
 Answer = bool | MemoryState | LiveState | None
 

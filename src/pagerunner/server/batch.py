@@ -77,15 +77,19 @@ class AnswerFile:
         self.num_errors = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"The answers can't be written to {path}: {error}.") from error
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             end = self._read(path)
             os.ftruncate(self._file, end)
             if retry_errors and self.num_errors:
                 self._drop_errors(path)
-        except BlockingIOError as error:
-            raise ConfigError(f"Another run is writing to {path}.") from error
-        except OSError as error:
-            raise ConfigError(f"The answers can't be written to {path}: {error}.") from error
+        except BaseException as error:
+            os.close(self._file)
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(f"Another run is writing to {path}.") from error
+            raise
 
     def append(self, answer: Mapping[str, Any]) -> None:
         """Write one answer, whole or not at all. Raises BatchEndedError when it can't be written."""

@@ -1,0 +1,209 @@
+"""`run-batch`: every line gets its answer once, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+import pagerunner
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner.cli.main import main
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core_client import DEFAULT_FACTORY
+
+DEMO = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=8, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[RunningServer]:
+    with running_server(DEMO, core_factory=DEFAULT_FACTORY) as server:
+        yield server
+
+
+def sum_line(number: int, model: str = MODEL, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{number} + 30"}]
+    body = {"model": model, "messages": messages, "max_tokens": 20, "temperature": 0, **body}
+    return {"custom_id": f"sum-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({answer["custom_id"] for answer in answers}) == len(answers), "answered twice"
+    return {answer["custom_id"]: answer for answer in answers}
+
+
+def batch(source: Path, target: Path, *words: str) -> int:
+    return main(["run-batch", "-i", str(source), "-o", str(target), *words])
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["response"]["body"]["choices"][0]["message"]["content"])
+
+
+def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
+    completion = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+    source = write(
+        tmp_path / "in.jsonl",
+        *(sum_line(number) for number in range(10, 30)),
+        "",
+        {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": completion},
+        {"custom_id": "field", "method": "POST", "url": "/v1/completions", "body": {**completion, "nope": 1}},
+        {"custom_id": "model", "method": "POST", "url": "/v1/completions", "body": {**completion, "model": "gpt"}},
+        {"custom_id": "stream", "method": "POST", "url": "/v1/completions", "body": {**completion, "stream": True}},
+        {"custom_id": "path", "method": "POST", "url": "/sleep", "body": {}},
+        {"custom_id": "method", "method": "GET", "url": "/v1/models", "body": {}},
+        "not JSON",
+    )
+    target = tmp_path / "out.jsonl"
+    assert batch(source, target, "--base-url", demo.url) == 0
+    answers = read(target)
+    assert len(answers) == 27
+    for number in range(10, 30):
+        answer = answers[f"sum-{number}"]
+        assert text_of(answer) == f"{number} + 30 = {number + 30}"
+        assert answer["error"] is None and answer["response"]["status_code"] == 200
+        assert answer["id"].startswith("batch_req_") and answer["response"]["request_id"].startswith("chatcmpl-")
+    assert answers["text"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert answers["field"]["response"]["status_code"] == 400 and "nope" in answers["field"]["error"]["message"]
+    assert answers["model"]["response"]["status_code"] == 404
+    assert "streamed" in answers["stream"]["error"]["message"]
+    for name, words in (("path", "under /v1/"), ("method", "not GET"), ("line-28", "malformed")):
+        assert answers[name]["response"] is None and words in answers[name]["error"]["message"]
+    assert "27 of 27 requests have been answered, 0 were there before; 6 of all are errors." in capsys.readouterr().err
+
+
+def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
+    source = write(tmp_path / "in.jsonl", *(sum_line(number) for number in range(10, 20)))
+    target = tmp_path / "out.jsonl"
+    assert batch(source, target, "--base-url", demo.url, "--quiet") == 0
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:4]) + lines[4][:50])  # cut off in the middle of a line
+    assert batch(source, target, "--base-url", demo.url) == 0
+    assert "6 of 6 requests have been answered, 4 were there before; 0" in capsys.readouterr().err
+    assert set(read(target)) == {f"sum-{number}" for number in range(10, 20)}
+    assert target.read_text().startswith("".join(lines[:4]))
+    assert batch(source, target) == 0, "nothing to do: no model is loaded, no server asked"
+
+
+def test_errors_are_asked_again_when_wanted(demo: RunningServer, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", sum_line(10), sum_line(11, model="other"))
+    assert batch(source, target, "--base-url", demo.url, "--quiet") == 0
+    kept = next(line for line in target.read_text().splitlines() if '"sum-10"' in line)
+    write(source, sum_line(10), sum_line(11))
+    assert batch(source, target, "--base-url", demo.url, "--quiet") == 0
+    assert read(target)["sum-11"]["error"]["code"] == 404, "what has an answer is not asked again"
+    assert batch(source, target, "--base-url", demo.url, "--quiet", "--retry-errors") == 0
+    assert text_of(read(target)["sum-11"]) == "11 + 30 = 41"
+    assert target.read_text().splitlines()[0] == kept and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_server_that_goes_away_leaves_what_it_answered(tmp_path: Path, capsys: Any) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        left = 5
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.left -= 1
+            self.send_response(200 if Handler.left >= 0 else 503)
+            self.end_headers()
+            self.wfile.write(b'{"id": "x"}')
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    source = write(tmp_path / "in.jsonl", *(sum_line(number) for number in range(12)))
+    target = tmp_path / "out.jsonl"
+    words = ["--base-url", f"http://127.0.0.1:{server.server_port}", "--max-concurrency", "2"]
+    assert batch(source, target, *words) == 2
+    assert "5 of 12 requests have been answered; run it again to go on." in capsys.readouterr().err
+    server.shutdown()
+    server.server_close()
+    assert batch(source, target, *words) == 2
+    assert "The server is gone" in capsys.readouterr().err
+    assert len(read(target)) == 5
+
+
+def test_files_that_cannot_be_used(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
+    source, target = write(tmp_path / "in.jsonl", sum_line(1), sum_line(1)), tmp_path / "out.jsonl"
+    words = ["--base-url", demo.url]
+    assert batch(tmp_path / "none", target, *words) == 2
+    assert batch(source, target, *words) == 2
+    write(source, sum_line(1))
+    assert batch(source, tmp_path / "none" / "out", *words) == 2
+    write(target, "something else")
+    assert batch(source, target, *words) == 2
+    target.write_text("")
+    with target.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert batch(source, target, *words) == 2
+    errors = capsys.readouterr().err
+    for words_ in ("can't be read", "is there twice", "can't be written", "line 1, is no answer", "Another run"):
+        assert words_ in errors
+
+
+def command(source: Path, target: Path) -> subprocess.Popen[str]:
+    words = [
+        "run-batch",
+        "-i",
+        str(source),
+        "-o",
+        str(target),
+        "--num-gpu-blocks-override",
+        "256",
+        "--max-concurrency",
+        "2",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagerunner.__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagerunner", *words],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(tmp_path: Path) -> None:
+    count = 60
+    source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", ignore_eos=True) for number in range(count)))
+    target = tmp_path / "out.jsonl"
+    running = command(source, target)
+    deadline = time.monotonic() + 60
+    while not target.exists() or target.read_text().count("\n") < 5:
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and out == "", err
+    before = read(target)
+    assert 5 <= len(before) < count and all(answer["error"] is None for answer in before.values())
+    write(source, *(sum_line(number, "demo") for number in range(count)))  # shorter
+    again = command(source, target)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0 and f"{len(before)} were there before; 0 of all are errors" in err, err
+    answers = read(target)
+    assert len(answers) == count
+    fresh = [number for number in range(10, count) if f"sum-{number}" not in before]
+    assert all(text_of(answers[f"sum-{number}"]) == f"{number} + 30 = {number + 30}" for number in fresh[:20])
