@@ -130,6 +130,7 @@ class AsyncEngine:
         if (death := self._client.death) is not None:
             raise EngineDeadError(str(death))
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        await self._frontend.inputs.prepare(params)
         requests = await self._text_work(
             len(text) if isinstance(text, str) else 0,
             lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt),

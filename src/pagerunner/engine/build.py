@@ -19,6 +19,7 @@ from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
+from pagerunner.engine.grammar import Guides, guide_tokenizer
 from pagerunner.engine.machine import available_memory
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
@@ -27,6 +28,7 @@ from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
+from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -39,6 +41,7 @@ from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     startup = meter.report()
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
-        build_scheduler(config, plan),
+        build_scheduler(config, plan, _make_guides(resolved)),
         InlineExecutor(runner, sleeper),
         plan,
         max_in_flight=config.max_in_flight,
@@ -118,7 +121,17 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     )
 
 
-def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
+def _make_guides(resolved: Resolved) -> MakeGuide | None:
+    """What follows grammars; reads the tokenizer when the first one comes."""
+    config, model = resolved.config, resolved.model
+    if config.skip_tokenizer_init:
+        return None
+    return Guides(
+        lambda: guide_tokenizer(Tokenizer.from_path(config.tokenizer_path), model.vocab_size, model.eos_token_ids)
+    )
+
+
+def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:
     """The scheduler and its memory manager: everything of an engine that needs no device."""
     manager = KVManager(
         plan, enable_prefix_caching=config.enable_prefix_caching, list_fresh_pages=config.poison_fresh_pages
@@ -131,6 +144,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
         policy=config.scheduling_policy,
         enable_chunked_prefill=config.enable_chunked_prefill,
         max_in_flight=config.max_in_flight,
+        make_guide=make_guide,
     )
 
 

@@ -17,6 +17,7 @@ from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 
 SleepMode = Literal["abort", "wait", "keep"]
+GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
 
 
 class EngineCore:
@@ -77,16 +78,18 @@ class EngineCore:
             raise self._die(error) from error
 
     def _step(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
         while len(self._in_flight) < self._max_in_flight:
+            updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
             if plan is None:
                 break
             self._in_flight.append((plan, self._executor.run(plan)))
         if self._in_flight:
-            return self._commit_oldest()
-        if self.has_work:
+            return updates + self._commit_oldest()
+        if self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
-        return []
+        return updates
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending = self._in_flight.popleft()
