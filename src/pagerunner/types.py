@@ -91,7 +91,9 @@ def _logit_bias(value: object) -> dict[int, float]:
     return checked
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """What the generated text must be; the names are vLLM's. Exactly one of the first five is given.
 
     `json` is a JSON schema, as an object or as its text. `regex` matches the whole text. `choice` lists texts to choose from.
@@ -118,7 +120,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, omit_de
         kinds = ("json", "regex", "choice", "grammar", "json_object")
         given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
         _require(
-            len(given) == 1, name, f"needs exactly one of {', '.join(kinds)}, got {', '.join(given) if given else 'none'}."
+            len(given) == 1,
+            name,
+            f"needs exactly one of {', '.join(kinds)}, got {', '.join(given) if given else 'none'}.",
         )
         for kind in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, kind)
@@ -134,7 +138,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, omit_de
             most = limits.MAX_CHOICES
             _require(isinstance(self.choice, (list, tuple)), name, f"has no list as choice: {show(self.choice)}.")
             _require(0 < len(self.choice) <= most, name, f"has {len(self.choice)} choices; 1 to {most} are allowed.")
-            _require(all(isinstance(x, str) and x for x in self.choice), name, "has a choice that is no text, or empty.")
+            _require(
+                all(isinstance(x, str) and x for x in self.choice), name, "has a choice that is no text, or empty."
+            )
         length = sum(len(x) for x in (self.regex, self.grammar, self.whitespace_pattern, self.after) if x)
         length += sum(map(len, self.choice or ())) + (len(self.json) if isinstance(self.json, str) else 0)
         most = limits.MAX_GRAMMAR_CHARS

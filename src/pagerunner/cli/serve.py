@@ -24,6 +24,24 @@ def build_parser() -> Parser:
     )
     key_help = "key that clients must send; repeatable (default: $PAGERUNNER_API_KEY)"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
+    chat = parser.add_argument_group("tools and reasoning")
+    chat.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes calls: hermes, llama3_json, deepseek_v3, openai",
+    )
+    chat.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="let the model choose whether to call; needs the parser"
+    )
+    chat.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, deepseek_r1, openai_gptoss"
+    )
+    chat.add_argument(
+        "--reasoning-field",
+        default="reasoning",
+        metavar="NAME",
+        help="where answers have it: reasoning, reasoning_content, both (default: %(default)s)",
+    )
     add_engine_options(parser)
     add_common_options(parser)
     return parser
@@ -35,10 +53,21 @@ def run(namespace: argparse.Namespace) -> int:
     args, _ = resolve_model(namespace)
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from pagerunner.server.answers import ChatOptions
     from pagerunner.server.launch import run_server
 
     return run_server(
-        args, host=namespace.host, port=namespace.port, api_keys=_keys(namespace), access_log=not namespace.quiet
+        args,
+        host=namespace.host,
+        port=namespace.port,
+        api_keys=_keys(namespace),
+        access_log=not namespace.quiet,
+        chat=ChatOptions(
+            tool_parser=namespace.tool_call_parser,
+            auto_tools=namespace.enable_auto_tool_choice,
+            reasoning_parser=namespace.reasoning_parser,
+            reasoning_field=namespace.reasoning_field,
+        ),
     )
 
 

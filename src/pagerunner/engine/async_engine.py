@@ -178,6 +178,7 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
@@ -190,11 +191,11 @@ class AsyncEngine:
 
         def work() -> list[int]:
             text = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
+                list(messages), tools, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
             )
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        size = sum(len(str(message.get("content", ""))) for message in messages)
+        size = sum(len(str(message.get("content", ""))) for message in messages) + len(str(tools or ""))
         return await self._text_work(size, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -41,7 +41,7 @@ from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
-from pagerunner.sched.guide import MakeGuide
+from pagerunner.sched.guided import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Grammar, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from pagerunner.models.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
             schema = json.loads(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"structured_outputs cannot be read: {error}.", param=_PARAM) from None
+        raise InvalidRequestError(f"structured_outputs cannot be read: {str(error)[:400]}.", param=_PARAM) from None
 
 
 def guide_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
@@ -76,11 +76,11 @@ def guide_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterab
         ) from None
 
 
-def parser_limits() -> LLParserLimits:
-    """How much work a grammar may cause; the message of an error leaves the parser's state out."""
-    from llguidance import LLParserLimits
+def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    # An error's message leaves the parser's state out.
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
 class Once(Generic[Value]):
@@ -139,9 +139,7 @@ class GrammarDoor:
         return found
 
     def _fault(self, text: str) -> str:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=parser_limits())
+        matcher = _compile(self._tokenizer(), text)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return str(matcher.get_error())
@@ -149,6 +147,7 @@ class GrammarDoor:
 
 def _refuse(fault: str) -> None:
     if fault:
+        fault = " ".join(fault.split())
         fault = fault if len(fault) <= 400 else f"{fault[:397]}..."
         raise InvalidRequestError(f"structured_outputs is no grammar that can be followed: {fault}", param=_PARAM)
 
@@ -180,16 +179,11 @@ class Guides:
         return GrammarGuide(self._tokenizer, compiled, self._followers, grammar.after)
 
     def _compile(self, text: str) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return matcher
+        return _compile(self._tokenizer(), text)
 
 
 class GrammarGuide:
-    """Follows one sequence; see sched/guide.py. What goes wrong on a thread becomes `error`."""
+    """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
 
     def __init__(
         self, tokenizer: Callable[[], LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, after: str

@@ -17,8 +17,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
-from pagerunner.sched.guide import MakeGuide
-from pagerunner.sched.guided import GuidedSequences
+from pagerunner.sched.guided import GuidedSequences, MakeGuide
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.types import (

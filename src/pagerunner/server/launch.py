@@ -19,6 +19,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
+from pagerunner.server.answers import ChatOptions
 from pagerunner.server.app import create_app
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
@@ -40,11 +41,12 @@ def run_server(
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
+    chat: ChatOptions | None = None,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
 
     With `api_keys` every path but /health asks for one of them. Only loopback is served unless `host` says otherwise.
-    The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
+    `chat` says how the model writes tool calls and reasoning. The first signal stops accepting and lets running requests finish for `drain_seconds`; a second one, or the end of
     that time, ends them with what they have.
 
     Raises:
@@ -64,6 +66,7 @@ def run_server(
                 drain_seconds=drain_seconds,
                 access_log=access_log,
                 core_factory=core_factory,
+                chat=chat,
             )
         )
     finally:
@@ -119,6 +122,7 @@ async def serve(
     drain_seconds: float = DRAIN_SECONDS,
     access_log: bool = True,
     core_factory: str = DEFAULT_FACTORY,
+    chat: ChatOptions | None = None,
     stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
@@ -138,7 +142,7 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
-            app = create_app(Service(engine, names, args.model), metrics, api_keys)
+            app = create_app(Service(engine, names, args.model, chat), metrics, api_keys)
             server = _Server(_uvicorn_config(app, access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
