@@ -15,7 +15,7 @@ MAX_PROMPTS_PER_CALL = 2_048
 MAX_GRAMMAR_CHARS = 262_144
 """Of a structured output's schema, regex, grammar or choices, and of what they become."""
 MAX_CHOICES = 10_000
-MAX_GRAMMAR_SECONDS = 10.0
+MAX_GRAMMAR_SECONDS = 5.0
 """How long a grammar may take to be compiled, and a token to be matched; what it compiles to is bounded as well."""
 MAX_TOOLS = 512
 MAX_TOOL_NAME_CHARS = 256

@@ -201,9 +201,12 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    words += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
+    chat = options.pop("chat")
+    assert (chat.tool_parser, chat.auto_tools, chat.reasoning_parser) == ("hermes", True, "qwen3")
     assert options == {"host": "127.0.0.1", "port": 0, "api_keys": ["k1", "k2"], "access_log": True}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -15,7 +16,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
 from pagerunner.engine import grammar as module
-from pagerunner.engine.grammar import GrammarDoor, Guides, guide_tokenizer
+from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Grammar
@@ -138,14 +139,14 @@ def test_neighbours_have_the_tokens_they_have_alone(llm: LLM) -> None:
 
 
 def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, compile_ = threading.Event(), Guides._compile
+    gate, compile_ = threading.Event(), module.compile_grammar
 
-    def slow(self: Guides, text: str) -> Any:
+    def slow(*args: Any) -> Any:
         gate.wait(20)
-        return compile_(self, text)
+        return compile_(*args)
 
-    monkeypatch.setattr(Guides, "_compile", slow)
-    core, wanted = llm._core, GrammarDoor.check(_door(llm), StructuredOutputsParams(choice=["only this"]))
+    monkeypatch.setattr(module, "compile_grammar", slow)
+    core, wanted = llm._core, Grammar('{"grammars": [{"lark_grammar": "start: \\"only this\\""}]}')
     core.add(
         EngineRequest(
             request_id="g", prompt_token_ids=[7], params=SamplingParams(), seed=0, max_tokens=50, grammar=wanted
@@ -161,13 +162,10 @@ def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.Monke
     assert llm.get_tokenizer().decode(tokens) == "only this"
 
 
-def _door(llm: LLM) -> GrammarDoor:
-    return GrammarDoor(lambda: guide_tokenizer(llm.get_tokenizer(), 512, [0]))
-
-
 def test_a_grammar_that_never_compiles_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(Guides, "_compile", lambda self, text: gate.wait(20))
+    monkeypatch.setattr(module, "compile_grammar", lambda *args: gate.wait(20))
+    llm._frontend.inputs._grammars.check(StructuredOutputsParams(choice=["another text"]))
     monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 0.3)
     llm.generate("abc", SamplingParams(max_tokens=1), use_tqdm=False)
     [output] = llm.generate("abc", wants(choice=["another text"]), use_tqdm=False)
@@ -269,25 +267,45 @@ def test_without_a_tokenizer_there_are_no_grammars(checkpoint: Path) -> None:
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
+def chain(rules: int, sign: str) -> str:
+    names = ["start" if sign == ":" else "root", *(f"r{index}" for index in range(rules))]
+    return (
+        "".join(f'{one} {sign} "a" {other}\n' for one, other in itertools.pairwise(names)) + f'{names[-1]} {sign} "b"'
+    )
+
+
+@pytest.mark.parametrize("kind", ["rules", "definitions", "references"])
+def test_a_grammar_that_would_end_the_process_ends_the_checkers_only(llm: LLM, kind: str) -> None:
+    """Each of these overflows the stack of the thread that compiles it."""
+    steps = range(4_000)
+    inner = {"references": lambda to: to, "definitions": lambda to: {"type": "array", "items": to}}.get(kind)
+    if inner is None:
+        wanted = StructuredOutputsParams(grammar=chain(9_000, ":"))
+    else:
+        definitions = {f"d{i}": inner({"$ref": f"#/$defs/d{i + 1}"}) for i in steps} | {"d4000": {"type": "null"}}
+        wanted = StructuredOutputsParams(json={"$ref": "#/$defs/d0", "$defs": definitions})
+    with pytest.raises(InvalidRequestError, match="too deep"):
+        llm.generate("abc", SamplingParams(structured_outputs=wanted), use_tqdm=False)
+    [output] = llm.generate("abc", wants(regex="[ab]{3}"), use_tqdm=False)
+    assert re.fullmatch("[ab]{3}", output.outputs[0].text)
+
+
 def test_the_door_checks_once_and_gives_up_in_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.from_path(checkpoint)
-    door = GrammarDoor(lambda: guide_tokenizer(tokenizer, 512, [0]))
-    calls: list[str] = []
-    gate = threading.Event()
-    fault = GrammarDoor._fault
-
-    def counted(self: GrammarDoor, text: str) -> str:
-        calls.append(text)
-        if "slow" in text:
-            gate.wait(20)
-        return fault(self, text)
-
-    monkeypatch.setattr(GrammarDoor, "_fault", counted)
+    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
     first = door.check(StructuredOutputsParams(regex="a+"))
-    assert first == door.check(StructuredOutputsParams(regex="a+")) and len(calls) == 1
-    monkeypatch.setattr(module.limits, "MAX_GRAMMAR_SECONDS", 0.05)
-    with pytest.raises(InvalidRequestError, match="0.05 seconds"):
-        door.check(StructuredOutputsParams(regex="slow"))
-    with pytest.raises(InvalidRequestError, match="0.05 seconds"):
-        asyncio.run(door.prepare(StructuredOutputsParams(regex="slow")))
-    gate.set()
+    assert first == door.check(StructuredOutputsParams(regex="a+"))
+    assert door.check(StructuredOutputsParams(regex="a+", after="x")).after == "x"
+    monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 0.3)
+    slow = StructuredOutputsParams(grammar=chain(3_000, "::="))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="0.3 seconds"):
+            door.check(slow)
+    with pytest.raises(InvalidRequestError, match="0.3 seconds"):
+        asyncio.run(door.prepare(slow))
+    monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 5.0)
+    asyncio.run(door.prepare(StructuredOutputsParams(regex="b+")))
+
+
+def test_a_tokenizer_that_llguidance_does_not_know(checkpoint: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        GrammarDoor('{"version": "1.0"}', 512, [0]).check(StructuredOutputsParams(regex="a"))

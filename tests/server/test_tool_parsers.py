@@ -15,7 +15,13 @@ from pagerunner.server.reasoning import Thinking
 from pagerunner.server.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
 from pagerunner.server.tool_parsers.stream import StreamParser
 
-B, b, S, e, E = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+B, b, S, e, E = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 MAKE: dict[str, Callable[[], StreamParser]] = {
     "hermes": Hermes,
     "llama3_json": lambda: Llama3Json(["f", "g"]),

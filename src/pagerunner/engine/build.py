@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -43,6 +44,9 @@ from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.guided import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -126,9 +130,12 @@ def _make_guides(resolved: Resolved) -> MakeGuide | None:
     config, model = resolved.config, resolved.model
     if config.skip_tokenizer_init:
         return None
-    return Guides(
-        lambda: guide_tokenizer(Tokenizer.from_path(config.tokenizer_path), model.vocab_size, model.eos_token_ids)
-    )
+
+    def load() -> LLTokenizer:
+        tokenizer = Tokenizer.from_path(config.tokenizer_path)
+        return guide_tokenizer(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
+
+    return Guides(load)
 
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.grammar import GrammarDoor, guide_tokenizer
+from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.output_processor import OutputProcessor
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -57,7 +57,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
 
 
 def _grammar_door(tokenizer: Tokenizer, model: ModelConfig) -> GrammarDoor:
-    return GrammarDoor(lambda: guide_tokenizer(tokenizer, model.vocab_size, model.eos_token_ids))
+    return GrammarDoor(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
 
 
 def _default_params(model: ModelConfig, source: str) -> SamplingParams:

@@ -1,86 +1,49 @@
-"""Grammars of structured outputs, by llguidance: checked before a request is queued, followed token by token in the core.
+"""Guides: grammars of structured outputs, followed token by token by llguidance, on threads beside the step loop.
 
-Nothing here runs on the step loop or on the event loop. llguidance compiles and matches within fixed amounts of work, so
-that a thread is enough: what exceeds them is an error of that request.
+What comes here has passed engine/grammar_door.py, whose process has compiled it in a smaller stack than these threads have.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
-import re
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagerunner import limits
-from pagerunner.errors import InvalidRequestError
-from pagerunner.types import EngineRequest, Grammar, StructuredOutputsParams
+from pagerunner.types import EngineRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from pagerunner.models.tokenizer import Tokenizer
-
 Value = TypeVar("Value")
-_KEPT_CHECKS = 1_024
-_KEPT_MATCHERS = 64
-_PARAM = "structured_outputs"
-_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what llama.cpp's notation has and Lark's hasn't
+KEPT = 64  # grammars that the next request with the same one finds ready
+_FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
 
 
-def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """llguidance's text of a grammar that hasn't been compiled. Raises InvalidRequestError."""
-    from llguidance import LLMatcher, grammar_from
-
-    try:
-        if wanted.regex is not None:
-            return LLMatcher.grammar_from_regex(wanted.regex)
-        if wanted.choice is not None:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(x) for x in wanted.choice))
-        if wanted.grammar is not None:
-            return grammar_from("grammar" if _RULE.search(wanted.grammar) else "lark", wanted.grammar)
-        options: dict[str, Any] = {}
-        if wanted.disable_any_whitespace:
-            options["whitespace_flexible"] = False
-        if wanted.whitespace_pattern is not None:
-            options["whitespace_pattern"] = wanted.whitespace_pattern
-        schema = wanted.json if wanted.json is not None else {"type": "object"}
-        if isinstance(schema, str):
-            schema = json.loads(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"structured_outputs cannot be read: {str(error)[:400]}.", param=_PARAM) from None
-
-
-def guide_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
-    """The tokenizer as llguidance knows it, for masks of `vocab_size` bits or more.
-
-    Raises:
-        InvalidRequestError: llguidance doesn't understand this kind of tokenizer.
-    """
+def guide_tokenizer(tokenizer_json: str, size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+    """A tokenizer as llguidance knows it, for masks of `size` bits. Raises ValueError for a kind that it doesn't know."""
     from llguidance import LLTokenizer
 
-    size = max(vocab_size, tokenizer.vocab_size)
-    eos = [token for token in eos_token_ids if token < size]
-    try:
-        return LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=eos or None)
-    except Exception as error:  # the package raises plain exceptions
-        raise InvalidRequestError(
-            f"This model's tokenizer cannot follow grammars: {error}. Leave structured_outputs out.", param=_PARAM
-        ) from None
+    return LLTokenizer(
+        tokenizer_json, n_vocab=size, eos_token=[token for token in eos_token_ids if token < size] or None
+    )
 
 
-def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """A matcher at the beginning of the text. Raises ValueError that says why there can't be one."""
     from llguidance import LLMatcher, LLParserLimits
 
     # An error's message leaves the parser's state out.
-    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
 
 
 class Once(Generic[Value]):
@@ -99,72 +62,13 @@ class Once(Generic[Value]):
             return self._value[0]
 
 
-class GrammarDoor:
-    """Checks structured outputs at the frontend, so that a bad one is refused before it is queued."""
-
-    def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
-        self._tokenizer = Once(tokenizer)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-grammar")
-        self._checked: OrderedDict[bytes, Future[str]] = OrderedDict()  # by digest: what is wrong, or ""
-
-    def check(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The grammar for the core. Waits for the check, which is remembered.
-
-        Raises:
-            InvalidRequestError: it is malformed, too large, or takes more than limits.MAX_GRAMMAR_SECONDS.
-        """
-        grammar = Grammar(grammar_text(wanted), wanted.after or "")
-        try:
-            _refuse(self._future(grammar.text).result(limits.MAX_GRAMMAR_SECONDS))
-        except FutureTimeout:
-            raise _too_slow() from None
-        return grammar
-
-    async def prepare(self, wanted: StructuredOutputsParams) -> None:
-        """Wait on an event loop until `check` will not wait. Raises like it."""
-        text = Grammar(grammar_text(wanted)).text
-        try:
-            pending = asyncio.shield(asyncio.wrap_future(self._future(text)))
-            _refuse(await asyncio.wait_for(pending, limits.MAX_GRAMMAR_SECONDS))
-        except TimeoutError:
-            raise _too_slow() from None
-
-    def _future(self, text: str) -> Future[str]:
-        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        found = self._checked.get(key)
-        if found is None:
-            found = self._checked[key] = self._threads.submit(self._fault, text)
-            if len(self._checked) > _KEPT_CHECKS:
-                self._checked.popitem(last=False)
-        return found
-
-    def _fault(self, text: str) -> str:
-        matcher = _compile(self._tokenizer(), text)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return str(matcher.get_error())
-
-
-def _refuse(fault: str) -> None:
-    if fault:
-        fault = " ".join(fault.split())
-        fault = fault if len(fault) <= 400 else f"{fault[:397]}..."
-        raise InvalidRequestError(f"structured_outputs is no grammar that can be followed: {fault}", param=_PARAM)
-
-
-def _too_slow() -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured_outputs takes more than {limits.MAX_GRAMMAR_SECONDS:g} seconds to compile.", param=_PARAM
-    )
-
-
 class Guides:
     """Makes the core's guides. Grammars compile on threads of their own and are kept for the next request that has them."""
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
         self._tokenizer = Once(tokenizer)
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-compile")
-        self._followers = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-guide")
+        self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="pagerunner-guide")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def __call__(self, request: EngineRequest) -> GrammarGuide:
@@ -173,13 +77,12 @@ class Guides:
         assert grammar is not None
         compiled = self._compiled.get(grammar.text)
         if compiled is None:
-            compiled = self._compiled[grammar.text] = self._compilers.submit(self._compile, grammar.text)
-            if len(self._compiled) > _KEPT_MATCHERS:
+            compiled = self._compiled[grammar.text] = self._compilers.submit(
+                lambda: compile_grammar(self._tokenizer(), grammar.text)
+            )
+            if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return GrammarGuide(self._tokenizer, compiled, self._followers, grammar.after)
-
-    def _compile(self, text: str) -> LLMatcher:
-        return _compile(self._tokenizer(), text)
 
 
 class GrammarGuide:

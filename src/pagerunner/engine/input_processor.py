@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pagerunner import limits
-from pagerunner.engine.grammar import GrammarDoor
+from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, SamplingParams, show
 

@@ -85,7 +85,8 @@ class ChatPlan:
                 param="tool_choice",
             )
         if self._mode in ("named", "required"):
-            self._structured = StructuredOutputsParams(json=_forced_schema(self._tools, self._named, self._one_call))
+            schema = _forced_schema(self._tools, self._named, self._one_call)
+            self._structured = StructuredOutputsParams(json=schema, whitespace_pattern=" ?")  # endless ones are a trap
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
