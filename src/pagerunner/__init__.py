@@ -18,7 +18,7 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
 )
-from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pagerunner.engine.async_engine import AsyncEngine
@@ -41,6 +41,7 @@ __all__ = [
     "PagerunnerError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

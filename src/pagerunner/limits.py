@@ -35,7 +35,11 @@ TABLE: tuple[Limit, ...] = (
     Limit("MAX_LOGIT_BIAS", 1_024, "entries of `logit_bias`"),
     Limit("MAX_ALLOWED_TOKEN_IDS", 262_144, "ids in `allowed_token_ids`"),
     Limit("MAX_SALT_CHARS", 256, "characters of `cache_salt`"),
-    Limit("MAX_SCHEMA_BYTES", 65_536, "bytes of a JSON schema, regular expression, list of choices or grammar"),
+    Limit("MAX_GRAMMAR_CHARS", 262_144, "characters of a JSON schema, regular expression, list of choices or grammar"),
+    Limit("MAX_CHOICES", 10_000, "entries of `structured_outputs.choice`"),
+    Limit("MAX_GRAMMAR_SECONDS", 5, "seconds that a grammar may take to be compiled, and a token to be matched"),
+    Limit("MAX_TOOLS", 512, "entries of `tools`"),
+    Limit("MAX_TOOL_NAME_CHARS", 256, "characters of a tool's name"),
     Limit("MAX_MESSAGES", 4_096, "messages of one conversation"),
     Limit("MAX_BODY_BYTES", 32 * 1024 * 1024, "bytes of a request's body"),
     Limit("MAX_HEADERS", 128, "headers of a request"),
@@ -78,7 +82,11 @@ MAX_BAD_WORD_TOKENS = _VALUES["MAX_BAD_WORD_TOKENS"]
 MAX_LOGIT_BIAS = _VALUES["MAX_LOGIT_BIAS"]
 MAX_ALLOWED_TOKEN_IDS = _VALUES["MAX_ALLOWED_TOKEN_IDS"]
 MAX_SALT_CHARS = _VALUES["MAX_SALT_CHARS"]
-MAX_SCHEMA_BYTES = _VALUES["MAX_SCHEMA_BYTES"]
+MAX_GRAMMAR_CHARS = _VALUES["MAX_GRAMMAR_CHARS"]
+MAX_CHOICES = _VALUES["MAX_CHOICES"]
+MAX_GRAMMAR_SECONDS: float = _VALUES["MAX_GRAMMAR_SECONDS"]
+MAX_TOOLS = _VALUES["MAX_TOOLS"]
+MAX_TOOL_NAME_CHARS = _VALUES["MAX_TOOL_NAME_CHARS"]
 MAX_MESSAGES = _VALUES["MAX_MESSAGES"]
 MAX_BODY_BYTES = _VALUES["MAX_BODY_BYTES"]
 MAX_HEADERS = _VALUES["MAX_HEADERS"]

@@ -6,7 +6,7 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -103,13 +103,80 @@ def _logit_bias(value: object) -> dict[int, float]:
     return checked
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What the generated text must be; the names are vLLM's. Exactly one of the first five is given.
+
+    `json` is a JSON schema, as an object or as its text. `regex` matches the whole text. `choice` lists texts to choose from.
+    `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. Two fields belong to JSON:
+    `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is allowed.
+    With `after`, all of that holds for the text behind the first appearance of this text in the output; before it
+    everything goes. That is how a reasoning model thinks first.
+
+    Raises:
+        InvalidRequestError: none or several are given, or one has the wrong type or is too large.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "structured_outputs"
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        _require(
+            len(given) == 1,
+            name,
+            f"needs exactly one of {', '.join(kinds)}, got {', '.join(given) if given else 'none'}.",
+        )
+        for kind in ("regex", "grammar", "whitespace_pattern", "after"):
+            value = getattr(self, kind)
+            _require(value is None or isinstance(value, str), name, f"has a {kind} that is no string: {show(value)}.")
+        for kind in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, kind)
+            _require(value in (None, True, False), name, f"has a {kind} that is neither true nor false: {show(value)}.")
+        _require(
+            self.json is None or isinstance(self.json, (str, dict)), name, f"has no schema as json: {show(self.json)}."
+        )
+        _require(self.after != "", name, "has an empty text as after.")
+        if self.choice is not None:
+            most = limits.MAX_CHOICES
+            _require(isinstance(self.choice, (list, tuple)), name, f"has no list as choice: {show(self.choice)}.")
+            _require(0 < len(self.choice) <= most, name, f"has {len(self.choice)} choices; 1 to {most} are allowed.")
+            _require(
+                all(isinstance(x, str) and x for x in self.choice), name, "has a choice that is no text, or empty."
+            )
+        length = sum(len(x) for x in (self.regex, self.grammar, self.whitespace_pattern, self.after) if x)
+        length += sum(map(len, self.choice or ())) + (len(self.json) if isinstance(self.json, str) else 0)
+        most = limits.MAX_GRAMMAR_CHARS
+        _require(length <= most, name, f"has {length:,} characters; at most {most:,} are allowed.")
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A grammar as the engine core compiles it: llguidance's text of it, and behind which text it holds (or "")."""
+
+    text: str
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        most = limits.MAX_GRAMMAR_CHARS
+        _require(len(self.text) <= most, "structured_outputs", f"is a grammar of over {most:,} characters.")
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to pick the tokens of one request; names and defaults are vLLM's.
 
     `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
     `seed` makes the request's tokens independent of whatever else runs. `stop` and `bad_words` take one string or
     several. `max_tokens=None` means up to the model's length. `logprobs` and `prompt_logprobs` ask for that many
-    alternatives beside the chosen token's own log-probability.
+    alternatives beside the chosen token's own log-probability. `structured_outputs` says what the text must be.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names the parameter, the value and the range.
@@ -138,6 +205,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = "cumulative"
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -167,6 +235,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             self.output_kind in kinds,
             "output_kind",
             f"must be one of {', '.join(kinds)}, got {show(self.output_kind)}.",
+        )
+        wanted = self.structured_outputs
+        _require(
+            wanted is None or isinstance(wanted, StructuredOutputsParams),
+            "structured_outputs",
+            f"must be a StructuredOutputsParams, got {show(wanted)}.",
         )
 
     def _check_filters(self) -> None:
@@ -227,7 +301,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt's pages even when prefix caching is off. `bad_words_ids` are `bad_words` as token sequences.
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
     resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
-    but `pooled`.
+    but `pooled`. `grammar` is `params.structured_outputs`, checked and rewritten.
     """
 
     request_id: str
@@ -242,6 +316,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: str = ""
     family: str = ""
     pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
@@ -358,6 +433,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     A request may be admitted a step before its first row: its first pages are copies of what this step computes.
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
+    `masks` holds, for some of the rows that sample, which tokens they may take: a bit per token, lowest bit first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     """
 
@@ -368,6 +444,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     zero: list[list[int]] = []
     copies: list[PageCopy] = []
     state_saves: list[StateSave] = []
+    masks: dict[int, bytes] = {}
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

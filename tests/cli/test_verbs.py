@@ -203,10 +203,13 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
     words += ["--served-model-name", "one", "two", "--admin-key", "a", "--allowed-origin", "https://x.example"]
     words += ["--shutdown-timeout", "5"]
+    words += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
     names = ["one", "two"]
+    chat = options.pop("chat")
+    assert (chat.tool_parser, chat.auto_tools, chat.reasoning_parser) == ("hermes", True, "qwen3")
     assert options == {
         "host": "127.0.0.1",
         "port": 0,

@@ -1,6 +1,7 @@
 """A torch-free EngineCore with predictable answers, delays and failures, for tests of everything in front of the core.
 
-A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... A pooled vector is the prompt's length,
+A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... A prompt that holds SCRIPT gives what
+stands between it and the next token SCRIPT_END, and then ends. A pooled vector is the prompt's length,
 its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in the environment may hold a JSON `FakeOptions`. Some
 prompt tokens cause failures: see the constants.
 """
@@ -29,6 +30,9 @@ PAGE_TOKENS = 16
 
 CRASH, EXIT, FAIL_ONE, HANG, BREAK_ADD = 2001, 2002, 2003, 2004, 2005
 """Prompt tokens that make a step raise, the process vanish, one request fail, a step hang, `add` raise a KeyError."""
+
+SCRIPT, SCRIPT_END, END = 1, 3, 0
+"""In the tests' tokenizers <|begin|>, <|im_end|> and <|endoftext|>: a user's message of `<|begin|>text` is answered by text."""
 
 
 class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +131,10 @@ class FakeCore:
         cached = len(prompt) if tuple(prompt) in self._seen else 0
         now = time.monotonic()
         token = prompt[len(tokens) % len(prompt)]
+        if SCRIPT in prompt:
+            start = prompt.index(SCRIPT) + 1
+            script = [*prompt[start : prompt.index(SCRIPT_END, start)], END]
+            token = script[len(tokens)]
         tokens.append(token)
         reason, stop_reason = self._finish(request, token, len(tokens))
         if reason is not None:

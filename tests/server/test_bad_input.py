@@ -13,6 +13,11 @@ from pagerunner import limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 def assert_serves(server: RunningServer) -> None:
@@ -78,8 +83,10 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
         ({"guided_json": {}}, "guided_json"),
         ({"no_such_field": 1}, "no_such_field"),
     ],
@@ -102,11 +109,18 @@ def test_bad_completion_fields(server: RunningServer, fields: dict[str, Any], pa
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "tool"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
         ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "mood"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL]}, "enable-auto-tool-choice"),
+        ({"tools": [TOOL] * 600}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "arguments"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),

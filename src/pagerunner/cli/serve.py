@@ -37,6 +37,24 @@ def build_parser() -> ConfiguredParser:
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
+    chat = parser.add_argument_group("tools and reasoning")
+    chat.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes calls: hermes, llama3_json, deepseek_v3, openai",
+    )
+    chat.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="let the model choose whether to call; needs the parser"
+    )
+    chat.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, deepseek_r1, openai_gptoss"
+    )
+    chat.add_argument(
+        "--reasoning-field",
+        default="reasoning",
+        metavar="NAME",
+        help="where answers have it: reasoning, reasoning_content, both (default: %(default)s)",
+    )
     add_engine_options(parser, without=("served_model_name",))
     add_common_options(parser)
     return parser
@@ -52,6 +70,7 @@ def run(namespace: argparse.Namespace) -> int:
     args, _ = resolve_model(namespace)
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from pagerunner.server.answers import ChatOptions
     from pagerunner.server.launch import run_server
 
     return run_server(
@@ -66,6 +85,12 @@ def run(namespace: argparse.Namespace) -> int:
         served_model_name=names or None,
         access_log=not namespace.quiet,
         otlp_traces_endpoint=namespace.otlp_traces_endpoint,
+        chat=ChatOptions(
+            tool_parser=namespace.tool_call_parser,
+            auto_tools=namespace.enable_auto_tool_choice,
+            reasoning_parser=namespace.reasoning_parser,
+            reasoning_field=namespace.reasoning_field,
+        ),
     )
 
 

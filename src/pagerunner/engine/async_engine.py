@@ -161,6 +161,7 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        await self._frontend.inputs.prepare(params)
         requests = await self._text_work(
             len(text) if isinstance(text, str) else 0,
             lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
@@ -212,6 +213,7 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
@@ -225,6 +227,8 @@ class AsyncEngine:
         if self._renderer is None:
             raise RuntimeError("there is a tokenizer and no renderer")
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        if tools:
+            options["tools"] = list(tools)
         text = await self._renderer.render(messages, options)
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

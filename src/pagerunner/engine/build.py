@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
+from pagerunner.engine.grammar import Guides, guide_tokenizer
 from pagerunner.engine.machine import available_memory
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
@@ -27,6 +29,7 @@ from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
+from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -40,7 +43,11 @@ from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.sched.guided import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -110,7 +117,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     startup = meter.report()
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
-        build_scheduler(config, plan),
+        build_scheduler(config, plan, _make_guides(resolved)),
         InlineExecutor(runner, sleeper, DeviceClock.of(torch.device(config.device))),
         plan,
         vocab_size=resolved.model.vocab_size,
@@ -120,7 +127,20 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     )
 
 
-def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
+def _make_guides(resolved: Resolved) -> MakeGuide | None:
+    """What follows grammars; reads the tokenizer when the first one comes."""
+    config, model = resolved.config, resolved.model
+    if config.skip_tokenizer_init:
+        return None
+
+    def load() -> LLTokenizer:
+        tokenizer = Tokenizer.from_path(config.tokenizer_path)
+        return guide_tokenizer(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
+
+    return Guides(load)
+
+
+def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:
     """The scheduler and its memory manager: everything of an engine that needs no device."""
     manager = KVManager(
         plan, enable_prefix_caching=config.enable_prefix_caching, list_fresh_pages=config.poison_fresh_pages
@@ -133,6 +153,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
         policy=config.scheduling_policy,
         enable_chunked_prefill=config.enable_chunked_prefill,
         max_in_flight=config.max_in_flight,
+        make_guide=make_guide,
     )
 
 

@@ -22,6 +22,7 @@ from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 
 SleepMode = Literal["abort", "wait", "keep"]
+GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
 
 
 class EngineCore:
@@ -102,18 +103,20 @@ class EngineCore:
             raise self._die(error) from error
 
     def _step(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
         while len(self._in_flight) < self._max_in_flight:
+            updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
             if plan is None:
                 break
             launched = time.monotonic()
             self._in_flight.append((plan, self._executor.run(plan), launched))
-        failed = self._scheduler.take_failed()
+        updates += self._scheduler.take_failed()
         if self._in_flight:
-            return failed + self._commit_oldest()
-        if self.has_work and not failed:
+            return updates + self._commit_oldest()
+        if self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
-        return failed
+        return updates
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending, launched = self._in_flight.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.output_processor import OutputProcessor
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -49,12 +50,17 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model.eos_token_ids,
+            grammars=None if tokenizer is None else _grammar_door(tokenizer, model),
             seed=args.seed,
         ),
         outputs=OutputProcessor(tokenizer),
         default_sampling_params=_default_params(model, args.generation_config),
         pooler=read_pooler(args.model, args.pooler_config),
     )
+
+
+def _grammar_door(tokenizer: Tokenizer, model: ModelConfig) -> GrammarDoor:
+    return GrammarDoor(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
 
 
 def _default_params(model: ModelConfig, source: str) -> SamplingParams:

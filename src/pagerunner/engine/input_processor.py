@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pagerunner import limits
+from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Pooling, SamplingParams, show
 
@@ -43,6 +44,7 @@ class InputProcessor:
         max_model_len: prompt and generated tokens together.
         eos_token_ids: end a sequence unless a request ignores them.
         default_sampling_params: for requests that bring none.
+        grammars: checks structured outputs; None refuses them.
         seed: with a counter, it seeds the requests that name no seed: the same calls give the same tokens.
     """
 
@@ -54,6 +56,7 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         default_sampling_params: SamplingParams | None = None,
+        grammars: GrammarDoor | None = None,
         seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
@@ -61,8 +64,14 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._default_params = default_sampling_params or SamplingParams()
+        self._grammars = grammars
         self._seed = seed
         self._unseeded = itertools.count()
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
+        if params.structured_outputs is not None and self._grammars is not None:
+            await self._grammars.prepare(params.structured_outputs)
 
     def process(
         self,
@@ -97,6 +106,12 @@ class InputProcessor:
         if self._tokenizer is None and params.stop:
             raise InvalidRequestError("stop needs a tokenizer, and this engine has none.", param="stop")
         bad_words = self._encode_bad_words(params)
+        grammar = None
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise InvalidRequestError("structured_outputs needs a tokenizer.", param="structured_outputs")
+            grammar = self._grammars.check(params.structured_outputs)
+            params = msgspec.structs.replace(params, structured_outputs=None)
         seed = self._next_seed() if params.seed is None else params.seed
         arrival = time.monotonic()
         # The prompt is scored once, not n times.
@@ -117,6 +132,7 @@ class InputProcessor:
                 cache_salt=salt or cache_salt,
                 family=request_id,
                 pooling=pooling,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]

@@ -92,7 +92,8 @@ class ChatTemplate:
             raise InvalidRequestError("continue_final_message is not supported.", param="continue_final_message")
         try:
             template = _compile(self.templates[name])
-            values = {"documents": None, **variables, "messages": list(messages), "tools": tools and list(tools)}
+            shown = list(map(_with_arguments, messages))
+            values = {"documents": None, **variables, "messages": shown, "tools": tools and list(tools)}
             text = _within_limit(template.generate(values))
             text.encode("utf-8")
         except (MemoryError, RecursionError) as error:
@@ -164,6 +165,27 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+class _Arguments(dict[str, Any]):
+    """A tool call's arguments. Some templates treat them as a mapping, others as JSON text that they join to other text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its tool calls as templates of either kind take them."""
+    shown = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        if isinstance(function["arguments"], dict):
+            call = {**call, "function": {**function, "arguments": _Arguments(function["arguments"])}}
+        shown.append(call)
+    return {**message, "tool_calls": shown} if shown else message
 
 
 def _tojson(

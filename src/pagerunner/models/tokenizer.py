@@ -91,6 +91,10 @@ class Tokenizer:
         """`id_to_token` of each id."""
         return [self.id_to_token(token_id) for token_id in token_ids]
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the checkpoint puts around a text, such as a begin token.
 

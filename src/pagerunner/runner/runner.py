@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -135,12 +135,15 @@ class ModelRunner:
         captured = self._graphs.find(step) if step.stores_all and not (scored or pooled) else None
         if captured is None:
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
-            sampled = self._sample(hidden_TD, step)
+            sampled = self._sample(hidden_TD, step, plan.masks)
             prompt_logprobs = self._prompt_logprobs(hidden_TD, step, scored)
             vectors = self._pooler.pool(hidden_TD, step, pooled)
             return PendingStep(plan, step.sampled_rows, sampled, prompt_logprobs, vectors)
         outputs = self._graphs.replay(captured, step, plan.state_saves)
-        sampled = self._sample_decoded(*outputs, step) if captured.key.decode else self._sample(outputs[0], step)
+        if captured.key.decode:
+            sampled = self._sample_decoded(*outputs, step, plan.masks)
+        else:
+            sampled = self._sample(outputs[0], step, plan.masks)
         return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
 
     @torch.inference_mode()
@@ -200,28 +203,35 @@ class ModelRunner:
         self._last_tokens.store(self._builder.tensors.sample_slots_R[: batch.rows.num_rows], tokens_S)
         return logits_SV, tokens_S, best_S
 
-    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep) -> Sampled | None:
-        """The tokens of a step of which hidden states are known; they may be padded."""
+    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled | None:
+        """The tokens of a step of which hidden states are known; they may be padded. `masks` are by row of the plan."""
         if not step.sampled_rows:
             return None
         every = len(step.sampled_rows) == hidden_TD.shape[0]
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
         slots = [step.slots[row] for row in step.sampled_rows]
-        if self._sampler.take_best(slots):
+        if not masks and self._sampler.take_best(slots):
             sampled = self._sampler.best(*greedy(logits_SV))
         else:
-            sampled = self._sampler.sample(logits_SV, slots, [step.seq_lens[row] for row in step.sampled_rows])
+            positions = [step.seq_lens[row] for row in step.sampled_rows]
+            by_sample = {index: masks[row] for index, row in enumerate(step.sampled_rows) if row in masks}
+            sampled = self._sampler.sample(logits_SV, slots, positions, by_sample)
         self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled
 
     def _sample_decoded(
-        self, logits_SV: torch.Tensor, tokens_S: torch.Tensor, best_S: torch.Tensor, step: StagedStep
+        self,
+        logits_SV: torch.Tensor,
+        tokens_S: torch.Tensor,
+        best_S: torch.Tensor,
+        step: StagedStep,
+        masks: Mapping[int, bytes],
     ) -> Sampled:
         """The tokens of a decode step that ran in a graph, where all rows are sampled and the best are stored already."""
         rows = step.where.rows
-        if self._sampler.take_best(step.slots):
+        if not masks and self._sampler.take_best(step.slots):
             return self._sampler.best(tokens_S[:rows], best_S[:rows])
-        sampled = self._sampler.sample(logits_SV[:rows], list(step.slots), step.seq_lens)
+        sampled = self._sampler.sample(logits_SV[:rows], list(step.slots), step.seq_lens, masks)
         self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.prefix import PrefixChain
+from pagerunner.sched.guided import Guide
 from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
 
 
@@ -12,11 +13,13 @@ class Sequence:
 
     `tokens` are prompt and output as far as the host knows them; `pending` more have been sampled on the device or will be
     by plans in flight. Positions below `scheduled` are in a plan. Positions below `refill` are fed from `tokens`; beyond,
-    the device feeds what it sampled. `in_flight` counts the plans with a row of this sequence.
+    the device feeds what it sampled. `in_flight` counts the plans with a row of this sequence. While `blocked`, it can't be
+    scheduled: its `guide` doesn't know the next mask, which may need a token of a plan in flight.
     """
 
     __slots__ = (
-        "admitted_time", "cached_tokens", "chain", "family", "finished", "grant", "in_flight", "key", "max_total", "min_total", "pending",
+        "admitted_time", "blocked", "cached_tokens", "chain", "family", "finished", "grant", "guide", "in_flight", "key", "max_total",
+        "min_total", "pending",
         "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
@@ -42,6 +45,8 @@ class Sequence:
         self.wants_prompt_logprobs = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] = []  # of positions 1, 2, ...
         self.grant: Grant | None = None
+        self.guide: Guide | None = None
+        self.blocked = False
         self.scheduled = 0
         self.pending = 0
         self.in_flight = 0

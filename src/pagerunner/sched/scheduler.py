@@ -20,6 +20,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
+from pagerunner.sched.guided import GuidedSequences, MakeGuide
 from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
@@ -92,6 +93,7 @@ class Scheduler:
         enable_chunked_prefill: whether a prompt may be spread over steps. Without it a prompt runs whole, unless it is
             longer than max_num_batched_tokens.
         max_in_flight: plans that may be scheduled and not committed.
+        make_guide: starts to follow the grammar of a request that has one.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         enable_chunked_prefill: bool = True,
         max_in_flight: int = 1,
+        make_guide: MakeGuide | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -115,6 +118,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._free_slots = list(range(max_num_seqs))  # a heap: lowest first
+        self._guided = GuidedSequences(make_guide)
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._arrivals = 0
         self._steps = 0
@@ -154,6 +158,8 @@ class Scheduler:
             max_model_len=self.max_model_len,
             arrival=self._arrivals,
         )
+        if request.grammar is not None:
+            self._guided.start(sequence)
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
@@ -178,6 +184,25 @@ class Scheduler:
         return bool(self._sequences or self._in_flight)
 
     # -- planning
+
+    def settle_guides(self) -> list[RequestUpdate]:
+        """Take up what guides have worked out, before `schedule`: who may run again, and who is complete or failed."""
+        updates = []
+        for sequence in reversed(self._guided.settled()):  # the first of those put back comes first again
+            guide = sequence.guide
+            assert guide is not None
+            sequence.blocked = False
+            if self._guided.held.pop(sequence.request_id, None) is not None:
+                self._waiting.put_back(sequence)
+            if guide.error is not None:
+                updates.append(self._finish(sequence, "error", error=guide.error))
+            elif guide.finished:
+                updates.append(self._finish(sequence, "stop"))
+        return updates
+
+    def wait_for_guide(self, seconds: float) -> bool:
+        """With nothing to run: wait for a guide. False if none is at work."""
+        return self._guided.wait(seconds)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to run or `max_in_flight` plans are under way."""
@@ -209,6 +234,7 @@ class Scheduler:
             zero=manager.take_fresh(),
             copies=manager.take_copies(),
             state_saves=saves,
+            masks=_masks(rows, sequences) if self._guided else {},
         )
         self._steps += 1
         self._in_flight.append((plan, sequences))
@@ -221,7 +247,7 @@ class Scheduler:
             sequence = running[at]
             total = len(sequence.tokens) + sequence.pending
             start = sequence.scheduled
-            if total >= sequence.max_total:  # all its tokens are in flight
+            if total >= sequence.max_total or sequence.blocked:  # all its tokens are in flight, or the next needs them
                 at += 1
                 continue
             end = min(total, start + budget)
@@ -244,6 +270,7 @@ class Scheduler:
         sequence.scheduled = end
         sequence.in_flight += 1
         tokens = sequence.tokens
+        sequence.blocked = sequence.guide is not None and end >= sequence.refill
         if start >= sequence.refill:
             sequence.pending += 1
             return StepRow(grant.slot, start, end - start, [], True)
@@ -265,6 +292,10 @@ class Scheduler:
             # One that didn't fit can't fit before pages came back, or while the step has no more tokens to give.
             if sequence.in_flight or sequence.retry_version == manager.version or budget < sequence.retry_budget:
                 break
+            if sequence.blocked:
+                waiting.remove(sequence)
+                self._guided.held[sequence.request_id] = sequence
+                continue
             known = len(sequence.tokens)
             slot = self._free_slots[0]
             try:
@@ -402,6 +433,8 @@ class Scheduler:
             self.manager.publish(grant, tokens, min(sequence.scheduled, len(tokens)))
         if reason is not None:
             return self._finish(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
+        if sequence.guide is not None:
+            sequence.guide.advance(token_ids)
         if sequence.reported:
             return RequestUpdate(request_id=sequence.request_id, new_token_ids=token_ids, logprobs=logprobs)
         return self._update(sequence, token_ids=token_ids, logprobs=logprobs)
@@ -448,7 +481,11 @@ class Scheduler:
     ) -> RequestUpdate:
         sequence.finished = True
         del self._sequences[sequence.request_id]
-        if sequence.grant is None:
+        held = sequence.request_id in self._guided.held
+        self._guided.drop(sequence)
+        if held:
+            pass
+        elif sequence.grant is None:
             self._waiting.remove(sequence)
         else:
             self._running.remove(sequence)
@@ -501,7 +538,7 @@ class Scheduler:
         manager = self.manager
         return SchedulerStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._guided.held),
             kv_usage=manager.usage,
             groups=[
                 GroupUsage(
@@ -528,6 +565,14 @@ class Scheduler:
             kv_fragmentation=manager.pool.fragmentation,
             kv_waste=manager.plan.waste,
         )
+
+
+def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, bytes]:
+    found = {}
+    for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+        if sequence.guide is not None and row.samples and (mask := sequence.guide.mask) is not None:
+            found[number] = mask
+    return found
 
 
 def _key(sequence: Sequence) -> tuple[int, float, int]:

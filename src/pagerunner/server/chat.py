@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
+from pagerunner.server.answers import ChatPlan
 from pagerunner.server.fanout import TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
 from pagerunner.server.params import chat_params, stream_options, template_kwargs
 from pagerunner.server.protocol import (
-    AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -40,15 +40,18 @@ class ChatEndpoint:
         request = decode_body(await read_body(http), _DECODER)
         call = self._service.begin("chatcmpl", request.model)
         params = chat_params(request, self._service.engine.default_sampling_params)
+        plan = ChatPlan(request, self._service.chat, params.structured_outputs)
         usage = UsageReporter(stream_options(request))
-        prompt = {"prompt_token_ids": await self._render(request)}
-        outputs = self._service.run(call, [prompt], params, request)
+        token_ids = await self._render(request, plan)
+        await plan.see_prompt(self._service.engine.decode, token_ids)
+        params = plan.adjust(params)
+        outputs = self._service.run(call, [{"prompt_token_ids": token_ids}], params, request)
         if request.stream:
-            return await streamed(http, outputs, _Writer(call, request, params.n, usage))
+            return await streamed(http, outputs, _Writer(call, request, params.n, usage, plan))
         [result] = await collected(http, outputs)
-        return json_response(_answer(call, request, result))
+        return json_response(_answer(call, request, result, plan))
 
-    async def _render(self, request: ChatRequest) -> list[int]:
+    async def _render(self, request: ChatRequest, plan: ChatPlan) -> list[int]:
         if not request.messages:
             raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
         if len(request.messages) > limits.MAX_MESSAGES:
@@ -63,6 +66,7 @@ class ChatEndpoint:
             messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             add_special_tokens=bool(request.add_special_tokens),
+            tools=plan.template_tools,
             template_kwargs=kwargs,
         )
 
@@ -73,9 +77,11 @@ def _logprobs(request: ChatRequest, output: CompletionOutput) -> ChatLogprobs | 
     return chat_logprobs(output.token_ids, output.logprobs or [], request.top_logprobs or 0)
 
 
-def _answer(call: Call, request: ChatRequest, result: RequestOutput) -> ChatCompletion:
+def _answer(call: Call, request: ChatRequest, result: RequestOutput, plan: ChatPlan) -> ChatCompletion:
     counter = TokenCounter()
     counter.add(0, result)
+    parsers = [plan.new_parser() for _ in result.outputs]
+    messages = [parser.message(output.text) for parser, output in zip(parsers, result.outputs, strict=True)]
     asked = request.prompt_logprobs is not None and result.prompt_logprobs is not None
     return ChatCompletion(
         id=call.id,
@@ -84,13 +90,13 @@ def _answer(call: Call, request: ChatRequest, result: RequestOutput) -> ChatComp
         choices=[
             ChatChoice(
                 index=output.index,
-                message=AnswerMessage(output.text),
+                message=message,
                 logprobs=_logprobs(request, output),
-                finish_reason=output.finish_reason,
+                finish_reason=parser.finish_reason(output.finish_reason),
                 stop_reason=output.stop_reason,
                 token_ids=list(output.token_ids) if request.return_token_ids else UNSET,
             )
-            for output in result.outputs
+            for output, parser, message in zip(result.outputs, parsers, messages, strict=True)
         ],
         usage=counter.usage(),
         prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
@@ -99,18 +105,19 @@ def _answer(call: Call, request: ChatRequest, result: RequestOutput) -> ChatComp
 
 
 def _tells(choice: ChunkChoice) -> bool:
-    """Not while text is held back because it may become a stop string or half a character."""
-    return bool(choice.delta.content or choice.finish_reason or choice.logprobs or choice.token_ids)
+    """Not while text is held back because it may become a stop string, half a character, or a call's markup."""
+    return bool(choice.delta != Delta() or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 
 class _Writer:
     """Every answer starts with a chunk that names the role; the text follows."""
 
-    def __init__(self, call: Call, request: ChatRequest, n: int, usage: UsageReporter) -> None:
+    def __init__(self, call: Call, request: ChatRequest, n: int, usage: UsageReporter, plan: ChatPlan) -> None:
         self._call = call
         self._request = request
         self._n = n
         self._usage = usage
+        self._parsers = [plan.new_parser() for _ in range(n)]
         self._started = False
 
     def chunks(self, index: int, output: RequestOutput) -> list[ChatChunk]:
@@ -134,11 +141,12 @@ class _Writer:
         return [chunk]
 
     def _choice(self, output: CompletionOutput) -> ChunkChoice:
+        parser = self._parsers[output.index]
         return ChunkChoice(
             index=output.index,
-            delta=Delta(content=output.text),
+            delta=parser.delta(output.text, last=output.finish_reason is not None),
             logprobs=_logprobs(self._request, output),
-            finish_reason=output.finish_reason,
+            finish_reason=parser.finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
             token_ids=list(output.token_ids) if self._request.return_token_ids else UNSET,
         )

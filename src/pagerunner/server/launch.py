@@ -21,6 +21,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError, EngineDeadError
+from pagerunner.server.answers import ChatOptions
 from pagerunner.server.app import create_app
 from pagerunner.server.connection import Connection
 from pagerunner.server.gate import Keys
@@ -51,11 +52,13 @@ def run_server(
     access_log: bool = True,
     otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
+    chat: ChatOptions | None = None,
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
 
     With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
-    see gate.Keys. Only loopback is served unless `host` says otherwise. The first signal stops accepting and lets running
+    see gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes tool calls and
+    reasoning. The first signal stops accepting and lets running
     requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have; clients
     then have 10 seconds to read it, unless there is a third one.
 
@@ -81,6 +84,7 @@ def run_server(
                 access_log=access_log,
                 otlp_traces_endpoint=otlp_traces_endpoint,
                 core_factory=core_factory,
+                chat=chat,
             )
         )
     finally:
@@ -147,6 +151,7 @@ async def serve(
     access_log: bool = True,
     otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
+    chat: ChatOptions | None = None,
     stall_seconds: float = STALL_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
@@ -174,7 +179,7 @@ async def serve(
         try:
             describe_cache(metrics, args, engine)
             feed = LiveFeed(engine, latencies, closing=stop.asked)
-            app = create_app(Service(engine, names, args.model), metrics, feed, keys)
+            app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:
                 on_ready(engine, stop)

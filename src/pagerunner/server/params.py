@@ -7,7 +7,7 @@ from typing import Any
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, check_supported
-from pagerunner.types import SamplingParams, show
+from pagerunner.types import SamplingParams, StructuredOutputsParams, show
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _RESERVED_KWARGS = frozenset(
@@ -80,6 +80,20 @@ def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParam
     return SamplingParams(**values)
 
 
+def structured(request: CompletionRequest | ChatRequest) -> StructuredOutputsParams | None:
+    """What the text must be. Raises InvalidRequestError when two fields say it."""
+    wanted, form = request.structured_outputs, request.response_format
+    if form is None or form.type == "text":
+        return wanted
+    if wanted is not None:
+        raise InvalidRequestError("Give response_format or structured_outputs, not both.", param="response_format")
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise InvalidRequestError("response_format has no json_schema.schema.", param="response_format")
+    return StructuredOutputsParams(json=form.json_schema.schema)
+
+
 def stream_options(request: CompletionRequest | ChatRequest) -> StreamOptions:
     """The stream's options. Raises InvalidRequestError when there are options and no stream."""
     if request.stream_options is None:
@@ -114,5 +128,6 @@ def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) 
         value = getattr(request, name)
         if value is not None:
             values[name] = value
+    values["structured_outputs"] = structured(request)
     values["output_kind"] = "delta" if request.stream else "final_only"
     return values

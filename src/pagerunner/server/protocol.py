@@ -7,13 +7,14 @@ always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUE
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
+from pagerunner.types import StructuredOutputsParams
 
 Unsupported = Any
 Ignored = msgspec.Raw
@@ -32,20 +33,18 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
     "return_tokens_as_token_ids": (False,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+
+RENAMED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+"""Fields of older vLLM releases, and what they are called within `structured_outputs`."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,6 +53,22 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A named JSON schema. It is always kept to, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must be: any "text", a "json_object", or JSON by a "json_schema"."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -82,6 +97,13 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
+    # what the answer must be
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
     # the engine
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
@@ -101,10 +123,8 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
-    response_format: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
 
@@ -148,6 +168,81 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     video_url: Unsupported = None
 
 
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=limits.MAX_TOOL_NAME_CHARS)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def schema(self) -> dict[str, Any]:
+        """A copy of the schema of the arguments; without one there are none."""
+        return dict(self.parameters or {"type": "object", "properties": {}, "additionalProperties": False})
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """A `tool_choice` that forces a call of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A function's name and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the model made."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | UnsetType = UNSET
+
+    def render(self, where: str) -> dict[str, Any]:
+        """The call as templates take it, with its arguments as values. Raises InvalidRequestError."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"{where} has a tool call whose arguments are no JSON object: {error}.", where
+            ) from None
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call's function: its name first, then pieces of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to call number `index`; id and type come once."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message. Clients send an assistant's answer back with its empty fields, so those are declared."""
 
@@ -157,36 +252,39 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    reasoning: Unsupported = None
-    reasoning_content: Unsupported = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: Unsupported = None
-    tool_call_id: Unsupported = None
-    tool_calls: Unsupported = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def render(self, index: int) -> dict[str, Any]:
-        """The message as templates take it. Raises InvalidRequestError for anything but text."""
+        """The message as templates take it. Raises InvalidRequestError for what it can't say."""
         where = f"messages[{index}]"
-        for name in (
-            "annotations",
-            "audio",
-            "function_call",
-            "reasoning",
-            "reasoning_content",
-            "refusal",
-            "tool_calls",
-        ):
+        for name in ("annotations", "audio", "function_call", "refusal"):
             if getattr(self, name) not in (None, [], ""):
-                raise InvalidRequestError(f"{where}.{name} is not supported; messages hold text only.", where)
-        if self.role == "tool" or self.tool_call_id is not None:
-            raise InvalidRequestError(f"{where} is a tool's answer; tools are not supported.", where)
+                raise InvalidRequestError(f"{where}.{name} is not supported; messages hold text and tool calls.", where)
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise InvalidRequestError(f"{where}.{name} belongs to a message of role {role!r}.", where)
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequestError(f"{where} is a tool's answer; it needs a tool_call_id.", where)
         message: dict[str, Any] = {"role": self.role, "content": self._text(where)}
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.render(where) for call in self.tool_calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning, "thinking": reasoning}
         return message
 
     def _text(self, where: str) -> str:
         if isinstance(self.content, str):
             return self.content
+        if self.content is None and self.tool_calls:
+            return ""
         if self.content is None:
             raise InvalidRequestError(f"{where}.content is missing; give a text.", where)
         texts: list[str] = []
@@ -210,6 +308,10 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Meta(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     audio: Unsupported = None
     chat_template: Unsupported = None
     continue_final_message: Unsupported = None
@@ -217,11 +319,8 @@ class ChatRequest(_Request):
     function_call: Unsupported = None
     functions: Unsupported = None
     modalities: Unsupported = None
-    parallel_tool_calls: Unsupported = None
     prediction: Any = None
     reasoning_effort: Unsupported = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
@@ -230,6 +329,10 @@ def check_supported(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ..
     """Raise InvalidRequestError that names the first field asking for something this server can't do."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
+        if value is not None and name in RENAMED:
+            raise InvalidRequestError(
+                f'{name} is now written structured_outputs={{"{RENAMED[name]}": ...}}.', param=name
+            )
         if value is None or name not in neutral:
             continue
         if name == "best_of" and value == (getattr(request, "n", None) or 1):
@@ -316,11 +419,14 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The assistant's message."""
+    """The assistant's message. `content` is null where there is only reasoning or calls."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -328,6 +434,9 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from pagerunner.engine.async_engine import AsyncEngine
 from pagerunner.errors import PagerunnerError
+from pagerunner.server.answers import ChatOptions
 from pagerunner.server.errors import HttpError, error_body
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
@@ -51,8 +52,11 @@ class Queued(Protocol):
 class Service:
     """The engine under its served names. The first name is the one that answers carry by default."""
 
-    def __init__(self, engine: AsyncEngine, model_names: Sequence[str], model_root: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, model_names: Sequence[str], model_root: str, chat: ChatOptions | None = None
+    ) -> None:
         self.engine = engine
+        self.chat = chat if chat is not None else ChatOptions()
         self.model_names = tuple(model_names)
         self.model_root = model_root
         self.created = int(time.time())

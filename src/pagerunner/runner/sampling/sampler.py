@@ -1,6 +1,6 @@
 """The sampler: one step's logits in, one token per row out. State is indexed by slot and never moves.
 
-Order, as in vLLM: log-probabilities of the raw logits; allowed ids; bad words; min_tokens; logit bias; penalties; greedy
+Order, as in vLLM: log-probabilities of the raw logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties; greedy
 rows take the most likely token; the others go through temperature, min-p, top-k, top-p and draw.
 
 Shape letters: S sampled rows, T prompt tokens, V vocabulary.
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.ops.mask import allow_bits
 from pagerunner.ops.sample import draw, greedy
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
 from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
-from pagerunner.runner.sampling.transfer import HostCopy, to_device
+from pagerunner.runner.sampling.transfer import HostCopy, bits_to_device, to_device
 from pagerunner.types import SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ _KEPT_LAYOUTS = 8
 _PROMPT_ROWS_AT_ONCE = 256
 
 NO_TOKEN_ALLOWED = (
-    "No token can be sampled: allowed_token_ids, bad_words, min_tokens and logit_bias together exclude every token."
+    "No token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias "
+    "together exclude every token."
 )
 BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sampled."
 
@@ -140,17 +142,23 @@ class Sampler:
         """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
         return Sampled(tokens_S, HostCopy((tokens_S, best_S), self._device), None, {})
 
-    def sample(self, logits_SV: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
+    def sample(
+        self, logits_SV: torch.Tensor, slots: list[int], positions: list[int], masks: Mapping[int, bytes] | None = None
+    ) -> Sampled:
         """Sample one token per row. The logits are consumed: processors change them in place.
 
         Args:
             logits_SV: [S, V] of any floating dtype, row i for `slots[i]`.
             slots: distinct slots that hold a request.
             positions: absolute position of each row's new token; the first one after the prompt is at prompt length.
+            masks: by row, which tokens a grammar allows; see ops/mask.py.
         """
         logits_SV = logits_SV.float().contiguous()
         layout = self._layout(slots)
-        raw_LV = self._raw_rows(logits_SV, layout)
+        raw_LV = self._raw_rows(logits_SV, layout, bool(masks))
+        if masks:
+            rows_N = to_device(list(masks), torch.int64, self._device)
+            allow_bits(logits_SV, rows_N, bits_to_device(list(masks.values()), self._device))
         self._process(logits_SV, layout, positions)
         tokens_S, best_S = self._choose(logits_SV, layout, positions)
         self._remember(layout, tokens_S)
@@ -182,11 +190,11 @@ class Sampler:
             self._layouts[key] = layout
         return layout
 
-    def _raw_rows(self, logits_SV: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    def _raw_rows(self, logits_SV: torch.Tensor, layout: Layout, masked: bool) -> torch.Tensor | None:
         """The logits that log-probabilities are reported of, safe from what processors do."""
         if layout.logprobs is None:
             return None
-        if len(layout.logprobs.row_numbers) == layout.num_rows and not layout.changes_logits:
+        if len(layout.logprobs.row_numbers) == layout.num_rows and not (layout.changes_logits or masked):
             return logits_SV
         return logits_SV.index_select(0, layout.logprobs.rows)
 

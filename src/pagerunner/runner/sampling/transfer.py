@@ -14,6 +14,12 @@ def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> to
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
+    """Bitmasks of equal length (a multiple of 4) as int32 [N, W] on `device`, without waiting."""
+    bits_NW = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32).view(len(masks), -1)
+    return bits_NW if device.type == "cpu" else bits_NW.pin_memory().to(device, non_blocking=True)
+
+
 class HostCopy:
     """Tensors on their way to the host.
 

@@ -1,0 +1,95 @@
+"""The sequences that follow a grammar: whose next mask is known, and who stands aside until it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.types import EngineRequest
+
+if TYPE_CHECKING:
+    from pagerunner.sched.request import Sequence
+
+GRACE_SECONDS = 0.001
+"""How long a step waits, in all, for masks of running sequences that are about to be known. Most take a tenth of that."""
+
+
+class Guide(Protocol):
+    """Follows one sequence. It works in the background: after `advance` it isn't `ready` until the next mask is."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the other properties can be read without waiting; also when compiling took too long."""
+
+    @property
+    def mask(self) -> bytes | None:
+        """A bit per token, lowest first; None where everything is allowed. Only while `error` is None and not `finished`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing can follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can't be followed."""
+
+    def advance(self, token_ids: list[int]) -> None:
+        """The sequence got these tokens. The guide must be ready."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is ready, or after that time."""
+
+
+MakeGuide = Callable[[EngineRequest], Guide]
+
+
+class GuidedSequences:
+    """Keeps `Sequence.blocked` of those with a guide. No step waits for a guide longer than GRACE_SECONDS."""
+
+    def __init__(self, make_guide: MakeGuide | None) -> None:
+        self._make_guide = make_guide
+        self._all: dict[str, Sequence] = {}
+        self.held: dict[str, Sequence] = {}  # taken out of the waiting line
+
+    def start(self, sequence: Sequence) -> None:
+        """Give a new sequence its guide, which begins to compile."""
+        if self._make_guide is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer, which a grammar needs.", param="structured_outputs"
+            )
+        sequence.guide = self._make_guide(sequence.request)
+        sequence.blocked = True
+        self._all[sequence.request_id] = sequence
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence has finished."""
+        self._all.pop(sequence.request_id, None)
+        self.held.pop(sequence.request_id, None)
+
+    def settled(self) -> list[Sequence]:
+        """Sequences that were blocked and whose guide is ready now; the caller unblocks or ends each."""
+        found = []
+        deadline = 0.0
+        for sequence in self._all.values():
+            guide = sequence.guide
+            if guide is None or not sequence.blocked or sequence.pending:
+                continue
+            if not guide.ready and sequence.grant is not None:
+                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                guide.wait(max(deadline - time.monotonic(), 0.0))
+            if guide.ready:
+                found.append(sequence)
+        return found
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the guide of any one blocked sequence; False if there is none."""
+        for sequence in self._all.values():
+            if sequence.guide is not None and sequence.blocked and not sequence.pending:
+                sequence.guide.wait(seconds)
+                return True
+        return False

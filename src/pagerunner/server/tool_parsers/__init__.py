@@ -1,0 +1,1 @@
+"""Parsers of tool calls, one for each way that models write them."""

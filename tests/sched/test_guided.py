@@ -1,0 +1,211 @@
+"""Sequences that follow a grammar stand aside while their next mask isn't known; nobody waits for them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from helpers.page_checker import PageChecker
+from helpers.plans import one_group
+from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.manager import KVManager
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.types import EngineRequest, Grammar, RequestUpdate, SamplingParams, StepPlan
+
+
+class FakeGuide:
+    """Its mask says how many tokens it has been told of. Ready when `open_gate` was called once more than `advance`."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.gate = 0
+        self.error: str | None = None
+        self.finished = False
+
+    @property
+    def ready(self) -> bool:
+        return self.gate > len(self.told)
+
+    @property
+    def mask(self) -> bytes | None:
+        assert self.ready, "the mask was read before it was known"
+        return b"%d" % len(self.told)
+
+    def advance(self, token_ids: list[int]) -> None:
+        assert self.ready
+        self.told += token_ids
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, pages: int = 100, **options: Any) -> None:
+        plan = one_group(pages)
+        self.guides: dict[str, FakeGuide] = {}
+        self.manager = KVManager(plan, enable_prefix_caching=True)
+        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": plan.max_model_len}
+        self.scheduler = Scheduler(self.manager, make_guide=self.make_guide, **limits | options)
+        self.checker = PageChecker(plan, prefix_caching=True)
+        self.output: dict[str, list[int]] = {}
+        self.ended: dict[str, RequestUpdate] = {}
+
+    def make_guide(self, request: EngineRequest) -> FakeGuide:
+        return self.guides.setdefault(request.request_id, FakeGuide())
+
+    def add(self, name: str, prompt_len: int, max_tokens: int, *, guided: bool) -> None:
+        self.scheduler.add(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=[sum(map(ord, name)) * 1000 + at for at in range(prompt_len)],
+                params=SamplingParams(max_tokens=None),
+                seed=0,
+                max_tokens=max_tokens,
+                grammar=Grammar("g") if guided else None,
+            )
+        )
+
+    def settle(self) -> None:
+        self.take(self.scheduler.settle_guides())
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            self.output.setdefault(update.request_id, []).extend(update.new_token_ids)
+            if update.finish_reason is not None:
+                assert self.ended.setdefault(update.request_id, update) is update
+
+    def plan(self) -> StepPlan | None:
+        self.settle()
+        return self.scheduler.schedule()
+
+    def commit(self, plan: StepPlan) -> None:
+        self.take(self.scheduler.commit(plan, self.checker.run(plan)))
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        assert plan is not None
+        self.commit(plan)
+        return plan
+
+
+def test_the_mask_goes_with_the_row_that_samples_and_with_no_other() -> None:
+    bench = Bench(max_num_batched_tokens=16)
+    bench.add("g", 24, 3, guided=True)
+    bench.guides["g"].gate = 99
+    plans = [bench.step() for _ in range(4)]
+    assert [plan.masks for plan in plans] == [{}, {0: b"0"}, {0: b"1"}, {0: b"2"}]
+    assert bench.guides["g"].told == bench.output["g"][:-1]
+    assert bench.ended["g"].finish_reason == "length"
+
+
+def test_while_a_grammar_compiles_everybody_else_runs() -> None:
+    bench = Bench()
+    bench.add("g", 20, 2, guided=True)
+    bench.add("x", 20, 4, guided=False)
+    for _ in range(4):
+        assert bench.step().masks == {}
+    assert list(bench.ended) == ["x"]
+    assert bench.plan() is None and bench.scheduler.has_work and bench.scheduler.wait_for_guide(0)
+    assert bench.scheduler.stats().waiting == 1
+    bench.guides["g"].gate = 99
+    bench.step(), bench.step()
+    assert len(bench.output["g"]) == 2
+    assert not bench.scheduler.has_work and not bench.scheduler.wait_for_guide(0)
+
+
+def test_with_two_in_flight_it_stands_aside_until_its_token_is_known() -> None:
+    bench = Bench(max_in_flight=2)
+    bench.add("x", 20, 6, guided=False)
+    bench.add("g", 20, 3, guided=True)
+    bench.guides["g"].gate = 99
+    first, second = bench.plan(), bench.plan()
+    assert first is not None and second is not None
+    assert (len(first.rows), len(second.rows)) == (2, 1)
+    bench.commit(first)
+    third = bench.plan()
+    assert third is not None and len(third.rows) == 2 and third.masks == {1: b"1"}
+
+
+def test_requests_are_taken_in_the_order_of_their_coming_when_their_grammars_are_there() -> None:
+    bench = Bench(max_num_seqs=1)
+    for name in "abc":
+        bench.add(name, 20, 1, guided=True)
+    assert bench.plan() is None
+    for guide in bench.guides.values():
+        guide.gate = 99
+    while bench.scheduler.has_work:
+        bench.step()
+    assert list(bench.ended) == ["a", "b", "c"]
+
+
+def test_a_complete_text_ends_without_another_step() -> None:
+    bench = Bench()
+    bench.add("g", 20, 50, guided=True)
+    bench.guides["g"].gate = 99
+    bench.step(), bench.step()
+    bench.guides["g"].finished = True
+    assert bench.plan() is None
+    assert (bench.ended["g"].finish_reason, len(bench.output["g"])) == ("stop", 2)
+    assert bench.manager.pool.used == [0] and not bench.scheduler.has_work
+
+
+@pytest.mark.parametrize("when", ["compiling", "running"])
+def test_a_guide_that_fails_ends_its_request_only(when: str) -> None:
+    bench = Bench()
+    bench.add("g", 20, 50, guided=True)
+    bench.add("x", 20, 4, guided=False)
+    if when == "running":
+        bench.guides["g"].gate = 99
+        bench.step()
+    bench.guides["g"].gate, bench.guides["g"].error = 99, "too large"
+    while bench.scheduler.has_work:
+        bench.step()
+    assert (bench.ended["g"].finish_reason, bench.ended["g"].error) == ("error", "too large")
+    assert len(bench.output["x"]) == 4 and bench.manager.pool.used == [0]
+
+
+def test_an_abort_while_compiling_and_an_engine_without_guides() -> None:
+    bench = Bench()
+    bench.add("g", 20, 50, guided=True)
+    assert bench.plan() is None
+    bench.take(bench.scheduler.abort(["g"]))
+    assert bench.ended["g"].finish_reason == "abort" and not bench.scheduler.has_work
+    plain = Scheduler(bench.manager, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64)
+    request = EngineRequest(
+        request_id="g", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=1, grammar=Grammar("g")
+    )
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        plain.add(request)
+    assert not plain.has_work
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_in_a_pool_that_preempts(seed: int) -> None:
+    """Guides become ready at random; every guide is told every token of its sequence once, in order."""
+    random_ = random.Random(seed)
+    bench = Bench(pages=14, max_in_flight=2, max_num_batched_tokens=random_.choice([24, 64]), max_num_seqs=5)
+    names = [f"{'g' if index % 2 else 'x'}{index}" for index in range(16)]
+    for name in names:
+        bench.add(name, random_.randint(1, 60), random_.randint(1, 40), guided=name.startswith("g"))
+    in_flight: deque[StepPlan] = deque()
+    for _ in range(20_000):
+        for guide in bench.guides.values():
+            if random_.random() < 0.5 and not guide.ready:
+                guide.gate = len(guide.told) + 1
+        while len(in_flight) < 2 and (plan := bench.plan()) is not None:
+            for row in plan.masks:
+                assert plan.rows[row].samples
+            in_flight.append(plan)
+        if in_flight:
+            bench.commit(in_flight.popleft())
+        elif not bench.scheduler.has_work:
+            break
+    assert sorted(bench.ended) == sorted(names)
+    assert all(update.finish_reason == "length" for update in bench.ended.values())
+    for name, guide in bench.guides.items():
+        assert guide.told == bench.output[name][:-1]
+    assert bench.scheduler.stats().preemptions_total > 0
+    assert bench.manager.pool.used == [0]

@@ -1,0 +1,250 @@
+"""The unmodified openai package: tools, reasoning and formats, over scripted answers and over a random model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.errors import ConfigError
+from pagerunner.server.answers import ChatOptions
+
+PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+PARAMETERS["additionalProperties"] = False
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def scripted(text_side: Path) -> Iterator[RunningServer]:
+    options = ChatOptions(tool_parser="hermes", auto_tools=True, reasoning_parser="qwen3", reasoning_field="both")
+    with running_server(EngineArgs(model=str(text_side)), chat=options) as server:
+        yield server
+
+
+def says(text: str) -> Any:
+    return [{"role": "user", "content": f"<|begin|>{text}"}]
+
+
+def test_calls_and_reasoning_of_a_whole_answer(scripted: RunningServer) -> None:
+    answer = scripted.openai().chat.completions.create(
+        model=MODEL, messages=says(f"<think>\nWhere?\n</think>\n\nI'll look.\n{CALL}\n{CALL}"), tools=TOOLS
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I'll look."
+    extra = choice.message.model_dump()
+    assert extra["reasoning"] == extra["reasoning_content"] == "Where?"
+    calls = choice.message.tool_calls or []
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Oslo"})
+    ] * 2
+    assert len({call.id for call in calls}) == 2 and calls[0].type == "function"
+
+
+def test_the_stream_helper_puts_the_same_together(scripted: RunningServer) -> None:
+    text = f"<think>Where?</think>Yes. {CALL}"
+    with scripted.openai().chat.completions.stream(model=MODEL, messages=says(text), tools=TOOLS) as stream:
+        pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion()
+    assert "".join(pieces) == '{"city": "Oslo"}'
+    [choice] = final.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Yes."
+    [call] = choice.message.tool_calls or []
+    assert (call.function.name, call.function.arguments, call.index) == ("weather", '{"city": "Oslo"}', 0)
+
+
+def test_reasoning_is_streamed_under_both_names(scripted: RunningServer) -> None:
+    stream = scripted.openai().chat.completions.create(
+        model=MODEL, messages=says("<think>\nOne. Two.\n</think>\nThree."), stream=True
+    )
+    deltas = [choice.delta.model_dump(exclude_unset=True) for chunk in stream for choice in chunk.choices]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "One. Two."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Three."
+    kinds = [next(iter(delta.keys() - {"role", "reasoning_content"}), "") for delta in deltas[1:]]
+    assert re.fullmatch("(reasoning )+(content )+", " ".join(filter(None, kinds)) + " ")
+
+
+def test_a_malformed_call_is_content_and_one_call_may_be_all(scripted: RunningServer) -> None:
+    create = scripted.openai().chat.completions.create
+    [choice] = create(model=MODEL, messages=says("<tool_call>oh no"), tools=TOOLS).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+        "<tool_call>oh no",
+        None,
+        "stop",
+    )
+    [choice] = create(model=MODEL, messages=says(CALL + CALL), tools=TOOLS, parallel_tool_calls=False).choices
+    assert len(choice.message.tool_calls or []) == 1
+    [choice] = create(model=MODEL, messages=says(CALL), tools=TOOLS, tool_choice="none").choices
+    assert choice.message.content == CALL
+    [choice] = create(model=MODEL, messages=says(CALL)).choices
+    assert choice.message.content == CALL
+    body = {"include_reasoning": False}
+    [choice] = create(model=MODEL, messages=says("<think>a</think>b"), extra_body=body).choices
+    assert "reasoning" not in choice.message.model_dump() and choice.message.content == "b"
+
+
+def test_a_forced_answer_is_read_as_the_forced_call(scripted: RunningServer) -> None:
+    """The fake core follows no grammar; here it says what one would have made it say."""
+    create = scripted.openai().chat.completions.create
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    [choice] = create(model=MODEL, messages=says('{"city": "Rome"}'), tools=TOOLS, tool_choice=named).choices
+    [call] = choice.message.tool_calls or []
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+    assert (choice.finish_reason, choice.message.content) == ("stop", None)
+    text = '<think>Hm</think>[{"name": "now", "parameters": {}}, {"name": "weather", "parameters": {"city": "Rome"}}]'
+    [choice] = create(model=MODEL, messages=says(text), tools=TOOLS, tool_choice="required").choices
+    assert [call.function.name for call in choice.message.tool_calls or []] == ["now", "weather"]
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_a_conversation_with_calls_and_results_goes_back_in(scripted: RunningServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages: Any = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rain."},
+        *says("So it rains."),
+    ]
+    [choice] = scripted.openai().chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices
+    assert choice.message.content == "So it rains."
+
+
+def test_usage_and_n_with_parsers(scripted: RunningServer) -> None:
+    stream = scripted.openai().chat.completions.create(
+        model=MODEL, messages=says(CALL), tools=TOOLS, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    arguments = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                arguments[choice.index] += call.function.arguments or ""
+    assert set(arguments.values()) == {'{"city": "Oslo"}'}
+    assert chunk.usage is not None and chunk.usage.completion_tokens > 10
+
+
+def test_options_that_cannot_work() -> None:
+    for options, word in [
+        ({"tool_parser": "mistral"}, "hermes"),
+        ({"reasoning_parser": "x"}, "qwen3"),
+        ({"reasoning_field": "x"}, "reasoning_content"),
+        ({"auto_tools": True}, "tool_call_parser"),
+    ]:
+        with pytest.raises(ConfigError, match=word):
+            ChatOptions(**options)  # type: ignore[arg-type]
+
+
+# -- a random model, which only a grammar makes say anything
+
+
+class Pet(pydantic.BaseModel, extra="forbid"):
+    kind: Literal["cat", "dog"]
+    age: Literal[1, 2, 3]
+    tame: bool
+
+
+@pytest.fixture(scope="module")
+def guided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    path = make_checkpoint(tmp_path_factory.mktemp("guided"), "qwen3")
+    args = EngineArgs(model=str(path), max_model_len=512, kv_cache_memory_bytes=4_000_000, max_in_flight=2)
+    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+        yield server
+
+
+COMPACT = {"structured_outputs": {"json": Pet.model_json_schema(), "disable_any_whitespace": True}}
+ASK: Any = [{"role": "user", "content": "A pet, please."}]
+
+
+def test_parse_gives_a_model_of_pydantic(guided: RunningServer) -> None:
+    tokenizer = guided.engine._frontend.require_tokenizer()
+    blank = {str(token): -100 for token in range(512) if not tokenizer.decode([token]).strip()}  # its favourite
+    answer = guided.openai().chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Pet, logit_bias=blank, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Pet)
+    tool = openai.pydantic_function_tool(Pet, name="buy")
+    answer = guided.openai().chat.completions.parse(
+        model=MODEL, messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    )
+    [call] = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Pet)
+
+
+def test_every_format_through_both_endpoints(guided: RunningServer) -> None:
+    client = guided.openai()
+    for stream in (False, True):
+        for body, check in [
+            ({"structured_outputs": {"regex": "[a-d]{4}"}}, lambda text: re.fullmatch("[a-d]{4}", text)),
+            ({"structured_outputs": {"choice": ["left", "right"]}}, lambda text: text in ("left", "right")),
+            ({"structured_outputs": {"grammar": 'root ::= "x" [0-9] "y"'}}, lambda text: re.fullmatch("x[0-9]y", text)),
+            (COMPACT, Pet.model_validate_json),
+        ]:
+            chat = client.chat.completions.create(
+                model=MODEL, messages=ASK, extra_body=body, stream=stream, max_tokens=100
+            )
+            plain = client.completions.create(
+                model=MODEL, prompt="A pet:", extra_body=body, stream=stream, max_tokens=100
+            )
+            if stream:
+                texts = ["".join(chunk.choices[0].delta.content or "" for chunk in chat)]
+                texts.append("".join(chunk.choices[0].text for chunk in plain))
+            else:
+                texts = [chat.choices[0].message.content, plain.choices[0].text]
+            assert all(check(text) for text in texts), texts
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=60
+    )
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "required"])
+def test_forced_calls(guided: RunningServer, stream: bool, choice: Any) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 120}
+    options["parallel_tool_calls"] = False
+    if stream:
+        with guided.openai().chat.completions.stream(**options) as events:
+            [made] = events.get_final_completion().choices
+    else:
+        [made] = guided.openai().chat.completions.create(**options).choices
+    assert made.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    [call] = made.message.tool_calls or []
+    assert call.function.name in ({"weather", "now"} if choice == "required" else {"weather"})
+    assert json.loads(call.function.arguments) in ({"city": "Oslo"}, {"city": "Rome"}, {})
+
+
+def test_a_bad_grammar_is_a_400_and_neighbours_go_on(guided: RunningServer) -> None:
+    async def main() -> None:
+        client = guided.async_openai()
+        plain = {"model": MODEL, "prompt": "abc", "seed": 3, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+        alone = await client.completions.create(**plain)
+        bad = [{"regex": "("}, {"json": {"type": "nope"}}, {"grammar": "start: x"}, {"json": {"$ref": "#"}}]
+
+        async def refused(values: Any, stream: bool) -> None:
+            with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+                await client.completions.create(
+                    model=MODEL, prompt="abc", stream=stream, extra_body={"structured_outputs": values}
+                )
+
+        crowd = await asyncio.gather(
+            client.completions.create(**plain), *(refused(values, stream) for values in bad for stream in (True, False))
+        )
+        assert crowd[0].choices[0].text == alone.choices[0].text
+        await client.close()
+
+    asyncio.run(main())
+    guided.wait_idle()
