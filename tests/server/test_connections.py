@@ -111,28 +111,28 @@ def test_garbage_after_a_request_harms_nobody(server: RunningServer) -> None:
 
 
 def test_slow_readers_hold_up_nobody_and_lose_nothing(server: RunningServer) -> None:
-    """20 streams that are not read, with small buffers, while others come and go; then all of their text is there."""
+    """Eight streams that are not read, with small buffers, while others come and go; then all of their text is there."""
     body = {"prompt": [40, 41, 42], "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 20}
     expected = None
     with_slow: list[bytes] = []
-    clients = [connected(server, receive_buffer=4096) for _ in range(20)]
+    clients = [connected(server, receive_buffer=4096) for _ in range(8)]
     sockets = [client.__enter__() for client in clients]
     try:
         for one in sockets:
             one.sendall(request(body))
-        for _ in range(20):
+        for _ in range(8):
             start = time.monotonic()
             text = answer(server)
             expected = expected or text
             assert text == expected and time.monotonic() - start < 10
-        threads = [threading.Thread(target=lambda one=one: with_slow.append(_to_done(one))) for one in sockets[:5]]
+        threads = [threading.Thread(target=lambda one=one: with_slow.append(_to_done(one))) for one in sockets[:3]]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
         for data in with_slow:
             assert b"[DONE]" in data and b'"finish_reason":"length"' in data
-        assert len(with_slow) == 5
+        assert len(with_slow) == 3
     finally:
         for client in clients:
             client.__exit__(None, None, None)

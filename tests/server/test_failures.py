@@ -97,7 +97,7 @@ def readers(url: str, count: int, **body: Any) -> list[Reader]:
 
 @pytest.mark.parametrize("how", ["crash", "kill"])
 def test_when_the_core_dies_every_client_hears_why_within_a_second(
-    how: str, text_side: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, text_side: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_options(monkeypatch, step_seconds=0.01)
     reason = {"crash": "the fake core was told to crash", "kill": "SIGKILL"}[how]
@@ -116,6 +116,7 @@ def test_when_the_core_dies_every_client_hears_why_within_a_second(
         for response in (server.get("/health"), server.get("/ping"), server.post("/v1/completions", {"prompt": "a"})):
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
         assert server.get("/metrics").status_code == 200
+        assert reason in caplog.text
 
 
 def test_health_fails_when_the_core_hangs(text_side: Path) -> None:

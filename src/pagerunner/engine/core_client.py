@@ -195,6 +195,8 @@ class CoreClient:
         if self._death is not None:
             return
         self._death = error
+        if not self._closing:
+            logger.error("%s Requests get this as their error, and /health answers 503.", error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))

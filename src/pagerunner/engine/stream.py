@@ -62,9 +62,10 @@ def merge_delta(into: RequestOutput, later: RequestOutput) -> None:
 
 def _append(earlier: CompletionOutput, later: CompletionOutput) -> None:
     earlier.text += later.text
-    earlier.token_ids = [*earlier.token_ids, *later.token_ids]
+    earlier.token_ids += later.token_ids  # in place: a reader may be thousands of tokens late
     if later.logprobs is not None:
-        earlier.logprobs = [*(earlier.logprobs or []), *later.logprobs]
+        earlier.logprobs = earlier.logprobs or []
+        earlier.logprobs += later.logprobs
     earlier.cumulative_logprob = later.cumulative_logprob
     earlier.finish_reason = later.finish_reason
     earlier.stop_reason = later.stop_reason

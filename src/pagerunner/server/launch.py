@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import resource
 import signal
@@ -136,7 +137,7 @@ def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _is_loopback(listener: socket.socket) -> bool:
-    return str(listener.getsockname()[0]) in ("127.0.0.1", "::1")
+    return ipaddress.ip_address(str(listener.getsockname()[0]).partition("%")[0]).is_loopback
 
 
 async def serve(
