@@ -47,6 +47,7 @@ TABLE: tuple[Limit, ...] = (
     Limit("HEADER_SECONDS", 30, "seconds that a client may take to send a request's headers"),
     Limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete"),
     Limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation"),
+    Limit("STALL_SECONDS", 120, "seconds that a step may take before /health fails and all stacks are logged"),
     Limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates"),
 )
 FAULTS: list[str] = []
@@ -94,6 +95,7 @@ MAX_HEADER_BYTES = _VALUES["MAX_HEADER_BYTES"]
 HEADER_SECONDS = _VALUES["HEADER_SECONDS"]
 BODY_SECONDS = _VALUES["BODY_SECONDS"]
 TEMPLATE_SECONDS = _VALUES["TEMPLATE_SECONDS"]
+STALL_SECONDS = _VALUES["STALL_SECONDS"]
 TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
 
 

@@ -80,7 +80,7 @@ def test_verb_help(verb, capsys):
         (["serve", "a", "--model", "b"], "two models are named"),
         (["serve", "--port", "70000"], "--port: must be in [0, 65535], got 70000"),
         (["generate", "--temperature", "nan"], "temperature must be a finite number"),
-        (["generate", "--n", "0"], "n must be in [1, 128], got 0."),
+        (["generate", "--n", "0"], "n must be in [1, 128], got 0"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):

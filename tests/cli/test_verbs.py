@@ -219,7 +219,6 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "admin_keys": ["a"],
         "allowed_origins": ["https://x.example"],
         "drain_seconds": 5.0,
-        "stall_seconds": 120.0,
         "otlp_traces_endpoint": None,
     }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,8 +61,16 @@ TORCH_FREE = {"errors", "limits", "types", "config", "memory", "sched"}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 30_000
+MAX_CODE_LINES = 28_000  # of the package, without blank lines, comments and docstrings
 
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 _UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 _UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "trust_remote_code"}
@@ -70,6 +80,21 @@ _SUBPROCESS_SHELLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("to
 def package_files() -> list[Path]:
     """Every module of the package."""
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: not blank, not a comment, not a docstring."""
+    prose = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found - prose)
 
 
 def python_files() -> list[Path]:

@@ -64,7 +64,12 @@ def test_files_and_functions_stay_small():
 
 
 def test_package_stays_small():
-    assert sum(len(read(path).splitlines()) for path in checks.package_files()) < checks.MAX_PACKAGE_LINES
+    assert sum(checks.code_lines(read(path)) for path in checks.package_files()) < checks.MAX_CODE_LINES
+
+
+def test_lines_of_code_are_counted_without_prose():
+    source = '"""Module."""\n\n# why\ndef f():\n    """Doc\n    string."""\n    return (\n        1\n    )\n'
+    assert checks.code_lines(source) == 4
 
 
 @pytest.mark.parametrize(

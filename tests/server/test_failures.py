@@ -145,7 +145,7 @@ def test_a_step_that_hangs_logs_all_stacks_once_and_fails_health(
         deadline = time.monotonic() + 10
         logged = ""
         while time.monotonic() < deadline and not (
-            "(--stall-timeout)" in logged and server.get("/health").status_code == 503
+            "(PAGERUNNER_LIMIT_STALL_SECONDS)" in logged and server.get("/health").status_code == 503
         ):
             time.sleep(0.05)
             logged += capfd.readouterr().err

@@ -47,7 +47,7 @@ def test_the_page_asks_nobody_else() -> None:
 
 
 def test_the_files_need_no_key_and_the_data_does(text_side: Path) -> None:
-    with running_server(EngineArgs(model=str(text_side)), api_keys=["k"]) as server:
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["k"], admin_keys=["k"]) as server:
         assert server.get("/ui").status_code == 200
         assert server.get("/ui/main.js").status_code == 200
         assert server.get("/ui/live").status_code == 401
@@ -238,7 +238,7 @@ def test_sleep_and_wake_by_button(page: Browser, demo: RunningServer) -> None:
 
 @browser_test
 def test_a_key_is_asked_for_and_forgotten_by_a_reload(chromium: Browser) -> None:
-    with demo_server(api_keys=["secret"]) as server:
+    with demo_server(api_keys=["secret"], admin_keys=["secret"]) as server:
         chromium.open(f"{server.url}/ui")
         chromium.until("return document.querySelector('#key-dialog').open")
         chromium.type("#api-key", "secret")

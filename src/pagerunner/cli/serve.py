@@ -31,8 +31,6 @@ def build_parser() -> ConfiguredParser:
     group.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
     drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
     group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
-    stall_help = "a step that takes longer fails /health and logs all stacks (default: %(default)s)"
-    group.add_argument("--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS", help=stall_help)
     traces_help = "OTLP collector that gets a span per request, such as http://127.0.0.1:4318/v1/traces"
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
@@ -55,7 +53,7 @@ def build_parser() -> ConfiguredParser:
         metavar="NAME",
         help="where answers have it: reasoning, reasoning_content, both (default: %(default)s)",
     )
-    add_engine_options(parser, without=("served_model_name",))
+    add_engine_options(parser, without=("served_model_name", "device", "max_in_flight", "poison_fresh_pages"))
     add_common_options(parser)
     return parser
 
@@ -81,7 +79,6 @@ def run(namespace: argparse.Namespace) -> int:
         admin_keys=namespace.admin_key or (),
         allowed_origins=namespace.allowed_origin or (),
         drain_seconds=namespace.shutdown_timeout,
-        stall_seconds=namespace.stall_timeout,
         served_model_name=names or None,
         access_log=not namespace.quiet,
         otlp_traces_endpoint=namespace.otlp_traces_endpoint,

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.errors import EngineDeadError, PagerunnerError
@@ -30,7 +31,7 @@ from pagerunner.errors import EngineDeadError, PagerunnerError
 logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "pagerunner.engine.core_factory:build_with_progress"
-STALL_SECONDS = 120.0
+STALL_SECONDS = float(limits.STALL_SECONDS)
 """How long the core may be silent, with requests to run, before it counts as unhealthy."""
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _LAST_WORDS_SECONDS = 0.2

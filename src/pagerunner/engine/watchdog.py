@@ -40,7 +40,9 @@ class Watchdog:
                 continue
             self._reported = begun
             logger.error(
-                "A step has taken more than %g seconds (--stall-timeout). All threads:\n%s", self._seconds, stacks()
+                "A step has taken more than %g seconds (PAGERUNNER_LIMIT_STALL_SECONDS). All threads:\n%s",
+                self._seconds,
+                stacks(),
             )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.params import template_kwargs
-from pagerunner.server.protocol import ChatMessage, Unsupported, check_supported
+from pagerunner.server.protocol import ChatMessage, Tool, Unsupported, check_supported
 from pagerunner.server.service import Service, json_response
 
 
@@ -27,7 +28,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: bool | None = None
     chat_template: Unsupported = None
     continue_final_message: Unsupported = None
-    tools: Unsupported = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=limits.MAX_TOOLS)] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,6 +70,7 @@ class Tokens:
                 [message.render(index) for index, message in enumerate(request.messages)],
                 add_generation_prompt=request.add_generation_prompt is not False,
                 add_special_tokens=bool(request.add_special_tokens),
+                tools=[msgspec.to_builtins(tool) for tool in request.tools or ()] or None,
                 template_kwargs=template_kwargs(request.chat_template_kwargs, engine.template_variables),
             )
         else:
