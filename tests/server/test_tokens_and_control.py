@@ -48,7 +48,7 @@ def test_tokenizer_info_is_what_lm_eval_looks_for(server: RunningServer, tokeniz
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
         ("/tokenize", {"messages": USER, "chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": USER, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": USER, "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/detokenize", {"tokens": [2048]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
