@@ -237,12 +237,15 @@ class ModelRunner:
 
 
 def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:
-    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens."""
+    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens.
+
+    Rows of one token are those of requests that generate.
+    """
     rows: list[StepRow] = []
     left = tokens
     for slot in range(count):
         size = min(-(-left // (count - slot)), longest)
         if size:
-            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size, True))
+            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size if size > 1 else [], True))
         left -= size
     return rows

@@ -23,6 +23,10 @@ class Executor(Protocol):
         """Launch a step without waiting for it."""
         ...
 
+    def prepare_sleep(self, level: int) -> None:
+        """Do beforehand what `sleep` may be refused for. Raises CapacityError; nothing has changed then."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Free memory; see runner/sleep.py."""
         ...

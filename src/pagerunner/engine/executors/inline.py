@@ -20,6 +20,10 @@ class InlineExecutor:
         """See Executor.run."""
         return self._runner.run(plan)
 
+    def prepare_sleep(self, level: int) -> None:
+        """See Executor.prepare_sleep."""
+        self._sleeper.prepare(level)
+
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""
         self._sleeper.sleep(level)
