@@ -131,6 +131,7 @@ class _Call:
         least = 16 if self.fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
         self.padded = max(least, triton.next_power_of_2(self.dim)), max(least, triton.next_power_of_2(self.dim_v))
         self.sharing = shares(rows, plan)
+        self.shared_split = rows.slots_R.shape[0] * self.heads
         self.own = self.reach or work is not None
         self.long = not plan.one_token
         self.decode = decode_tiles(self.row_bytes, self.group)
@@ -174,7 +175,7 @@ class _Call:
         return (work.cos_T1D, work.sin_T1D, work.cos_T1D.stride(0), *norms, work.eps, *write)
 
     def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
-        per_split = self.tokens * self.heads
+        per_split = self.shared_split
         device = self.q.device
         acc = torch.empty(SHARED_SPLITS * per_split * self.dim_v, dtype=torch.float32, device=device)
         sums = torch.empty(SHARED_SPLITS * per_split * 2, dtype=torch.float32, device=device)
@@ -199,7 +200,7 @@ class _Call:
         decode_kernel[(slices * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
             rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, LEAST_TILES, schedule.counters,
-            part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.tokens * self.heads,
+            part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],
             self.page, tiles.keys, self.reach, self.own, self.work is not None,
