@@ -66,27 +66,38 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+class Workspace:
+    """Where kernels leave partial results of one launch. Steps run one after another, so that all states share one."""
+
+    def __init__(self) -> None:
+        self._made: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The memory, uint8 [WORKSPACE_BYTES], taken when it is first asked for."""
+        if self._made is None:
+            self._made = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._made
+
+
 @dataclass(slots=True)
 class PlanState:
-    """The wrappers of one graph, or of eager steps; each has buffers of its own and the same workspace."""
+    """The wrappers of one graph, or of eager steps; each has buffers of its own."""
 
     shape: GraphShape | None
+    workspace: Workspace
     wrappers: dict[Any, tuple[Any, PinnedTurn]] = field(default_factory=dict)
-    workspace: torch.Tensor | None = None
 
     def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PinnedTurn]:
         """That of `key`, made by `make(workspace, graph buffers)` when it is first asked for."""
         found = self.wrappers.get(key)
         if found is None:
             device = inputs.page_table.device
-            if self.workspace is None:
-                self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             buffers: tuple[torch.Tensor, ...] | None = None
             if self.shape is not None:
                 rows = self.shape.rows
                 sizes = (rows + 1, rows + 1, max_pages(inputs, rows), rows)
                 buffers = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-            found = self.wrappers[key] = (make(self.workspace, buffers), PinnedTurn(device))
+            found = self.wrappers[key] = (make(self.workspace.on(device), buffers), PinnedTurn(device))
         return found
 
     def pages(self, inputs: PlanInputs) -> HostPages:
@@ -117,10 +128,11 @@ class _HostPlanned:
 
     def __init__(self) -> None:
         self._uses: dict[Use, None] = {}
+        self._workspace = Workspace()
 
     def new_state(self, shape: GraphShape | None) -> PlanState:
         """See DeviceBackend."""
-        return PlanState(shape)
+        return PlanState(shape, self._workspace)
 
     def _plan_step(self, inputs: PlanInputs, state: PlanState, other: Any, served: bool) -> StepPlan:
         plan = StepPlan(other, inputs, state, state.pages(inputs) if served else None)

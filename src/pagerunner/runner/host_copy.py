@@ -6,6 +6,7 @@ find and lock every page), and a piece keeps the driver's lock only shortly.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -183,5 +184,6 @@ def _buffer(size: int) -> torch.Tensor:
     """Host memory of its own pages, large ones where the system has them."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -69,7 +69,7 @@ def _attend(
     stop = tl.minimum(first + share, length)
     wide = token.to(tl.int64)
     qc = tl.load(
-        q_latent + wide * qc_token + heads[:, None] * qc_head + c[None, :],
+        q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :],
         mask=in_h[:, None] & (c < C)[None, :], other=0.0,
     )  # fmt: skip
     qp = tl.load(
@@ -97,7 +97,7 @@ def _attend(
         sums = tl.dot(tl.trans(kc), weights.to(kc.dtype), sums * shrink[None, :], input_precision=PRECISION)
         most = larger
     some = tl.where(total > 0.0, total, 1.0)
-    target = out + split * out_split + wide * out_token + heads[None, :] * out_head + c[:, None]
+    target = out + split * out_split + wide * out_token + heads.to(tl.int64)[None, :] * out_head + c[:, None]
     tl.store(target, (sums / some[None, :]).to(out.dtype.element_ty), mask=in_h[None, :] & (c < C)[:, None])
     found = tl.where(total > 0.0, most + tl.log2(some), NOTHING)
     tl.store(lse + split * lse_split + token * lse_token + heads, found, mask=in_h)
@@ -109,7 +109,7 @@ def _merge(
     C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its splits' results, weighted by their log-sum-exps."""
-    head, token = tl.program_id(0), tl.program_id(1)
+    head, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c, splits = tl.arange(0, BC), tl.arange(0, SPLITS)
     found = tl.load(lse + splits * lse_split + token * lse_token + head, mask=splits < num_splits, other=NOTHING)
     most = tl.max(found, 0)
@@ -117,9 +117,9 @@ def _merge(
     sums = tl.zeros((BC,), dtype=tl.float32)
     for split in range(num_splits):
         weight = tl.exp2(tl.load(lse + split * lse_split + token * lse_token + head) - most)
-        part = parts + split * part_split + token * part_token + head * part_head + c
+        part = parts + tl.cast(split, tl.int64) * part_split + token * part_token + head * part_head + c
         sums += weight * tl.load(part, mask=c < C, other=0.0)
-    target = out + token.to(tl.int64) * out_token + head * out_head + c
+    target = out + token * out_token + head * out_head + c
     tl.store(target, (sums / total).to(out.dtype.element_ty), mask=c < C)
 
 
