@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -168,6 +169,16 @@ def test_the_host_copy_is_made_once_and_given_back_by_level_2() -> None:
     parts.values.zero_()  # level 1 reads no files
     parts.sleeper.wake_up()
     assert len(parts.copies) == 2 and int(parts.weights.max()) > 0
+
+
+def test_a_copy_that_nobody_wants_any_more_is_unlocked() -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(1)
+    assert len(parts.host.pinned) == 14
+    parts.copies.clear()
+    parts.sleeper = None  # type: ignore[assignment]
+    gc.collect()
+    assert not parts.host.pinned
 
 
 def test_a_copy_is_not_begun_before_reloaded_weights_are_there() -> None:

@@ -107,6 +107,8 @@ class HostCopy:
             self._thread = threading.Thread(target=self._run, name="pagerunner-host-copy", daemon=True)
             self._thread.start()
             weakref.finalize(self, _halt, self._stop, self._thread)  # not in a CUDA call when the interpreter ends
+            gone = weakref.finalize(self, _unlock, self._stop, self._thread, self._memory, self._pinned)
+            gone.atexit = False  # the system takes everything back by itself
 
     def finish(self) -> None:
         """Wait until the copy is complete.
@@ -169,8 +171,7 @@ class HostCopy:
             )
 
     def _free(self) -> None:
-        while self._pinned:
-            self._memory.unpin(self._pinned.pop())
+        _unpin(self._memory, self._pinned)
         self._pieces.clear()
 
 
@@ -178,6 +179,17 @@ def _halt(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
     if thread is not threading.current_thread():
         thread.join()
+
+
+def _unlock(stop: threading.Event, thread: threading.Thread, memory: HostMemory, pinned: list[torch.Tensor]) -> None:
+    """Locked memory that is unmapped stays lost to the system."""
+    _halt(stop, thread)
+    _unpin(memory, pinned)
+
+
+def _unpin(memory: HostMemory, pinned: list[torch.Tensor]) -> None:
+    while pinned:
+        memory.unpin(pinned.pop())
 
 
 def _buffer(size: int) -> torch.Tensor:

@@ -137,15 +137,18 @@ class ModelRunner:
 
         To be called before the first request. `progress(done, total)` counts shapes.
         """
-        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=1)
-        greedy = SamplingParams(temperature=0.0, max_tokens=1)
+        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1)
+        greedy = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1)
+        prompt = [0] * (PROMPT_LOGPROBS_CHUNK + 1)
         for slot in range(self._builder.max_rows):
-            request = EngineRequest(
-                request_id="", prompt_token_ids=[0], params=params if slot % 2 else greedy, seed=0, max_tokens=1
-            )
+            wish = params if slot % 2 else greedy
+            request = EngineRequest(request_id="", prompt_token_ids=prompt, params=wish, seed=0, max_tokens=1)
             self._sampler.init_slot(SlotInit(slot, request, []))
+            if not slot:
+                self._scored[slot] = request
         for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._scored.clear()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
