@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagerunner.attention.base import GraphShape, HeadPrep, PlanInputs
+from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.host_planned import HostPages, PinnedTurn, max_pages
 from pagerunner.attention.mla import UpProjection
 from pagerunner.attention.paged import PagedBackend
@@ -26,7 +26,7 @@ from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.latent_attention import store_latent_
-from pagerunner.ops.paged_attention import HeadWork, PagedKV, prepare_heads_, store_kv_
+from pagerunner.ops.paged_attention import HeadPrep, PagedKV, prepare_heads_, store_kv_
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for partial results
 LONG_QUERIES = 128  # eager steps with such rows take the kernels made for them
@@ -214,9 +214,7 @@ class FlashInferBackend(_HostPlanned):
         if sinks_H is not None:
             other = replace(group, metadata=plan.other)
             return self._other.from_projection(qkv_TND, prep, layer, other, batch, scale, sinks_H, softcap)
-        angles, norms = prep.angles, (prep.q_norm_D, prep.k_norm_D)
-        work = HeadWork(prep.num_heads, prep.num_kv_heads, angles.cos_T1D, angles.sin_T1D, *norms, prep.eps)
-        prepare_heads_(qkv_TND, work, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
+        prepare_heads_(qkv_TND, prep, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
         return self._attend(prep.split(qkv_TND)[0], layer, plan, scale, softcap)
 
     def _attend(

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from pagerunner.attention.base import GraphShape, HeadPrep, PlanInputs
+from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.paged_attention import (
-    HeadWork,
+    HeadPrep,
     PagedKV,
     PagedPlan,
     TableRows,
@@ -106,19 +106,9 @@ class PagedBackend:
     ) -> torch.Tensor:
         """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
         pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        angles = prep.angles
-        work = HeadWork(
-            prep.num_heads,
-            prep.num_kv_heads,
-            angles.cos_T1D,
-            angles.sin_T1D,
-            prep.q_norm_D,
-            prep.k_norm_D,
-            prep.eps,
-        )
         return projected_attention(
             qkv_TND,
-            work,
+            prep,
             pages,
             group.write_entry,
             group.write_offset,

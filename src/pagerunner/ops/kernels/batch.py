@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+from pagerunner.ops.kernels.launch import blocks
 
 BLOCK = 128
 
@@ -82,7 +83,7 @@ def build_rows(
     """See ops/batch.py."""
     count = max(where.padded_rows + 1, where.padded_tokens)
     groups, max_tokens = out.write_entry_GT.shape
-    _build_rows[(triton.cdiv(count, BLOCK),)](
+    _build_rows[(blocks(count, BLOCK),)](
         packed,
         tables.entries,
         tables.shapes,
@@ -117,4 +118,4 @@ def _store_tokens(last_tokens, slots_S, tokens_S, count, BLOCK: tl.constexpr):
 def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
     """See ops/batch.py."""
     count = slots_S.shape[0]
-    _store_tokens[(triton.cdiv(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)
+    _store_tokens[(blocks(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)
