@@ -57,8 +57,7 @@ def missing(device: str, dtype: torch.dtype, kept: str) -> str | None:
         return f"it computes in float16 and bfloat16, not {dtype}"
     if _HALVES.get(kept) != dtype:
         return f"it needs pages in the model's dtype {dtype}, not {kept}"
-    capability = torch.cuda.get_device_capability()
-    return None if capability >= (8, 0) else f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None
 
 
 def capturing(device: torch.device) -> bool:
