@@ -97,19 +97,8 @@ class PagedBackend:
     ) -> torch.Tensor:
         """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
         pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        return projected_attention(
-            qkv_TND,
-            prep,
-            pages,
-            group.write_entry,
-            group.write_offset,
-            _rows(group, batch),
-            group.metadata,
-            scale,
-            sinks_H,
-            softcap,
-            _is_first(layer, batch),
-        )
+        first, rows, write = _is_first(layer, batch), _rows(group, batch), (group.write_entry, group.write_offset)
+        return projected_attention(qkv_TND, prep, pages, *write, rows, group.metadata, scale, sinks_H, softcap, first)
 
 
 def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:

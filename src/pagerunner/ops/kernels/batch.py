@@ -84,28 +84,11 @@ def build_rows(
     count = max(where.padded_rows + 1, where.padded_tokens)
     groups, max_tokens = out.write_entry_GT.shape
     _build_rows[(blocks(count, BLOCK),)](
-        packed,
-        tables.entries,
-        tables.shapes,
-        last_tokens_N,
-        out.token_ids_T,
-        out.positions_T,
-        out.row_T,
-        out.slots_R,
-        out.sample_slots_R,
-        out.query_start_R1,
-        out.seq_lens_R,
-        out.write_entry_GT,
-        out.write_offset_GT,
-        where.rows,
-        where.tokens,
-        where.padded_rows,
-        where.padded_tokens,
-        max_tokens,
-        GROUPS=groups,
-        ONE_TOKEN=where.one_token,
-        BLOCK=BLOCK,
-    )
+        packed, tables.entries, tables.shapes, last_tokens_N, out.token_ids_T, out.positions_T, out.row_T,
+        out.slots_R, out.sample_slots_R, out.query_start_R1, out.seq_lens_R, out.write_entry_GT, out.write_offset_GT,
+        where.rows, where.tokens, where.padded_rows, where.padded_tokens, max_tokens, GROUPS=groups,
+        ONE_TOKEN=where.one_token, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])

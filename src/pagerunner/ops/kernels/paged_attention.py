@@ -20,7 +20,6 @@ from pagerunner.ops.paged_attention import HeadPrep, PagedKV, PagedPlan, TableRo
 
 MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
-LEAST_TILES = 1  # of a slice: a tile takes longer than one more part of a merge
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
 _SCHEDULE_BLOCK = 256
@@ -193,7 +192,7 @@ class _Call:
         rows = self.rows
         decode_kernel[(slices * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, LEAST_TILES, schedule.counters,
+            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, schedule.counters,
             part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],

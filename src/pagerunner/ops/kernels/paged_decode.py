@@ -63,17 +63,9 @@ def online(scores, highest, total):
 
 @triton.jit
 def _store_part(
-    part_ptr,
-    sums_ptr,
-    place,
-    highest,
-    total,
-    acc,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-):
+    part_ptr, sums_ptr, place, highest, total, acc,
+    G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
     g = tl.arange(0, M)
     dv = tl.arange(0, DVP)
     at = place * G + g
@@ -119,17 +111,8 @@ def _merged_parts(
 
 @triton.jit
 def prepared(
-    at,
-    mask,
-    norm_ptr,
-    angle,
-    cos_ptr,
-    sin_ptr,
-    eps,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    at, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
     """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
     d = tl.arange(0, DP)
     other = (d + D // 2) % D
@@ -340,12 +323,12 @@ def _unit_part(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split"])
+@triton.jit(do_not_specialize=["num_units", "width", "shared_split"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, least, counter_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, counter_ptr,
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
@@ -353,7 +336,7 @@ def decode_kernel(
     SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
-    and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
+    and one past last key in pages. No slice is shorter than a tile. With OWN, the token itself is read from the
     projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
     unit also stores its key and value.
     """
@@ -363,7 +346,7 @@ def decode_kernel(
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
-    per = tl.maximum(tl.cdiv(total_tiles, S), least)
+    per = tl.maximum(tl.cdiv(total_tiles, S), 1)
     tile = piece * per
     left = tl.minimum(per, total_tiles - tile)
     unit = 0
