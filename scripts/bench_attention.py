@@ -20,7 +20,7 @@ import torch
 
 from pagerunner.ops.kernels import paged_attention as kernels
 from pagerunner.ops.paged_attention import (
-    HeadWork,
+    HeadPrep,
     PagedKV,
     PagedPlan,
     TableRows,
@@ -28,6 +28,7 @@ from pagerunner.ops.paged_attention import (
     prepare_heads_,
     projected_attention,
 )
+from pagerunner.ops.rope import RopeAngles
 
 DEVICE = torch.device("cuda")
 COMPILE_ONLY = False
@@ -107,7 +108,7 @@ class Step:
         self.plan = self.new_plan()
         angles = torch.randn(rows * new, 1, shape.dim, device=DEVICE).to(shape.dtype)
         weight = torch.randn(shape.dim, device=DEVICE).to(shape.dtype)
-        self.work = HeadWork(shape.heads, shape.kv_heads, angles, angles, weight, weight, 1e-6)
+        self.prep = HeadPrep(shape.heads, shape.kv_heads, RopeAngles(angles, angles), weight, weight, 1e-6)
 
     def new_plan(self) -> PagedPlan:
         """A plan that has computed nothing yet."""
@@ -124,7 +125,7 @@ class Step:
     def project(self, layer: int) -> torch.Tensor:
         """One layer from its projection on."""
         rest = (self.rows, self.plan, self.shape.dim**-0.5, None, 0.0, layer == 0)
-        return projected_attention(self.qkv, self.work, self.pages[layer], *self.write, *rest)
+        return projected_attention(self.qkv, self.prep, self.pages[layer], *self.write, *rest)
 
     def error(self) -> float:
         """Relative error of a layer's attention against the twin, after its tokens were stored."""
@@ -228,21 +229,16 @@ def run_decode(name: str, shape: Shape, variants: list[list[int] | None]) -> Non
         )
 
 
-def run_project(name: str, shape: Shape, least: list[int]) -> None:
-    """From the projection's output to attention's, with slices of at least so many tiles."""
+def run_project(name: str, shape: Shape) -> None:
+    """From the projection's output to attention's."""
     step = Step(shape)
-    before = kernels.LEAST_TILES
-    for count in least:
-        kernels.LEAST_TILES = count
-        step.plan = step.new_plan()
 
-        def run() -> None:
-            for layer in range(shape.layers):
-                step.project(layer)
+    def run() -> None:
+        for layer in range(shape.layers):
+            step.project(layer)
 
-        took = graph_time(run, shape.layers)
-        print(f"project  {name:28s} least {count:<14d} {took * 1e6:9.2f} us", flush=True)
-    kernels.LEAST_TILES = before
+    took = graph_time(run, shape.layers)
+    print(f"project  {name:28s} {took * 1e6:9.2f} us", flush=True)
 
 
 def run_prefill(name: str, shape: Shape, variants: list[list[int] | None]) -> None:
@@ -312,7 +308,6 @@ def main() -> None:
     parser.add_argument("--only", default="store,decode,project,prefill,cudnn")
     parser.add_argument("--match", default="", help="only shapes whose name contains this")
     parser.add_argument("--tiles", type=json.loads, default={})
-    parser.add_argument("--least", type=json.loads, default=[kernels.LEAST_TILES])
     parser.add_argument("--compile-only", action="store_true", help="only fill Triton's cache")
     args = parser.parse_args()
     COMPILE_ONLY = args.compile_only
@@ -326,7 +321,7 @@ def main() -> None:
                 if "decode" in only:
                     run_decode(name, shape, args.tiles.get("decode", [None]))
                 if "project" in only and len(shape.past) == 1:
-                    run_project(name, shape, args.least)
+                    run_project(name, shape)
         for name, make in PREFILLS.items() if "prefill" in only else ():
             if wanted(name, args.match):
                 run_prefill(name, make(), args.tiles.get("prefill", [None]))

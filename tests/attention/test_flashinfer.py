@@ -49,6 +49,8 @@ def test_a_replay_sees_this_steps_pages_whatever_was_planned_before() -> None:
     for rows, name in ((4, "small"), (6, "large")):
         shape = GraphShape(rows, rows, 1024)
         states[name] = (backend.new_state(shape), shape)
+    spaces = {state.workspace.on(torch.device("cpu")).data_ptr() for state, _ in states.values()}
+    assert len(spaces) == 1, "128 MiB for all graphs, not for each"
     captured = {}
     for name, (state, shape) in states.items():
         rows = StepRows.of([1] * shape.rows, [1] * shape.rows, range(shape.rows))

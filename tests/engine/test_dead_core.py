@@ -14,8 +14,8 @@ from helpers.failing_core import IN_RESULT, IN_RUN, OUT_OF_MEMORY
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import AsyncEngine
-from pagerunner.engine.core import EngineCore
-from pagerunner.errors import EngineDeadError
+from pagerunner.engine.core import EngineCore, SleepMode
+from pagerunner.errors import CapacityError, EngineDeadError
 from pagerunner.types import EngineRequest, SamplingParams
 
 REASONS = [
@@ -64,8 +64,20 @@ def test_a_step_that_fails_while_sleep_drains_ends_the_core_too(args: EngineArgs
     core.add(request("bad", [1] * 32 + [IN_RESULT]))
     core.step()  # the second part of the prompt is in flight, and has not been read
     with pytest.raises(EngineDeadError, match="illegal memory access"):
-        core.sleep(1, "keep")
+        core.sleep(2, "keep")
     assert not core.has_work
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_requests_go_on_when_sleep_is_refused(args: EngineArgs, mode: SleepMode) -> None:
+    core = failing_core.build(args)
+    core.add(request("fine", [1, 2, 3]))
+    tokens = [token for update in core.step() for token in update.new_token_ids]
+    with pytest.raises(CapacityError, match="in host memory"):
+        core.sleep(1, mode)
+    while core.has_work:
+        tokens += [token for update in core.step() for token in update.new_token_ids]
+    assert tokens == [7] * 20
 
 
 @pytest.mark.parametrize(("token", "reason"), REASONS)
@@ -103,7 +115,7 @@ def test_sleep_that_waits_for_a_failing_request_ends_the_process(args: EngineArg
             await engine.add_request("fine", {"prompt_token_ids": [5]}, params)
             await engine.add_request("bad", {"prompt_token_ids": [IN_RESULT]}, params)
             with pytest.raises(EngineDeadError, match="illegal memory access"):
-                await engine.sleep(1, "wait")
+                await engine.sleep(2, "wait")
             with pytest.raises(EngineDeadError, match="illegal memory access"):
                 engine.check_health()
         finally:

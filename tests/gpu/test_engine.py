@@ -70,3 +70,15 @@ def test_decoding_never_waits_for_the_device_while_it_launches() -> None:
 
         runner.run = strict
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_a_page_may_be_read_in_the_step_that_completes_it() -> None:
+    """The first prompt's last token completes a page that the second prompt, of which one token is left, begins with."""
+    prompt = list(range(40, 72))
+    prompts = [{"prompt_token_ids": prompt}, {"prompt_token_ids": [*prompt, 99]}]
+    found = []
+    for device in ("cpu", "cuda"):
+        limits = {**LIMITS, "max_num_batched_tokens": 31, "dtype": "float32", "kv_cache_memory_bytes": 2**28}
+        llm = LLM(str(demo_path()), **limits, device=device, poison_fresh_pages=True)
+        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)])
+    assert found[0] == found[1]

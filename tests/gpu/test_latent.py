@@ -9,7 +9,9 @@ import torch
 
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import paged_mla
+from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.batch import StepRows
 
 SIZES = {"page_tokens": 64, "key_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512, "gap": 64}
 DECODE = Case((RowCase(1500, 1), RowCase(64, 1), RowCase(0, 1), RowCase(700, 1)), **SIZES)
@@ -33,6 +35,18 @@ def test_mixed(dtype: torch.dtype, in_graph: bool) -> None:
 def test_long_rows_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", 200 * 16 * 256)
     check(replace(MIXED, heads=16), torch.float32)
+
+
+def test_dividing_a_step_does_not_wait_for_the_device() -> None:
+    rows = StepRows.of([100, 3], [300, 3], [0, 1], "cuda")
+    table = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = PagedLatentBackend().plan(PlanInputs(rows, [100, 3], [300, 3], [0, 1], table, 64, None), None)
+        division = plan.divide(512)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert division.short_T is not None and division.short_T.tolist() == [100, 101, 102]
 
 
 def check(case: Case, dtype: torch.dtype) -> None:

@@ -109,3 +109,15 @@ def test_a_graph_replays_any_step_and_saves_states() -> None:
         close(out[:tokens], want, 1e-5)
         assert bool(out.isfinite().all())
         close(pool, expected, 1e-5)
+
+
+def test_planning_an_eager_steps_saves_does_not_wait_for_the_device() -> None:
+    backend, table = PagedRecurrentBackend(), torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+    rows = StepRows.of([3, 70], [3, 90], [0, 1], "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs = PlanInputs(rows, [3, 70], [3, 90], [0, 1], table, 16, None, (StateSave(1, 80, 0, 64),))
+        saves = backend.plan(inputs, backend.new_state(None)).saves
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (saves.start_R1.tolist(), saves.end_N.tolist(), saves.target_N.tolist()) == ([0, 0, 1], [63], [64])

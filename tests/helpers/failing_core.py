@@ -10,6 +10,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.build import build_scheduler
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.resolve import resolve
+from pagerunner.errors import CapacityError
 from pagerunner.types import StepPlan, StepResult
 
 FACTORY = "helpers.failing_core:build"
@@ -32,7 +33,7 @@ class _Pending:
 
 
 class FailingExecutor:
-    """See Executor."""
+    """See Executor. Has no host memory for the weights, as level 1 wants it."""
 
     sleep_level = None
     busy_seconds = 0.0
@@ -43,6 +44,10 @@ class FailingExecutor:
         if _has(plan, OUT_OF_MEMORY):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. 1.00 GiB is free.")
         return _Pending(plan)
+
+    def prepare_sleep(self, level: int) -> None:
+        if level == 1:
+            raise CapacityError("Sleep level 1 keeps the weights in host memory.")
 
     def sleep(self, level: int) -> None:
         raise NotImplementedError

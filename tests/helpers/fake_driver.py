@@ -123,12 +123,15 @@ class FakeDriver:
 
 
 class FakeHost:
-    """`runner.host_copy.HostMemory` without a device. `fail_pin`: the n-th pin from now on is refused."""
+    """`runner.host_copy.HostMemory` without a device. `fail_pin`: the n-th pin from now on is refused. `begun`: work of the
+    device that nobody has waited for yet.
+    """
 
     def __init__(self) -> None:
         self.pinned: set[int] = set()
         self.fail_pin: int | None = None
         self.gate: threading.Event | None = None  # fetches wait for it
+        self.begun: list[Callable[[], object]] = []
 
     def pin(self, buffer: torch.Tensor) -> None:
         if self.fail_pin is not None:
@@ -147,6 +150,8 @@ class FakeHost:
 
     def synchronize(self) -> None:
         """Copies on the CPU are done when they return."""
+        while self.begun:
+            self.begun.pop(0)()
 
 
 def fake_card(driver: FakeDriver) -> Card:

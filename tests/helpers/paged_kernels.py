@@ -9,7 +9,7 @@ import torch
 from helpers.attention_cases import FP8, Case, Step, batch_for_tables, make_step
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.ops.paged_attention import (
-    HeadWork,
+    HeadPrep,
     PagedKV,
     TableRows,
     paged_attention,
@@ -17,6 +17,7 @@ from pagerunner.ops.paged_attention import (
     projected_attention,
     store_kv_,
 )
+from pagerunner.ops.rope import RopeAngles
 
 
 def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
@@ -52,14 +53,14 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
     angle = torch.randn(tokens, 1, dim // 2, generator=gen)
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [torch.randn(dim, generator=gen).to(case.dtype).to(device) if norm else None for _ in range(2)]
-    work = HeadWork(heads, kv_heads, cos, sin, weights[0], weights[1], 1e-5)
+    prep = HeadPrep(heads, kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
     results = []
     for kernel in (True, False):
         pages, memory = snapshot(step)
         mine = qkv.clone()
         if fused:
             op = prepare_heads_.kernel if kernel else prepare_heads_.twin
-            op(mine, work, pages, step.write_entry, step.write_offset)
+            op(mine, prep, pages, step.write_entry, step.write_offset)
         else:
             k, v = mine[:, heads : heads + kv_heads], mine[:, heads + kv_heads :]
             op = store_kv_.kernel if kernel else store_kv_.twin
@@ -114,7 +115,7 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     angle = torch.randn(tokens, 1, dim // 2, generator=gen)
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
-    work = HeadWork(heads, case.kv_heads, cos, sin, weights[0], weights[1], 1e-5)
+    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
     group, rows = batch.groups[0], batch.rows
     entry, offset = (torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset))
     where = TableRows(
@@ -124,7 +125,7 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     for run in (projected_attention.twin, projected_attention.kernel):
         pages, _ = snapshot(step)
         args = (pages, entry, offset, where, group.metadata, step.scale, step.sinks, case.softcap)
-        results.append((run(qkv.clone(), work, *args), pages))
+        results.append((run(qkv.clone(), prep, *args), pages))
     (want, want_pages), (got, got_pages) = results
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
     for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):

@@ -21,6 +21,8 @@ from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import GraphKey, decode_sizes, mixed_sizes
 from pagerunner.runner.pages import Pages
+from pagerunner.runner.runner import PROMPT_LOGPROBS_CHUNK
+from pagerunner.runner.sampling import sampler
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 9, 30 + i, 4] * (1 + 4 * i)} for i in range(5)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -177,6 +179,25 @@ def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, 
     total = runner.num_graphs
     assert warmed == captured == [(done, total) for done in range(1, total + 1)]
     assert report.num_graphs == total and report.seconds > 0
+
+
+def test_warm_up_takes_the_memory_of_the_largest_reports(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pages get is measured afterwards, so what only some requests ask for must have been there once."""
+    rows: dict[str, set[int]] = {"gather": set(), "penalize": set(), "prompt": set()}
+    gather, penalize, prompt = sampler.gather_logprobs, sampler.penalize, sampler.Sampler.prompt_logprobs
+    runner = runner_of(start(model))
+    monkeypatch.setattr(sampler, "gather_logprobs", lambda x, *more: rows["gather"].add(len(x)) or gather(x, *more))
+    monkeypatch.setattr(sampler, "penalize", lambda x, *more: rows["penalize"].add(len(x)) or penalize(x, *more))
+    monkeypatch.setattr(
+        sampler.Sampler, "prompt_logprobs", lambda self, x, *more: rows["prompt"].add(len(x)) or prompt(self, x, *more)
+    )
+    runner.warm_up()
+    assert max(rows["penalize"]) == runner._builder.max_rows
+    assert max(rows["prompt"]) == min(PROMPT_LOGPROBS_CHUNK, runner._builder.max_tokens)
+    assert max(rows["gather"]) >= max(rows["prompt"])
+    assert not runner._scored
 
 
 def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -107,6 +108,7 @@ class _Parts:
         self.values = torch.randint(0, 255, (40 * 4096,), dtype=torch.uint8)
         self.available = available
         self.reloads = 0
+        self.weights_arrive_late = False
         self.reload()
         self.reloads = 0
         self.copies: list[HostCopy] = []
@@ -115,7 +117,10 @@ class _Parts:
 
     def reload(self) -> None:
         self.reloads += 1
-        self.weights.copy_(self.values)
+        if self.weights_arrive_late:
+            self.host.begun.append(lambda: self.weights.copy_(self.values))
+        else:
+            self.weights.copy_(self.values)
 
     def make_copy(self) -> HostCopy:
         self.copies.append(HostCopy(self.weights, self.host, lambda: self.available, 3 * 4096))
@@ -164,6 +169,28 @@ def test_the_host_copy_is_made_once_and_given_back_by_level_2() -> None:
     parts.values.zero_()  # level 1 reads no files
     parts.sleeper.wake_up()
     assert len(parts.copies) == 2 and int(parts.weights.max()) > 0
+
+
+def test_a_copy_that_nobody_wants_any_more_is_unlocked() -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(1)
+    assert len(parts.host.pinned) == 14
+    parts.copies.clear()
+    parts.sleeper = None  # type: ignore[assignment]
+    gc.collect()
+    assert not parts.host.pinned
+
+
+def test_a_copy_is_not_begun_before_reloaded_weights_are_there() -> None:
+    parts = _Parts()
+    parts.sleeper.sleep(2)
+    parts.weights_arrive_late = True
+    parts.sleeper.wake_up()
+    parts.copies[-1].finish()
+    parts.host.synchronize()
+    parts.sleeper.sleep(1)
+    parts.sleeper.wake_up()
+    assert torch.equal(parts.weights, parts.values)
 
 
 def test_sleep_waits_for_a_copy_in_the_making_and_level_2_only_for_its_piece() -> None:

@@ -43,6 +43,14 @@ def test_a_decode_step_sends_no_token_rows() -> None:
     assert step.copies == () and step.fills is None
 
 
+def test_rows_of_one_prompt_token_may_read_each_others_pages() -> None:
+    """The first completes a page that the second, admitted in the same plan, found in the index."""
+    rows = [StepRow(0, 15, 1, [3], True), StepRow(1, 16, 1, [4], True), StepRow(2, 40, 1, [], True)]
+    staging = Staging("cpu", 2)
+    assert not staging.stage(rows, {}, [], []).where.one_token
+    assert staging.stage(rows[1:], {}, [], []).where.one_token, "generated tokens are in nobody else's prefix yet"
+
+
 def test_a_step_that_is_larger_than_the_buffer_gets_a_larger_one() -> None:
     staging = Staging("cpu", 2)
     tokens = list(range(3 * FIRST_SIZE))

@@ -10,7 +10,6 @@ import torch
 
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.rope import RopeAngles
 from pagerunner.types import StateSave
 
 Positions = TypeVar("Positions", int, torch.Tensor)
@@ -61,30 +60,11 @@ class PlanInputs:
     state_saves: Sequence[StateSave] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPrep:
-    """What a model does to the heads of its projection before attention: norms of queries and keys (None: none), then
-    rotary positions in halves. Heads of the projection's output [T, N, D] are queries, then keys, then values.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    angles: RopeAngles
-    q_norm_D: torch.Tensor | None = None
-    k_norm_D: torch.Tensor | None = None
-    eps: float = 0.0
-
-    def split(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of queries, keys and values."""
-        v_first = self.num_heads + self.num_kv_heads
-        return qkv_TND[:, : self.num_heads], qkv_TND[:, self.num_heads : v_first], qkv_TND[:, v_first:]
-
-
 class DeviceBackend(Protocol):
     """An attention backend whose kernels read the page tables of all slots on the device, and may be captured in graphs.
 
-    `plan` runs before every step, outside graphs. All state that kernels read through pointers (workspaces, counters,
-    plans made on the host) belongs to an object made by `new_state`: every captured graph has its own, made afresh for
+    `plan` runs before every step, outside graphs. All state that kernels read through pointers and that outlives a launch
+    (counters, plans made on the host) belongs to an object made by `new_state`: every captured graph has its own, made afresh for
     the capture, so that nothing which a warm-up initialised is missing from the graph; eager steps share one. Before a
     graph is replayed, `plan` is called with the graph's state and must leave in it whatever this step's host lists
     change; a backend whose plan depends on device tensors and bounds alone says `plans_on_host = False` and isn't called.

@@ -6,10 +6,10 @@ import torch
 
 from pagerunner.ops.dispatch import has_triton
 
-OLDEST_DEVICE = (8, 0)
+OLDEST_DEVICE = (8, 0)  # bfloat16 and asynchronous copies; NVIDIA's Ampere generation
 
 
-def lacks(device: str, shared_memory: int) -> str | None:
+def lacks(device: str, shared_memory: int = 0) -> str | None:
     """Why kernels whose programs take `shared_memory` bytes can't run there; None if they can, or run as torch twins."""
     if device != "cuda":
         return None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagerunner.attention.base import GraphShape, HeadPrep, PlanInputs
+from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.host_planned import HostPages, PinnedTurn, max_pages
 from pagerunner.attention.mla import UpProjection
 from pagerunner.attention.paged import PagedBackend
@@ -26,7 +26,7 @@ from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.latent_attention import store_latent_
-from pagerunner.ops.paged_attention import HeadWork, PagedKV, prepare_heads_, store_kv_
+from pagerunner.ops.paged_attention import HeadPrep, PagedKV, prepare_heads_, store_kv_
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for partial results
 LONG_QUERIES = 128  # eager steps with such rows take the kernels made for them
@@ -57,8 +57,7 @@ def missing(device: str, dtype: torch.dtype, kept: str) -> str | None:
         return f"it computes in float16 and bfloat16, not {dtype}"
     if _HALVES.get(kept) != dtype:
         return f"it needs pages in the model's dtype {dtype}, not {kept}"
-    capability = torch.cuda.get_device_capability()
-    return None if capability >= (8, 0) else f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None
 
 
 def capturing(device: torch.device) -> bool:
@@ -66,27 +65,38 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+class Workspace:
+    """Where kernels leave partial results of one launch. Steps run one after another, so that all states share one."""
+
+    def __init__(self) -> None:
+        self._made: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The memory, uint8 [WORKSPACE_BYTES], taken when it is first asked for."""
+        if self._made is None:
+            self._made = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._made
+
+
 @dataclass(slots=True)
 class PlanState:
-    """The wrappers of one graph, or of eager steps; each has buffers of its own and the same workspace."""
+    """The wrappers of one graph, or of eager steps; each has buffers of its own."""
 
     shape: GraphShape | None
+    workspace: Workspace
     wrappers: dict[Any, tuple[Any, PinnedTurn]] = field(default_factory=dict)
-    workspace: torch.Tensor | None = None
 
     def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PinnedTurn]:
         """That of `key`, made by `make(workspace, graph buffers)` when it is first asked for."""
         found = self.wrappers.get(key)
         if found is None:
             device = inputs.page_table.device
-            if self.workspace is None:
-                self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             buffers: tuple[torch.Tensor, ...] | None = None
             if self.shape is not None:
                 rows = self.shape.rows
                 sizes = (rows + 1, rows + 1, max_pages(inputs, rows), rows)
                 buffers = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-            found = self.wrappers[key] = (make(self.workspace, buffers), PinnedTurn(device))
+            found = self.wrappers[key] = (make(self.workspace.on(device), buffers), PinnedTurn(device))
         return found
 
     def pages(self, inputs: PlanInputs) -> HostPages:
@@ -117,10 +127,11 @@ class _HostPlanned:
 
     def __init__(self) -> None:
         self._uses: dict[Use, None] = {}
+        self._workspace = Workspace()
 
     def new_state(self, shape: GraphShape | None) -> PlanState:
         """See DeviceBackend."""
-        return PlanState(shape)
+        return PlanState(shape, self._workspace)
 
     def _plan_step(self, inputs: PlanInputs, state: PlanState, other: Any, served: bool) -> StepPlan:
         plan = StepPlan(other, inputs, state, state.pages(inputs) if served else None)
@@ -202,9 +213,7 @@ class FlashInferBackend(_HostPlanned):
         if sinks_H is not None:
             other = replace(group, metadata=plan.other)
             return self._other.from_projection(qkv_TND, prep, layer, other, batch, scale, sinks_H, softcap)
-        angles, norms = prep.angles, (prep.q_norm_D, prep.k_norm_D)
-        work = HeadWork(prep.num_heads, prep.num_kv_heads, angles.cos_T1D, angles.sin_T1D, *norms, prep.eps)
-        prepare_heads_(qkv_TND, work, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
+        prepare_heads_(qkv_TND, prep, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
         return self._attend(prep.split(qkv_TND)[0], layer, plan, scale, softcap)
 
     def _attend(

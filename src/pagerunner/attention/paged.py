@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from pagerunner.attention.base import GraphShape, HeadPrep, PlanInputs
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.capability import lacks
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.paged_attention import (
-    HeadWork,
+    HeadPrep,
     PagedKV,
     PagedPlan,
     TableRows,
@@ -25,8 +25,6 @@ from pagerunner.ops.paged_attention import (
 )
 
 MAX_HEAD_DIM = 256
-MAX_GROUP = 64  # query heads that share a key/value head
-OLDEST_DEVICE = (8, 0)
 
 
 class PagedBackend:
@@ -45,14 +43,7 @@ class PagedBackend:
             return f"its heads have at most {MAX_HEAD_DIM} elements, not {max(heads.head_dim, heads.value_dim)}"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it does not compute in {dtype}"
-        if device != "cuda":
-            return None
-        if not has_triton():
-            return "Triton is not installed"
-        capability = torch.cuda.get_device_capability()
-        if capability < OLDEST_DEVICE:
-            return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        return None
+        return lacks(device)
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """What a plan is for; nothing outlives a step: what kernels share is computed by the first layer that runs."""
@@ -106,29 +97,8 @@ class PagedBackend:
     ) -> torch.Tensor:
         """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
         pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        angles = prep.angles
-        work = HeadWork(
-            prep.num_heads,
-            prep.num_kv_heads,
-            angles.cos_T1D,
-            angles.sin_T1D,
-            prep.q_norm_D,
-            prep.k_norm_D,
-            prep.eps,
-        )
-        return projected_attention(
-            qkv_TND,
-            work,
-            pages,
-            group.write_entry,
-            group.write_offset,
-            _rows(group, batch),
-            group.metadata,
-            scale,
-            sinks_H,
-            softcap,
-            _is_first(layer, batch),
-        )
+        first, rows, write = _is_first(layer, batch), _rows(group, batch), (group.write_entry, group.write_offset)
+        return projected_attention(qkv_TND, prep, pages, *write, rows, group.metadata, scale, sinks_H, softcap, first)
 
 
 def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:

@@ -31,6 +31,7 @@ from pagerunner.ops.latent_attention import (
     latent_attention,
     store_latent_,
 )
+from pagerunner.ops.transfer import to_device
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into
@@ -100,16 +101,15 @@ def _divide(inputs: PlanInputs, step: int) -> Division:
                 calls[-1].append(_Piece(row, token, queries, length - queries, first, keys))
                 room = 0 if first else room - keys
         token += queries
-    chosen = torch.tensor(short, dtype=torch.int64).to(device) if short else torch.empty(0, dtype=torch.int64)
-    return Division(chosen, tuple(_call(pieces, inputs) for pieces in calls))
+    return Division(to_device(short, torch.int64, device), tuple(_call(pieces, inputs) for pieces in calls))
 
 
 def _call(pieces: Sequence[_Piece], inputs: PlanInputs) -> ExpandedCall:
     device = inputs.page_table.device
     position_S = np.concatenate([np.arange(p.first_key, p.first_key + p.keys) for p in pieces])
     slot_S = np.repeat([inputs.slots[p.row] for p in pieces], [p.keys for p in pieces])
-    at_S = torch.from_numpy(position_S).to(device)
-    entries_S = inputs.page_table[torch.from_numpy(slot_S).to(device), at_S // inputs.page_tokens]
+    at_S = to_device(position_S, torch.int64, device)
+    entries_S = inputs.page_table[to_device(slot_S, torch.int64, device), at_S // inputs.page_tokens]
     ends = np.cumsum([p.keys for p in pieces])
     table = [
         (p.first_token, p.queries, end - p.keys, p.keys, p.start - p.first_key)
@@ -119,7 +119,7 @@ def _call(pieces: Sequence[_Piece], inputs: PlanInputs) -> ExpandedCall:
         (index << 16) + block for index, p in enumerate(pieces) for block in range(-(-p.queries // BLOCK_QUERIES))
     ]
     blocks.sort(key=lambda packed: -(packed & 0xFFFF))  # those that see most come first
-    tensors = (torch.tensor(x, dtype=torch.int32).to(device) for x in (table, blocks))
+    tensors = (to_device(x, torch.int32, device) for x in (table, blocks))
     return ExpandedCall(entries_S, at_S % inputs.page_tokens, Pieces(*tensors), more=pieces[0].first_key > 0)
 
 

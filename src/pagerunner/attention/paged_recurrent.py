@@ -18,6 +18,7 @@ from pagerunner.attention.recurrent import Recurrence, Tensors
 from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.state_rows import StateRows, StateSaves
+from pagerunner.ops.transfer import to_device
 
 SHARED_MEMORY = (98_304, 131_072)  # bytes that the largest program takes: in half precision, in float32
 
@@ -44,7 +45,12 @@ class SaveState:
         if self._shape is None:
             if not inputs.state_saves:
                 return _room(inputs.rows.num_rows, 1, device)
-            return StateSaves(*(torch.from_numpy(x).to(device) for x in _by_row(inputs, len(inputs.slots))))
+            start, end, target = _by_row(inputs, len(inputs.slots))
+            return StateSaves(
+                to_device(start, torch.int32, device),
+                to_device(end, torch.int32, device),
+                to_device(target, torch.int64, device),
+            )
         if self._saves is None:
             self._saves = _room(self._shape.rows, self._shape.tokens, device)
         if inputs.state_saves or not self._empty:

@@ -194,13 +194,14 @@ class EngineCore:
         `mode` says what becomes of unfinished requests: "abort" ends them, "wait" finishes them first, "keep" preempts
         them and goes on with them after waking. Returns the updates this caused. The prefix index is reset whenever
         pages are freed.
+
+        Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
         """
         if not self._enable_sleep_mode:
             raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
-        if level not in (0, 1, 2):
-            raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
         self._check_alive()
+        self._executor.prepare_sleep(level)
         updates: list[RequestUpdate] = []
         if mode == "wait":
             while self.has_work:

@@ -11,14 +11,15 @@ from typing import Literal
 
 import torch
 
+from pagerunner.attention.capability import OLDEST_DEVICE
 from pagerunner.errors import ConfigError
+from pagerunner.ops.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
-OLDEST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies; NVIDIA's Ampere generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class CudaFacts:
         without = 'device="cpu" works without it'
         if self.name is None:
             return f"torch sees no CUDA device ({self.reason}); {without}."
-        if self.capability < OLDEST_CAPABILITY:
-            have, need = ".".join(map(str, self.capability)), ".".join(map(str, OLDEST_CAPABILITY))
+        if self.capability < OLDEST_DEVICE:
+            have, need = ".".join(map(str, self.capability)), ".".join(map(str, OLDEST_DEVICE))
             return f'{self.name} has compute capability {have}, and at least {need} is needed; device="cpu" works here.'
         if not self.triton:
             return f"the package triton, which compiles the kernels, is not installed; install it, or {without}."
@@ -58,7 +59,7 @@ def cuda_facts() -> CudaFacts:
     return CudaFacts(
         torch.cuda.get_device_name(0),
         torch.cuda.get_device_capability(0),
-        triton=importlib.util.find_spec("triton") is not None,
+        triton=has_triton(),
         bindings=bindings,
     )
 

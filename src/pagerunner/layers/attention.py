@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.attention.base import HeadPrep
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.norm import qk_norm_
+from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import rope_
 
 

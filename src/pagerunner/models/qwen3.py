@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.attention.base import HeadPrep
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.layers.embedding import Embedding
@@ -18,6 +17,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.models.decoder_config import DecoderConfig
 from pagerunner.models.rotary import Rotary
+from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles
 
 

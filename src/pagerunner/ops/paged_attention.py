@@ -68,20 +68,22 @@ class PagedPlan:
         return max(position - self.window + 1, 0) if self.window else 0
 
 
-class HeadWork(NamedTuple):
-    """What is done to the heads of a projection's output before attention.
-
-    The first `num_heads` heads are queries, the next `num_kv_heads` keys, the last `num_kv_heads` values. Queries and
-    keys are normed if there are weights, then rotated by `cos` and `sin`, [T, 1, D].
+class HeadPrep(NamedTuple):
+    """What is done to the heads of a projection's output [T, N, D] before attention: norms of queries and keys (None:
+    none), then rotary positions in halves. Heads are queries, then keys, then values.
     """
 
     num_heads: int
     num_kv_heads: int
-    cos_T1D: torch.Tensor
-    sin_T1D: torch.Tensor
+    angles: RopeAngles
     q_norm_D: torch.Tensor | None = None
     k_norm_D: torch.Tensor | None = None
     eps: float = 0.0
+
+    def split(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of queries, keys and values."""
+        v_first = self.num_heads + self.num_kv_heads
+        return qkv_TND[:, : self.num_heads], qkv_TND[:, self.num_heads : v_first], qkv_TND[:, v_first:]
 
 
 @gpu_kernel("paged_store")
@@ -160,18 +162,17 @@ def _rescale(view: torch.Tensor, entries_U: torch.Tensor, factor_U: torch.Tensor
 @gpu_kernel("paged_store")
 def prepare_heads_(
     qkv_TND: torch.Tensor,
-    work: HeadWork,
+    prep: HeadPrep,
     pages: PagedKV,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
     """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
-    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
-    qk_TND = qkv_TND[:, :v_first]
-    if work.q_norm_D is not None and work.k_norm_D is not None:
-        qk_norm_(qk_TND, work.q_norm_D, work.k_norm_D, k_first, work.eps)
-    rope_(qk_TND, RopeAngles(work.cos_T1D, work.sin_T1D))
-    store_kv_.twin(qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:], pages, write_entry_T, write_offset_T)
+    qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
+    if prep.q_norm_D is not None and prep.k_norm_D is not None:
+        qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
+    rope_(qk_TND, prep.angles)
+    store_kv_.twin(*prep.split(qkv_TND)[1:], pages, write_entry_T, write_offset_T)
 
 
 @gpu_kernel("paged_attention")
@@ -217,7 +218,7 @@ def paged_attention(
 @gpu_kernel("paged_attention")
 def projected_attention(
     qkv_TND: torch.Tensor,
-    work: HeadWork,
+    prep: HeadPrep,
     pages: PagedKV,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
@@ -229,10 +230,8 @@ def projected_attention(
     first_layer: bool = True,
 ) -> torch.Tensor:
     """`prepare_heads_`, then `paged_attention`; what it leaves in `qkv` is undefined."""
-    prepare_heads_.twin(qkv_TND, work, pages, write_entry_T, write_offset_T)
-    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
-    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
-    return paged_attention.twin(q, k, v, pages, rows, plan, scale, sinks_H, softcap, first_layer)
+    prepare_heads_.twin(qkv_TND, prep, pages, write_entry_T, write_offset_T)
+    return paged_attention.twin(*prep.split(qkv_TND), pages, rows, plan, scale, sinks_H, softcap, first_layer)
 
 
 def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from pagerunner.attention.base import AttentionBackend, DeviceBackend, GraphShape, PlanInputs, Reach, reads_tables
@@ -16,6 +15,7 @@ from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.ops.batch import StepTensors, build_rows
+from pagerunner.ops.transfer import to_device
 from pagerunner.runner.staging import StagedStep
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import StateSave
@@ -210,7 +210,7 @@ class BatchBuilder:
                 group.rule.span(end - queries, end) for end, queries in zip(step.seq_lens, step.query_lens, strict=True)
             ]
             first_pages = [first for first, _ in spans]
-            first_page = torch.from_numpy(np.array(first_pages, dtype=np.int64)).to(first_page.device)
+            first_page = to_device(first_pages, torch.int64, first_page.device)
             columns = torch.arange(max(stop - first for first, stop in spans), device=first_page.device)
             page_table = self._tables.lookup(index, step.slots_R[:, None], first_page[:, None] + columns)
             extra = (reach, first_pages)

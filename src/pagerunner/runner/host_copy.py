@@ -6,6 +6,7 @@ find and lock every page), and a piece keeps the driver's lock only shortly.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -106,6 +107,8 @@ class HostCopy:
             self._thread = threading.Thread(target=self._run, name="pagerunner-host-copy", daemon=True)
             self._thread.start()
             weakref.finalize(self, _halt, self._stop, self._thread)  # not in a CUDA call when the interpreter ends
+            gone = weakref.finalize(self, _unlock, self._stop, self._thread, self._memory, self._pinned)
+            gone.atexit = False  # the system takes everything back by itself
 
     def finish(self) -> None:
         """Wait until the copy is complete.
@@ -168,8 +171,7 @@ class HostCopy:
             )
 
     def _free(self) -> None:
-        while self._pinned:
-            self._memory.unpin(self._pinned.pop())
+        _unpin(self._memory, self._pinned)
         self._pieces.clear()
 
 
@@ -179,9 +181,21 @@ def _halt(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join()
 
 
+def _unlock(stop: threading.Event, thread: threading.Thread, memory: HostMemory, pinned: list[torch.Tensor]) -> None:
+    """Locked memory that is unmapped stays lost to the system."""
+    _halt(stop, thread)
+    _unpin(memory, pinned)
+
+
+def _unpin(memory: HostMemory, pinned: list[torch.Tensor]) -> None:
+    while pinned:
+        memory.unpin(pinned.pop())
+
+
 def _buffer(size: int) -> torch.Tensor:
     """Host memory of its own pages, large ones where the system has them."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

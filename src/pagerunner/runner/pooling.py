@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from pagerunner.runner.sampling.transfer import HostCopy
+from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import Pooling, SlotInit
 
@@ -30,9 +30,9 @@ class Pooler:
         """The rows of a step, given by their slots, that belong to pooling requests."""
         return [row for row, slot in enumerate(slots) if slot in self._kinds] if self._kinds else []
 
-    def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> dict[int, HostCopy]:
+    def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> dict[int, ToHost]:
         """Take the tokens of `rows`; the vectors of those that end a prompt, on their way to the host."""
-        found: dict[int, HostCopy] = {}
+        found: dict[int, ToHost] = {}
         firsts = [0, *accumulate(step.query_lens)]
         for index in rows:
             row = step.rows[index]
@@ -45,5 +45,5 @@ class Pooler:
                 self._sums[row.slot] = sum_D
                 vector_D = sum_D / (row.start + row.num_tokens)
             if row.samples:
-                found[index] = HostCopy((vector_D,), hidden_TD.device)
+                found[index] = ToHost((vector_D,), hidden_TD.device)
         return found

@@ -10,12 +10,12 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.sample import greedy
+from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import Pooler
 from pagerunner.runner.sampling.sampler import Sampled, Sampler
-from pagerunner.runner.sampling.transfer import HostCopy
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import (
@@ -53,7 +53,7 @@ class PendingStep:
         sampled_rows: list[int],
         sampled: Sampled | None,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
-        pooled: dict[int, HostCopy],
+        pooled: dict[int, ToHost],
         *,
         in_graph: bool = False,
     ) -> None:
@@ -153,15 +153,18 @@ class ModelRunner:
 
         To be called before the first request. `progress(done, total)` counts shapes.
         """
-        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=1)
-        greedy = SamplingParams(temperature=0.0, max_tokens=1)
+        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1)
+        greedy = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1)
+        prompt = [0] * (PROMPT_LOGPROBS_CHUNK + 1)
         for slot in range(self._builder.max_rows):
-            request = EngineRequest(
-                request_id="", prompt_token_ids=[0], params=params if slot % 2 else greedy, seed=0, max_tokens=1
-            )
+            wish = params if slot % 2 else greedy
+            request = EngineRequest(request_id="", prompt_token_ids=prompt, params=wish, seed=0, max_tokens=1)
             self._sampler.init_slot(SlotInit(slot, request, []))
+            if not slot:
+                self._scored[slot] = request
         for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._scored.clear()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
@@ -260,12 +263,15 @@ class ModelRunner:
 
 
 def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:
-    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens."""
+    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens.
+
+    Rows of one token are those of requests that generate.
+    """
     rows: list[StepRow] = []
     left = tokens
     for slot in range(count):
         size = min(-(-left // (count - slot)), longest)
         if size:
-            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size, True))
+            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size if size > 1 else [], True))
         left -= size
     return rows

@@ -121,6 +121,7 @@ class WeightsOnHost:
     def reload(self) -> None:
         """See WeightsStore.reload."""
         self._reload()
+        self._copy.wait()  # the next copy is made beside the stream that fills the region
         self._copy = self._make_copy()
         self._copy.start()
 
@@ -191,15 +192,22 @@ class Sleeper:
         self.level: int | None = None
         self.state: SleepState = "running"
 
-    def sleep(self, level: int) -> None:
-        """Park at `level`. A deeper level while parked frees more; a lighter one changes nothing.
+    def prepare(self, level: int) -> None:
+        """Make sure that the weights outlive `sleep(level)`; the engine goes on.
 
-        Raises CapacityError when the weights can't be kept in host memory; the engine then goes on as it was.
+        Raises ConfigError for another level than 0, 1 or 2, CapacityError when the weights can't be kept in host memory.
         """
         if level not in LEVELS:
             raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
         if level == 1 and self._weights.frees_at_level_1 and "weights" not in self._asleep:
             self._weights.keep()
+
+    def sleep(self, level: int) -> None:
+        """Park at `level`. A deeper level while parked frees more; a lighter one changes nothing.
+
+        Raises as `prepare`; the engine then goes on as it was.
+        """
+        self.prepare(level)
         self.state = "parking"
         try:
             self._park(level)

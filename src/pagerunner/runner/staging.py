@@ -116,7 +116,8 @@ class Staging:
         """Pack a step: its rows, table entries by place, and page copies and fills."""
         slots, starts, query_lens, known, samples = zip(*rows, strict=True)
         num_rows, num_tokens = len(rows), sum(query_lens)
-        one_token = num_tokens == num_rows and max(query_lens) == 1
+        # Of two rows that compute prompts, one may read what the other writes, which steps of one token don't wait for.
+        one_token = num_tokens == num_rows and max(query_lens) == 1 and sum(map(bool, known)) <= 1
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
         sampled, writes = len(sampled_rows), len(table_entries)

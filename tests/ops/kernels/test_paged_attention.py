@@ -65,14 +65,16 @@ def test_steps_with_several_tokens_a_row(case: Case) -> None:
 def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
     monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
-    rows = (plain(70, 1), plain(70, 1, 33), plain(66, 1, 33), plain(90, 1, 35))
+    rows = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))
     case = Case(rows, 2, 2, 2, 8, kv_dtype=kv_dtype, padding=2, spare_columns=3)
     used = []
     original = kernels._Call.run_shared
 
     def spy(self, schedule):
         used.append(schedule.info.tolist())
-        return original(self, schedule)
+        parts, sums = original(self, schedule)
+        assert sums.numel() == 2 * kernels.SHARED_SPLITS * len(self.rows.slots_R) * self.heads, "not by tokens"
+        return parts, sums
 
     monkeypatch.setattr(kernels._Call, "run_shared", spy)
     check_attention(case, "cpu")

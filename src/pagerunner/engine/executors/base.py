@@ -30,6 +30,10 @@ class Executor(Protocol):
         """How long the device has worked on steps that are done."""
         ...
 
+    def prepare_sleep(self, level: int) -> None:
+        """Do beforehand what `sleep` may be refused for. Raises CapacityError; nothing has changed then."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Free memory; see runner/sleep.py."""
         ...

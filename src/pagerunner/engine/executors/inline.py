@@ -28,6 +28,10 @@ class InlineExecutor:
         """See Executor.busy_seconds."""
         return self._clock.busy_seconds
 
+    def prepare_sleep(self, level: int) -> None:
+        """See Executor.prepare_sleep."""
+        self._sleeper.prepare(level)
+
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""
         self._sleeper.sleep(level)

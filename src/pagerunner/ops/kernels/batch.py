@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+from pagerunner.ops.kernels.launch import blocks
 
 BLOCK = 128
 
@@ -82,29 +83,12 @@ def build_rows(
     """See ops/batch.py."""
     count = max(where.padded_rows + 1, where.padded_tokens)
     groups, max_tokens = out.write_entry_GT.shape
-    _build_rows[(triton.cdiv(count, BLOCK),)](
-        packed,
-        tables.entries,
-        tables.shapes,
-        last_tokens_N,
-        out.token_ids_T,
-        out.positions_T,
-        out.row_T,
-        out.slots_R,
-        out.sample_slots_R,
-        out.query_start_R1,
-        out.seq_lens_R,
-        out.write_entry_GT,
-        out.write_offset_GT,
-        where.rows,
-        where.tokens,
-        where.padded_rows,
-        where.padded_tokens,
-        max_tokens,
-        GROUPS=groups,
-        ONE_TOKEN=where.one_token,
-        BLOCK=BLOCK,
-    )
+    _build_rows[(blocks(count, BLOCK),)](
+        packed, tables.entries, tables.shapes, last_tokens_N, out.token_ids_T, out.positions_T, out.row_T,
+        out.slots_R, out.sample_slots_R, out.query_start_R1, out.seq_lens_R, out.write_entry_GT, out.write_offset_GT,
+        where.rows, where.tokens, where.padded_rows, where.padded_tokens, max_tokens, GROUPS=groups,
+        ONE_TOKEN=where.one_token, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -117,4 +101,4 @@ def _store_tokens(last_tokens, slots_S, tokens_S, count, BLOCK: tl.constexpr):
 def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
     """See ops/batch.py."""
     count = slots_S.shape[0]
-    _store_tokens[(triton.cdiv(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)
+    _store_tokens[(blocks(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)

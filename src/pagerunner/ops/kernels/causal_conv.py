@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, state_entry
 from pagerunner.ops.state_rows import StateRows
 
@@ -129,19 +130,19 @@ def causal_conv_rows(
     where = (rows.page_table, rows.slots_R, rows.query_start_R1)
     *saves, has_saves = save_arguments(rows)
     strides = (x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0))
-    blocks = triton.cdiv(channels, BLOCK_CHANNELS)
+    columns = blocks(channels, BLOCK_CHANNELS)
     item = state_EWC.element_size()
     if rows.one_token:
-        _step[(rows.num_rows, blocks)](
+        _step[(rows.num_rows, columns)](
             x_TC, out_TC, state_EWC, weight_CW, bias, *where, *saves, channels, *strides,
             has_saves, item, taps, bias_C is not None, BLOCK_CHANNELS,
         )  # fmt: skip
         return out_TC
-    _tokens[(triton.cdiv(tokens, BLOCK_TOKENS), blocks)](
+    _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
         x_TC, out_TC, state_EWC, weight_CW, bias, *where, rows.row_T, tokens, channels, *strides,
         taps, bias_C is not None, BLOCK_TOKENS, BLOCK_CHANNELS,
     )  # fmt: skip
-    _states[(rows.num_rows, blocks)](
+    _states[(rows.num_rows, columns)](
         x_TC, state_EWC, *where, *saves, channels, strides[0], *strides[2:],
         has_saves, item, taps, BLOCK_CHANNELS,
     )  # fmt: skip

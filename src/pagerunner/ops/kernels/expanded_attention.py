@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.latent_attention import BLOCK_QUERIES, Pieces
 
 TILE = (128, 64, 8, 3)  # queries, keys, warps, stages
@@ -77,7 +78,7 @@ def expanded_attention(
     """See the twin."""
     heads, rope, value_dim = q_THD.shape[1], rope_SP.shape[-1], out_THV.shape[-1]
     key_dim = q_THD.shape[-1] - rope
-    sizes = [max(16, triton.next_power_of_2(size)) for size in (key_dim, rope, value_dim)]
+    sizes = [max(16, padded(size)) for size in (key_dim, rope, value_dim)]
     wide = q_THD.dtype == torch.float32
     block_q, block_s, warps, stages = (32, 16, 4, 1) if wide else TILE
     _attend[(pieces.blocks_B.shape[0], heads, BLOCK_QUERIES // block_q)](

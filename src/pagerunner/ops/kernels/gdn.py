@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
@@ -86,9 +87,9 @@ def _inverse(a, index, C: tl.constexpr):
 
     Blocks of SOLVE on the diagonal by substitution, all of them at once; what is left is nilpotent in blocks.
     """
-    blocks: tl.constexpr = C // SOLVE
+    parts: tl.constexpr = C // SOLVE
     same = (index[:, None] // SOLVE) == (index[None, :] // SOLVE)
-    split = tl.reshape(tl.where(same, -a, 0.0), (blocks, SOLVE, blocks, SOLVE))
+    split = tl.reshape(tl.where(same, -a, 0.0), (parts, SOLVE, parts, SOLVE))
     found = tl.sum(split, 2)
     lane = tl.arange(0, SOLVE)
     for i in tl.static_range(1, SOLVE):
@@ -96,7 +97,7 @@ def _inverse(a, index, C: tl.constexpr):
         row += tl.sum(row[:, :, None] * found, 1)
         found = tl.where((lane == i)[None, :, None], row[:, None, :], found)
     found += (lane[:, None] == lane[None, :]).to(tl.float32)[None, :, :]
-    whole = tl.reshape(tl.broadcast_to(found[:, :, None, :], (blocks, SOLVE, blocks, SOLVE)), (C, C))
+    whole = tl.reshape(tl.broadcast_to(found[:, :, None, :], (parts, SOLVE, parts, SOLVE)), (C, C))
     diagonal = tl.where(same, whole, 0.0)
     off = tl.dot(diagonal, tl.where(same, 0.0, a), input_precision="tf32x3")
     one = (index[:, None] == index[None, :]).to(tl.float32)
@@ -220,11 +221,11 @@ def gated_delta_rows(
     *saves, has_saves = save_arguments(rows)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     to_state = (state_EHKV.stride(0), rows.page_table.stride(0))
-    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_k = max(16, padded(key_dim))
     shape = (key_heads, heads, key_dim)
     options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k)
     block_v, warps = FEW
-    _few[(triton.cdiv(value_dim, block_v), heads, rows.num_rows + 1)](
+    _few[(blocks(value_dim, block_v), heads, rows.num_rows + 1)](
         *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options, block_v,
         num_warps=warps,
     )  # fmt: skip
@@ -233,12 +234,12 @@ def gated_delta_rows(
     precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
     solved = torch.empty(2, tokens, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
     sums = torch.empty(tokens, heads, dtype=torch.float32, device=mixed_TC.device)
-    _systems[(triton.cdiv(tokens, CHUNK), heads)](
+    _systems[(blocks(tokens, CHUNK), heads)](
         *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision,
         tl.float64 if mixed_TC.dtype == torch.float32 else tl.float32, num_warps=SYSTEM_WARPS,
     )  # fmt: skip
     block_v, warps, stages = CHUNKS
-    _chunks[(triton.cdiv(value_dim, block_v), heads, rows.num_rows)](
+    _chunks[(blocks(value_dim, block_v), heads, rows.num_rows)](
         mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, block_v,
         CHUNK, precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -8,13 +8,13 @@ launch serves every length.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks, multiprocessors, padded
 from pagerunner.ops.latent_attention import LatentRows
 
 MAX_SPLITS = 64
@@ -44,7 +44,7 @@ def store_latent_(
     """See the twin."""
     tokens, size = vectors_TL.shape
     strides = (vectors_TL.stride(0), pages_EXL.stride(0), pages_EXL.stride(1))
-    block = triton.next_power_of_2(size)
+    block = padded(size)
     _store[(tokens,)](vectors_TL, pages_EXL, write_entry_T, write_offset_T, *strides, size, block, num_warps=2)
 
 
@@ -69,7 +69,7 @@ def _attend(
     stop = tl.minimum(first + share, length)
     wide = token.to(tl.int64)
     qc = tl.load(
-        q_latent + wide * qc_token + heads[:, None] * qc_head + c[None, :],
+        q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :],
         mask=in_h[:, None] & (c < C)[None, :], other=0.0,
     )  # fmt: skip
     qp = tl.load(
@@ -97,7 +97,7 @@ def _attend(
         sums = tl.dot(tl.trans(kc), weights.to(kc.dtype), sums * shrink[None, :], input_precision=PRECISION)
         most = larger
     some = tl.where(total > 0.0, total, 1.0)
-    target = out + split * out_split + wide * out_token + heads[None, :] * out_head + c[:, None]
+    target = out + split * out_split + wide * out_token + heads.to(tl.int64)[None, :] * out_head + c[:, None]
     tl.store(target, (sums / some[None, :]).to(out.dtype.element_ty), mask=in_h[None, :] & (c < C)[:, None])
     found = tl.where(total > 0.0, most + tl.log2(some), NOTHING)
     tl.store(lse + split * lse_split + token * lse_token + heads, found, mask=in_h)
@@ -109,7 +109,7 @@ def _merge(
     C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its splits' results, weighted by their log-sum-exps."""
-    head, token = tl.program_id(0), tl.program_id(1)
+    head, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c, splits = tl.arange(0, BC), tl.arange(0, SPLITS)
     found = tl.load(lse + splits * lse_split + token * lse_token + head, mask=splits < num_splits, other=NOTHING)
     most = tl.max(found, 0)
@@ -117,20 +117,15 @@ def _merge(
     sums = tl.zeros((BC,), dtype=tl.float32)
     for split in range(num_splits):
         weight = tl.exp2(tl.load(lse + split * lse_split + token * lse_token + head) - most)
-        part = parts + split * part_split + token * part_token + head * part_head + c
+        part = parts + tl.cast(split, tl.int64) * part_split + token * part_token + head * part_head + c
         sums += weight * tl.load(part, mask=c < C, other=0.0)
-    target = out + token.to(tl.int64) * out_token + head * out_head + c
+    target = out + token * out_token + head * out_head + c
     tl.store(target, (sums / total).to(out.dtype.element_ty), mask=c < C)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _splits(programs: int, rows: LatentRows, device: torch.device) -> int:
     """Enough for about two programs a multiprocessor, as far as sequences may be long enough."""
-    wanted = -(-2 * _processors(device) // programs)
+    wanted = -(-2 * multiprocessors(device) // programs)
     return max(1, min(wanted, -(-rows.max_seq_len // MIN_SPLIT), MAX_SPLITS))
 
 
@@ -141,19 +136,19 @@ def latent_attention(
     tokens, heads, latent = q_THC.shape
     device, wide = q_THC.device, q_THC.dtype == torch.float32
     out_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
-    block_h = min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
+    block_h = min(MAX_HEADS, max(16, padded(heads)))
     if wide:
         block_h = 16
     block_n, warps, stages = (32, 8, 1) if wide else TILES[block_h]
-    blocks = triton.cdiv(heads, block_h)
-    splits = _splits(tokens * blocks, rows, device)
+    head_blocks = blocks(heads, block_h)
+    splits = _splits(tokens * head_blocks, rows, device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
     parts = out_THC[None]
     if splits > 1:
         parts = torch.empty(splits, heads, tokens, latent, dtype=torch.float32, device=device).transpose(1, 2)
     rope = q_THP.shape[-1]
-    block_c, block_p = max(16, triton.next_power_of_2(latent)), max(16, triton.next_power_of_2(rope))
-    _attend[(blocks, tokens, splits)](
+    block_c, block_p = max(16, padded(latent)), max(16, padded(rope))
+    _attend[(head_blocks, tokens, splits)](
         q_THC, q_THP, pages_EXL, parts, lse, rows.page_table, rows.slots_R, rows.row_T, rows.positions_T,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
         rows.page_table.stride(0), *parts.stride()[:3], *lse.stride()[:2],

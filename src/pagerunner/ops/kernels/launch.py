@@ -23,6 +23,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def dependent(device: torch.device) -> dict[str, Any]:
     """The launch arguments `PDL` (of the kernel) and `launch_pdl` (of the launch)."""
     if has_dependent_launch(device):

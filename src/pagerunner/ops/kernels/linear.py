@@ -246,23 +246,11 @@ def run_rows(
     inputs, features = x_TI.shape[1], out_TO.shape[1]
     config = config or rows_config(inputs, gated)
     _rows_kernel[(blocks(features, config.features),)](
-        x_TI,
-        x_TI if norm is None else norm.weight_I,
-        weight_OI,
-        x_TI if bias_O is None else bias_O,
-        out_TO,
-        features,
-        0.0 if norm is None else norm.eps,
-        K=inputs,
-        BN=config.features,
-        BK=config.inputs,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
-        GATED=gated,
-        ADD=add,
-        BIAS=bias_O is not None,
-        num_warps=config.warps,
-        **dependent(x_TI.device),
-    )
+        x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
+        features, 0.0 if norm is None else norm.eps, K=inputs, BN=config.features, BK=config.inputs,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated, ADD=add,
+        BIAS=bias_O is not None, num_warps=config.warps, **dependent(x_TI.device),
+    )  # fmt: skip
     return out_TO
 
 
@@ -282,29 +270,12 @@ def run_few(
     features = out_TO.shape[1]
     config = config or few_config(inputs, norm is not None)
     _few_kernel[(blocks(features, config.features),)](
-        x_TI,
-        x_TI if norm is None else norm.weight_I,
-        weight_OI,
-        x_TI if bias_O is None else bias_O,
-        out_TO,
-        tokens,
-        features,
-        x_TI.stride(0),
-        out_TO.stride(0),
-        0.0 if norm is None else norm.eps,
-        K=inputs,
-        S=config.warps,
-        BM=16,
-        BN=config.features,
-        BK=config.inputs,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
-        GATED=gated,
-        ADD=add,
-        BIAS=bias_O is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **dependent(x_TI.device),
-    )
+        x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO, tokens,
+        features, x_TI.stride(0), out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, S=config.warps,
+        BM=16, BN=config.features, BK=config.inputs,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated, ADD=add,
+        BIAS=bias_O is not None, num_warps=config.warps, num_stages=config.stages, **dependent(x_TI.device),
+    )  # fmt: skip
     return out_TO
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
@@ -151,16 +152,16 @@ def mamba2_rows(
     )  # fmt: skip
     strides = (mixed_TC.stride(0), steps_TH.stride(0), state_EHPN.stride(0), rows.page_table.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
-    block_n = max(16, triton.next_power_of_2(state_size))
+    block_n = max(16, padded(state_size))
     options = (has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size)
     block_p, warps = FEW
-    _few[(triton.cdiv(head_dim, block_p), heads, rows.num_rows + 1)](
+    _few[(blocks(head_dim, block_p), heads, rows.num_rows + 1)](
         *arguments, rows.num_rows, tokens, *strides, *options, block_p, block_n, num_warps=warps
     )
     if not rows.few:
         block_p, warps, stages = CHUNKS
         precision, sums = ("tf32x3", tl.float64) if mixed_TC.dtype == torch.float32 else ("tf32", tl.float32)
-        _chunks[(triton.cdiv(head_dim, block_p), heads, rows.num_rows)](
+        _chunks[(blocks(head_dim, block_p), heads, rows.num_rows)](
             *arguments, *strides, *options, block_p, block_n, CHUNK, precision, sums, num_warps=warps, num_stages=stages
         )
     return out_THP

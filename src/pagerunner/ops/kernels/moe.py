@@ -121,28 +121,11 @@ def _product(
     tiles = min(pairs, pairs // bm + min(experts, pairs))
     out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
     _grouped_kernel[(tiles, blocks(features, bn))](
-        x,
-        w_ENK,
-        x if bias_EN is None else bias_EN,
-        x if weights_TA is None else weights_TA,
-        order_P,
-        starts_E1,
-        out,
-        active,
-        w_ENK.stride(0),
-        w_ENK.stride(1),
-        E=experts,
-        N=features,
-        K=inputs,
-        BE=padded(experts),
-        BM=bm,
-        BN=min(bn, max(16, padded(features))),
-        BK=min(bk, max(16, padded(inputs))),
-        BIAS=bias_EN is not None,
-        LAST=weights_TA is not None,
-        num_warps=8 if bm == 128 else 4,
-        num_stages=4 if bm == 16 else 3,
-    )
+        x, w_ENK, x if bias_EN is None else bias_EN, x if weights_TA is None else weights_TA, order_P, starts_E1, out,
+        active, w_ENK.stride(0), w_ENK.stride(1), E=experts, N=features, K=inputs, BE=padded(experts), BM=bm,
+        BN=min(bn, max(16, padded(features))), BK=min(bk, max(16, padded(inputs))), BIAS=bias_EN is not None,
+        LAST=weights_TA is not None, num_warps=8 if bm == 128 else 4, num_stages=4 if bm == 16 else 3,
+    )  # fmt: skip
     return out
 
 

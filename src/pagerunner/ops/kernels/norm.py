@@ -108,26 +108,10 @@ def _run(
     num_rows = x_THD.shape[0] * x_THD.shape[1]
     rows, block, warps = _shape(x.shape[-1])
     _norm_kernel[(blocks(num_rows, rows),)](
-        x_THD,
-        other_THD,
-        weight_D,
-        out,
-        num_rows,
-        x_THD.shape[1],
-        x_THD.stride(0),
-        x_THD.stride(1),
-        other_THD.stride(0),
-        other_THD.stride(1),
-        eps,
-        D=x.shape[-1],
-        ROWS=rows,
-        BLOCK=block,
-        ADD=add,
-        OFFSET=offset,
-        GATE=gate,
-        num_warps=warps,
-        **dependent(x.device),
-    )
+        x_THD, other_THD, weight_D, out, num_rows, x_THD.shape[1], x_THD.stride(0), x_THD.stride(1),
+        other_THD.stride(0), other_THD.stride(1), eps, D=x.shape[-1], ROWS=rows, BLOCK=block, ADD=add, OFFSET=offset,
+        GATE=gate, num_warps=warps, **dependent(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -168,21 +152,10 @@ def qk_norm_(
     num_rows = qk_TND.shape[0] * qk_TND.shape[1]
     rows, block, warps = _shape(qk_TND.shape[-1])
     _heads_kernel[(blocks(num_rows, rows),)](
-        _in_place(qk_TND, "qk"),
-        q_weight_D,
-        k_weight_D,
-        num_rows,
-        qk_TND.shape[1],
-        num_q_heads,
-        qk_TND.stride(0),
-        qk_TND.stride(1),
-        eps,
-        D=qk_TND.shape[-1],
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=warps,
+        _in_place(qk_TND, "qk"), q_weight_D, k_weight_D, num_rows, qk_TND.shape[1], num_q_heads, qk_TND.stride(0),
+        qk_TND.stride(1), eps, D=qk_TND.shape[-1], ROWS=rows, BLOCK=block, num_warps=warps,
         **dependent(qk_TND.device),
-    )
+    )  # fmt: skip
 
 
 def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

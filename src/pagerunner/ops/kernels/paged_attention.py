@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.ops.kernels.launch import dependent
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_store import fp8_type
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
-from pagerunner.ops.paged_attention import HeadWork, PagedKV, PagedPlan, TableRows
+from pagerunner.ops.paged_attention import HeadPrep, PagedKV, PagedPlan, TableRows
 
 MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
-LEAST_TILES = 1  # of a slice: a tile takes longer than one more part of a merge
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
 _SCHEDULE_BLOCK = 256
@@ -43,7 +41,7 @@ def decode_tiles(row_bytes: int, group: int) -> Tiles:
     Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
     """
     keys = min(max(8192 // row_bytes, 16), 128)
-    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 5, 4)
+    return Tiles(max(16, padded(group)), keys, 4, 5, 4)
 
 
 def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
@@ -70,11 +68,6 @@ class _Schedule:
     blocks: torch.Tensor
     counters: torch.Tensor
     shared: bool
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
@@ -108,10 +101,10 @@ class _Call:
         scale: float,
         sinks: torch.Tensor | None,
         softcap: float,
-        work: HeadWork | None = None,
+        prep: HeadPrep | None = None,
         write: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self.work, self.write = work, write
+        self.prep, self.write = prep, write
         self.q, self.k, self.v, self.rows, self.plan = q, k, v, rows, plan
         self.scale, self.softcap, self.sinks = scale, softcap, sinks
         self.tokens, self.heads, self.dim = q.shape
@@ -127,14 +120,15 @@ class _Call:
         self.dot = _TL_DTYPES[dot]
         widest = max(self.dim, self.dim_v)
         held = max(dot.itemsize if self.exact else 0, pages.k.dtype.itemsize)
-        self.row_bytes = triton.next_power_of_2(max(widest, 16)) * held
+        self.row_bytes = padded(max(widest, 16)) * held
         least = 16 if self.fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
-        self.padded = max(least, triton.next_power_of_2(self.dim)), max(least, triton.next_power_of_2(self.dim_v))
+        self.padded = max(least, padded(self.dim)), max(least, padded(self.dim_v))
         self.sharing = shares(rows, plan)
-        self.own = self.reach or work is not None
+        self.shared_split = rows.slots_R.shape[0] * self.heads
+        self.own = self.reach or prep is not None
         self.long = not plan.one_token
         self.decode = decode_tiles(self.row_bytes, self.group)
-        self.group_padded = triton.next_power_of_2(self.group)
+        self.group_padded = padded(self.group)
         self.prefill = prefill_tiles(self.row_bytes, plan.max_query_len, self.group_padded, self.exact)
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
 
@@ -144,16 +138,16 @@ class _Call:
         # one allocation; parts begin at multiples of 16 bytes
         sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, self.tokens * self.kv_heads]
         sizes = [-(-size // 4) * 4 for size in sizes]
-        info, begin, units, blocks, counters = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         schedule_kernel[(1,)](
             rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
-            rows.row_T, rows.positions_T, info, begin, units, blocks, counters,
+            rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, self.tokens * self.kv_heads, plan.window, plan.chunk, MIN_SHARED_SAVING,
             SHARED_SPLITS,
             PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
-        return _Schedule(info, begin, units, blocks, counters, self.sharing)
+        return _Schedule(*parts, self.sharing)
 
     def page_args(self) -> tuple[torch.Tensor | int, ...]:
         scales = self.kp if self.pages.scales is None else self.pages.scales
@@ -167,19 +161,19 @@ class _Call:
         return tuple(x for t in (self.q, self.k, self.v, self.out) for x in (t, t.stride(0), t.stride(1)))
 
     def head_args(self) -> tuple[torch.Tensor | int | float, ...]:
-        work, write = self.work, self.write
-        if work is None or write is None:
+        prep, write = self.prep, self.write
+        if prep is None or write is None:
             return (self.q, self.q, 0, self.q, self.q, 0.0, self.rows.slots_R, self.rows.slots_R)
-        norms = (self.q, self.q) if work.q_norm_D is None or work.k_norm_D is None else (work.q_norm_D, work.k_norm_D)
-        return (work.cos_T1D, work.sin_T1D, work.cos_T1D.stride(0), *norms, work.eps, *write)
+        norms = (self.q, self.q) if prep.q_norm_D is None or prep.k_norm_D is None else (prep.q_norm_D, prep.k_norm_D)
+        return (*prep.angles, prep.angles.cos_T1D.stride(0), *norms, prep.eps, *write)
 
     def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
-        per_split = self.tokens * self.heads
+        per_split = self.shared_split
         device = self.q.device
         acc = torch.empty(SHARED_SPLITS * per_split * self.dim_v, dtype=torch.float32, device=device)
         sums = torch.empty(SHARED_SPLITS * per_split * 2, dtype=torch.float32, device=device)
         tiles = shared_tiles(self.row_bytes, self.exact)
-        programs = _multiprocessors(device) * tiles.programs
+        programs = multiprocessors(device) * tiles.programs
         shared_kernel[(programs,)](
             self.q, self.q.stride(0), self.q.stride(1), *self.page_args(),
             self.rows.page_table, self.rows.page_table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
@@ -192,18 +186,18 @@ class _Call:
     def run_decode(self, schedule: _Schedule) -> None:
         device, tiles = self.q.device, self.decode
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
-        slices = max(1, _multiprocessors(device) * tiles.programs // self.kv_heads)
+        slices = max(1, multiprocessors(device) * tiles.programs // self.kv_heads)
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
         rows = self.rows
         decode_kernel[(slices * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, LEAST_TILES, schedule.counters,
-            part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.tokens * self.heads,
+            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, schedule.counters,
+            part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],
-            self.page, tiles.keys, self.reach, self.own, self.work is not None,
-            self.work is not None and self.work.q_norm_D is not None, schedule.shared, self.sinks is not None,
+            self.page, tiles.keys, self.reach, self.own, self.prep is not None,
+            self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, **dependent(device),
         )  # fmt: skip
@@ -212,10 +206,10 @@ class _Call:
         tiles, rows, plan = self.prefill, self.rows, self.plan
         queries = tiles.rows // self.group_padded
         num_rows = rows.slots_R.shape[0]
-        blocks = -(-self.tokens // queries) + min(num_rows, self.tokens // 2)
+        most_blocks = blocks(self.tokens, queries) + min(num_rows, self.tokens // 2)
         dot = torch.float32 if self.exact else self.q.dtype
         bulk = self._bulk_copies(dot)
-        prefill_kernel[(blocks * self.kv_heads,)](
+        prefill_kernel[(most_blocks * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), rows.page_table, rows.page_table.stride(0),
             rows.page_table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
@@ -310,7 +304,7 @@ def paged_attention(
 
 def projected_attention(
     qkv_TND: torch.Tensor,
-    work: HeadWork,
+    prep: HeadPrep,
     pages: PagedKV,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
@@ -322,11 +316,10 @@ def projected_attention(
     first_layer: bool = True,
 ) -> torch.Tensor:
     """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
-    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
-    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
+    q, k, v = prep.split(qkv_TND)
     fused = plan.one_token and not shares(rows, plan) and pages.scales is None and fp8_type(pages.k.dtype) is None
     if not fused:
-        prepare_heads_kernel(qkv_TND, work, pages, write_entry_T, write_offset_T)
+        prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
     write = write_entry_T, write_offset_T
-    return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap, work, write).run(first_layer)
+    return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap, prep, write).run(first_layer)

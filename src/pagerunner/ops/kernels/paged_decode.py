@@ -63,17 +63,9 @@ def online(scores, highest, total):
 
 @triton.jit
 def _store_part(
-    part_ptr,
-    sums_ptr,
-    place,
-    highest,
-    total,
-    acc,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-):
+    part_ptr, sums_ptr, place, highest, total, acc,
+    G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
     g = tl.arange(0, M)
     dv = tl.arange(0, DVP)
     at = place * G + g
@@ -119,17 +111,8 @@ def _merged_parts(
 
 @triton.jit
 def prepared(
-    at,
-    mask,
-    norm_ptr,
-    angle,
-    cos_ptr,
-    sin_ptr,
-    eps,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    at, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
     """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
     d = tl.arange(0, DP)
     other = (d + D // 2) % D
@@ -252,8 +235,8 @@ def _own_value(
 
 @triton.jit
 def _finish(
-    highest, total, acc, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr, shared_count_ptr,
-    shared_split, sinks_ptr,
+    highest, total, acc, unit, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
+    shared_count_ptr, shared_split, sinks_ptr,
     K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     SHARED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +249,7 @@ def _finish(
         if slot >= 0:
             count = tl.load(shared_count_ptr)
             for split in range(count):
-                at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
+                at = split * shared_split + unit * (K * G) + q_head
                 other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
                 other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
                 other_acc = tl.load(shared_ptr + at[:, None] * DV + dv[None, :], mask=mask, other=0.0)
@@ -340,12 +323,12 @@ def _unit_part(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "least"])
+@triton.jit(do_not_specialize=["num_units", "width", "shared_split"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, least, counter_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, counter_ptr,
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
@@ -353,7 +336,7 @@ def decode_kernel(
     SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
-    and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
+    and one past last key in pages. No slice is shorter than a tile. With OWN, the token itself is read from the
     projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
     unit also stores its key and value.
     """
@@ -363,7 +346,7 @@ def decode_kernel(
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
-    per = tl.maximum(tl.cdiv(total_tiles, S), least)
+    per = tl.maximum(tl.cdiv(total_tiles, S), 1)
     tile = piece * per
     left = tl.minimum(per, total_tiles - tile)
     unit = 0
@@ -398,7 +381,7 @@ def decode_kernel(
                 highest, total, acc = _merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
         if done:
             _finish(
-                highest, total, acc, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
+                highest, total, acc, unit, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
                 shared_count_ptr, shared_split, sinks_ptr, K, G, M, DV, DVP, SHARED, SINKS,
             )  # fmt: skip
         tile += run
@@ -408,7 +391,7 @@ def decode_kernel(
         oldest, stop = next_oldest, next_stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared_split"])
 def shared_kernel(
     q_ptr, q_st, q_sh, kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
@@ -416,13 +399,14 @@ def shared_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
     FP8: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all units' queries, packed by key/value head into tiles, to the tokens that all rows share.
+    """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share.
 
-    `info` holds the number of units, of shared tokens, of splits of these, and the table slot to read them from.
+    `info` holds the number of units, of shared tokens, of splits of these, and the table slot to read them from. A split
+    leaves `shared_split` sums, those of a unit after the other; units of padding, which are the last, leave none.
     """
     shared = tl.load(info_ptr + 1)
     if shared > 0:
-        units = tl.load(info_ptr)
+        units = tl.minimum(tl.load(info_ptr), shared_split // (K * G))
         splits = tl.load(info_ptr + 2)
         slot = tl.load(info_ptr + 3)
         row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
@@ -466,7 +450,7 @@ def shared_kernel(
                     acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
                 else:
                     acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
-            place = split * shared_split + token * (K * G) + q_head
+            place = split * shared_split + row // G * (K * G) + q_head
             tl.store(shared_sums_ptr + place * 2, highest, mask=there)
             tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)
             tl.store(shared_ptr + place[:, None] * DV + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import dependent
-from pagerunner.ops.paged_attention import HeadWork, PagedKV
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.paged_attention import HeadPrep, PagedKV
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _QUERY_BLOCK = 8  # query heads of one program
@@ -264,7 +264,7 @@ def _launch(
     q: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor,
-    work: HeadWork | None,
+    prep: HeadPrep | None,
     pages: PagedKV,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
@@ -277,19 +277,19 @@ def _launch(
     fp8 = fp8_type(pages.k.dtype)
     kp, vp = (x if fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
     scales = k if pages.scales is None else pages.scales
-    norm = work is not None and work.q_norm_D is not None
-    q_norm, k_norm = (work.q_norm_D, work.k_norm_D) if work is not None and norm else (k, k)
-    cos, sin, stride_rope = (k, k, 0) if work is None else (work.cos_T1D, work.sin_T1D, work.cos_T1D.stride(0))
-    query_block = min(_QUERY_BLOCK, triton.next_power_of_2(max(num_heads, 1)))
+    norm = prep is not None and prep.q_norm_D is not None
+    q_norm, k_norm = (prep.q_norm_D, prep.k_norm_D) if prep is not None and norm else (k, k)
+    cos, sin = (k, k) if prep is None else prep.angles
+    query_block = min(_QUERY_BLOCK, padded(max(num_heads, 1)))
     half, half_v = (dim + 1) // 2, (dim_v + 1) // 2
-    _prepare_kernel[(num_tokens, 2 + triton.cdiv(num_heads, query_block))](
+    _prepare_kernel[(num_tokens, 2 + blocks(num_heads, query_block))](
         k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],
-        cos, sin, stride_rope, q_norm, k_norm, 0.0 if work is None else work.eps,
+        cos, sin, cos.stride(0), q_norm, k_norm, 0.0 if prep is None else prep.eps,
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales, scales.stride(0),
         write_entry_T, write_offset_T, num_tokens,
-        num_heads, num_kv_heads, triton.next_power_of_2(num_kv_heads), query_block, pages.k.shape[1],
-        dim, half, triton.next_power_of_2(half), dim_v, half_v, triton.next_power_of_2(half_v),
-        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
+        num_heads, num_kv_heads, padded(num_kv_heads), query_block, pages.k.shape[1],
+        dim, half, padded(half), dim_v, half_v, padded(half_v),
+        norm, prep is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
         num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
     )  # fmt: skip
 
@@ -307,12 +307,10 @@ def store_kv_(
 
 def prepare_heads_(
     qkv_TND: torch.Tensor,
-    work: HeadWork,
+    prep: HeadPrep,
     pages: PagedKV,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
     """See the twin."""
-    k_first, v_first = work.num_heads, work.num_heads + work.num_kv_heads
-    q, k, v = qkv_TND[:, :k_first], qkv_TND[:, k_first:v_first], qkv_TND[:, v_first:]
-    _launch(q, k, v, work, pages, write_entry_T, write_offset_T)
+    _launch(*prep.split(qkv_TND), prep, pages, write_entry_T, write_offset_T)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks
+
 BLOCK = 2048  # words of 8 bytes
 
 
@@ -22,7 +24,7 @@ def _fill_pages(memory, fills_N3, BLOCK: tl.constexpr):
 
 def fill_pages(memory: torch.Tensor, fills_N3: torch.Tensor, most_bytes: int) -> None:
     """See ops/pages.py."""
-    grid = (fills_N3.shape[0], triton.cdiv(most_bytes, BLOCK * 8))
+    grid = (fills_N3.shape[0], blocks(most_bytes, BLOCK * 8))
     _fill_pages[grid](memory.view(torch.int64), fills_N3, BLOCK=BLOCK)
 
 
@@ -36,5 +38,5 @@ def _copy_pages(memory, copies_N3, BLOCK: tl.constexpr):
 
 def copy_pages(memory: torch.Tensor, copies_N3: torch.Tensor, most_bytes: int) -> None:
     """See ops/pages.py."""
-    grid = (copies_N3.shape[0], triton.cdiv(most_bytes, BLOCK * 8))
+    grid = (copies_N3.shape[0], blocks(most_bytes, BLOCK * 8))
     _copy_pages[grid](memory.view(torch.int64), copies_N3, BLOCK=BLOCK)

@@ -77,17 +77,9 @@ def rope_angles(
         block = padded(half)
         size = max(1, min(16, 1024 // block))
         _angles_kernel[(blocks(tokens, size),)](
-            positions_T.contiguous(),
-            inverse_frequencies,
-            angles.cos_T1D,
-            angles.sin_T1D,
-            tokens,
-            float(scale),
-            HALF=half,
-            TOKENS=size,
-            BLOCK=block,
-            **dependent(positions_T.device),
-        )
+            positions_T.contiguous(), inverse_frequencies, angles.cos_T1D, angles.sin_T1D, tokens, float(scale),
+            HALF=half, TOKENS=size, BLOCK=block, **dependent(positions_T.device),
+        )  # fmt: skip
     return angles
 
 
@@ -100,19 +92,9 @@ def _turn(x_TND: torch.Tensor, angles: RopeAngles, *, pairs: bool) -> None:
     block = padded(dim // 2)
     size = min(padded(num_heads), max(1, 2048 // block))
     _turn_kernel[(tokens, blocks(num_heads, size))](
-        x_TND,
-        angles.cos_T1D,
-        angles.sin_T1D,
-        num_heads,
-        x_TND.stride(0),
-        x_TND.stride(1),
-        angles.cos_T1D.stride(0),
-        HALF=dim // 2,
-        HEADS=size,
-        BLOCK=block,
-        PAIRS=pairs,
-        **dependent(x_TND.device),
-    )
+        x_TND, angles.cos_T1D, angles.sin_T1D, num_heads, x_TND.stride(0), x_TND.stride(1), angles.cos_T1D.stride(0),
+        HALF=dim // 2, HEADS=size, BLOCK=block, PAIRS=pairs, **dependent(x_TND.device),
+    )  # fmt: skip
 
 
 def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:

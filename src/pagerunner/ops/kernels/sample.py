@@ -245,23 +245,11 @@ def draw(logits_NV: torch.Tensor, filters: Filters, uniform_N: torch.Tensor) -> 
     ids = torch.empty(rows, KEPT if truncate else 1, dtype=torch.int32, device=device)
     unused = uniform_N
     _draw_kernel[(rows,)](
-        logits_NV,
-        unused if filters.temperature_N is None else filters.temperature_N,
+        logits_NV, unused if filters.temperature_N is None else filters.temperature_N,
         unused if filters.min_p_N is None else filters.min_p_N,
         unused if filters.top_k_N is None else filters.top_k_N,
-        unused if filters.top_p_N is None else filters.top_p_N,
-        uniform_N,
-        values,
-        ids,
-        tokens_N,
-        best_N,
-        vocab,
-        logits_NV.stride(0),
-        TEMPERATURE=filters.temperature_N is not None,
-        MIN_P=filters.min_p_N is not None,
-        TRUNCATE=truncate,
-        KEPT=KEPT,
-        BLOCK=DRAW_BLOCK,
-        num_warps=16,
-    )
+        unused if filters.top_p_N is None else filters.top_p_N, uniform_N, values, ids, tokens_N, best_N, vocab,
+        logits_NV.stride(0), TEMPERATURE=filters.temperature_N is not None, MIN_P=filters.min_p_N is not None,
+        TRUNCATE=truncate, KEPT=KEPT, BLOCK=DRAW_BLOCK, num_warps=16,
+    )  # fmt: skip
     return tokens_N, best_N

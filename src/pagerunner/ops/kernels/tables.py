@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import blocks
+
 BLOCK = 256
 
 
@@ -20,4 +22,4 @@ def _write_entries(table, places_N, entries_N, count, BLOCK: tl.constexpr):
 def write_entries(table: torch.Tensor, places_N: torch.Tensor, entries_N: torch.Tensor) -> None:
     """See ops/tables.py."""
     count = places_N.shape[0]
-    _write_entries[(triton.cdiv(count, BLOCK),)](table, places_N, entries_N, count, BLOCK=BLOCK)
+    _write_entries[(blocks(count, BLOCK),)](table, places_N, entries_N, count, BLOCK=BLOCK)

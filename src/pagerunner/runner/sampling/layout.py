@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.ops.sample import Filters
+from pagerunner.ops.transfer import to_device
 from pagerunner.runner.sampling.slots import SlotParams
-from pagerunner.runner.sampling.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ import torch
 from pagerunner.errors import InvalidRequestError
 from pagerunner.ops.mask import allow_bits
 from pagerunner.ops.sample import draw, greedy
+from pagerunner.ops.transfer import ToHost, bits_to_device, to_device
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
 from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
-from pagerunner.runner.sampling.transfer import HostCopy, bits_to_device, to_device
 from pagerunner.types import SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Sampled:
     def __init__(
         self,
         token_ids: torch.Tensor,
-        copy: HostCopy,
+        copy: ToHost,
         logprob_rows: LogprobRows | None,
         known_errors: dict[int, str],
     ) -> None:
@@ -140,7 +140,7 @@ class Sampler:
 
     def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
         """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
-        return Sampled(tokens_S, HostCopy((tokens_S, best_S), self._device), None, {})
+        return Sampled(tokens_S, ToHost((tokens_S, best_S), self._device), None, {})
 
     def sample(
         self, logits_SV: torch.Tensor, slots: list[int], positions: list[int], masks: Mapping[int, bytes] | None = None
@@ -165,7 +165,7 @@ class Sampler:
         report: tuple[torch.Tensor, ...] = ()
         if layout.logprobs is not None and raw_LV is not None:
             report = gather_logprobs(raw_LV, tokens_S.index_select(0, layout.logprobs.rows), max(layout.logprobs.top))
-        return Sampled(tokens_S, HostCopy((tokens_S, best_S, *report), self._device), layout.logprobs, layout.errors)
+        return Sampled(tokens_S, ToHost((tokens_S, best_S, *report), self._device), layout.logprobs, layout.errors)
 
     def prompt_logprobs(self, logits_TV: torch.Tensor, target_ids_T: torch.Tensor, num: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row t scores `target_ids_T[t]`, the token after position t,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.ops.transfer import to_device
 from pagerunner.runner.sampling.philox import UniformStream
-from pagerunner.runner.sampling.transfer import to_device
 from pagerunner.types import EngineRequest
 
 # Below this a temperature is greedy decoding (vLLM's bound): dividing by less overflows float32 logits.

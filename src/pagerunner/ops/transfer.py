@@ -1,14 +1,16 @@
-"""Host and device without waiting: small lists to the device, results back to the host behind a CUDA event."""
+"""Host and device without waiting: what the host lists to the device, results back to the host behind a CUDA event."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
-def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A host list as a tensor on `device`; on CUDA through pinned memory, so that the stream isn't synchronised."""
+def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A list or array as a tensor on `device`; on CUDA through pinned memory, so that the stream isn't synchronised."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
@@ -20,7 +22,7 @@ def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
     return bits_NW if device.type == "cpu" else bits_NW.pin_memory().to(device, non_blocking=True)
 
 
-class HostCopy:
+class ToHost:
     """Tensors on their way to the host.
 
     The copies are queued at once, behind the step that made them and ahead of the next step; `lists` waits for these
