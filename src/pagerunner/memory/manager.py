@@ -281,6 +281,7 @@ class KVManager:
             return end
         if start >= grant.target and any(grant.reserve):  # what was reserved was for a prompt
             grant.reserve = [0] * len(grant.reserve)
+            self.version += any(grant.promise)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
         copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []
