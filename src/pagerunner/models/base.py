@@ -27,6 +27,9 @@ class ModelConfig(ABC):
     dtype: Dtype
     num_layers: int
     vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

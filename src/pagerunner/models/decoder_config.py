@@ -20,13 +20,10 @@ class DecoderConfig(ModelConfig):
     Layers whose place in `windowed` is true see only the last `window` tokens; none where it is empty.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False

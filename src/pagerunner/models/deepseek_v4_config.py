@@ -40,7 +40,6 @@ class DeepseekV4Config(ModelConfig):
     `output_groups` groups of heads to `output_rank` elements each, and then together.
     """
 
-    hidden_size: int
     num_heads: int
     head_dim: int
     rope_dim: int
@@ -62,7 +61,6 @@ class DeepseekV4Config(ModelConfig):
     routing: Literal["sqrtsoftplus", "sigmoid"]
     routing_factor: float
     activation_limit: float
-    rms_norm_eps: float
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
@@ -106,6 +104,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
     return DeepseekV4Config(
         **common,
         hidden_size=hidden,
+        tie_word_embeddings=False,
         num_heads=heads,
         head_dim=head_dim,
         rope_dim=rope_dim,

@@ -32,13 +32,10 @@ class HybridConfig(ModelConfig):
     `recurrence_dtype` is what the latter is kept in; None means as the former and the keys and values are.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     rope: RopeConfig
     attention_bias: bool
     layer_kinds: tuple[LayerKind, ...]
