@@ -108,6 +108,8 @@ def test_fields_as_the_published_files_have_them(tmp_path: Path) -> None:
         ("layer_types", ["sliding_attention"] * 4),
         ("layer_types", ["full_attention"]),
         ("moe_layers", 3),
+        ("moe_layers", [0, 4]),
+        ("layer_types", [[]] * 4),
         ("attention_chunk_size", 0),
         ("floor_scale", 0),
         ("num_key_value_heads", 3),

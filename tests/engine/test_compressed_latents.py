@@ -157,7 +157,12 @@ def test_fields_and_names_as_the_published_files_have_them(tmp_path: Path) -> No
         ("compress_rates", [4, 128]),
         ("layer_types", [WINDOW] * 3),
         ("layer_types", ["full_attention"] * 4),
+        ("layer_types", [{}] * 4),
         ("mlp_layer_types", ["dense"] * 4),
+        ("compress_ratios", [[4]] * 4),
+        ("compress_ratios", [0] * 4),  # beside other layer_types
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),  # beside rope_parameters
+        ("rope_parameters", {"main": {}, "compress": {}, "else": 1}),
         ("sliding_window", 0),
         ("hc_mult", 0),
         ("swiglu_limit", 0.0),

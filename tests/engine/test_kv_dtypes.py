@@ -18,6 +18,7 @@ from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.eval.runner import evaluate
@@ -53,15 +54,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function from a family's name to its checkpoint, made once."""
-    made: dict[str, str] = {}
-
-    def get(family: str) -> str:
-        if family not in made:
-            made[family] = str(MAKERS[family](tmp_path_factory.mktemp("checkpoints")))
-        return made[family]
-
-    return get
+    return made_once(tmp_path_factory, MAKERS)
 
 
 def logprobs(path: str, kv_cache_dtype: str, **conditions: Any) -> list[float]:

@@ -18,6 +18,7 @@ import torch
 from helpers import unequal
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention.select import BACKENDS
 from pagerunner.attention.torch_ref import TorchBackend
@@ -60,7 +61,6 @@ def pages_of_64(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
     layers = ["sliding_attention"] * 30
     makers: dict[str, Callable[[Path], Path]] = {
         "qwen3": lambda path: make_checkpoint(path, "qwen3"),
@@ -69,13 +69,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
             path, "gemma3_text", num_hidden_layers=31, layer_types=[*layers, "full_attention"]
         ),
     }
-
-    def get(name: str) -> str:
-        if name not in made:
-            made[name] = str(makers[name](tmp_path_factory.mktemp("checkpoints")))
-        return made[name]
-
-    return get
+    return made_once(tmp_path_factory, makers)
 
 
 def prompts(count: int = 5) -> Tokens:

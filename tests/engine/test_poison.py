@@ -19,6 +19,7 @@ from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkp
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState
@@ -56,15 +57,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function from a family's name to its checkpoint, made once."""
-    made: dict[str, str] = {}
-
-    def get(family: str) -> str:
-        if family not in made:
-            made[family] = str(MAKERS[family](tmp_path_factory.mktemp("checkpoints")))
-        return made[family]
-
-    return get
+    return made_once(tmp_path_factory, MAKERS)
 
 
 def run(path: str, kv_cache_dtype: str, **options: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
@@ -37,15 +38,7 @@ LENGTHS = (5, 16, 41, 64)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function from a family's name to its checkpoint, made once."""
-    made: dict[str, str] = {}
-
-    def get(family: str) -> str:
-        if family not in made:
-            made[family] = str(MAKERS[family](tmp_path_factory.mktemp("checkpoints")))
-        return made[family]
-
-    return get
+    return made_once(tmp_path_factory, MAKERS)
 
 
 def prompts() -> list[dict[str, Any]]:

@@ -160,3 +160,22 @@ def load(path: Path, dtype: str = "float32") -> tuple[Model, ModelConfig]:
     materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
     load_weights(model, path)
     return model, config
+
+
+def prompts(lengths: list[int], vocab: int = 512) -> list[list[int]]:
+    """Random token ids, the same for the same lengths."""
+    ids = random.Random(sum(lengths))
+    return [[ids.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def check(reference: Any, prompt: list[int], sequence: Any) -> None:
+    """A sequence's generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
+    assert sequence.tokens[: len(prompt)] == prompt
+    # transformers keeps Gemma-3's cap of attention scores in the config, but hands it to no attention function
+    cap = getattr(reference.config, "attn_logit_softcapping", None)
+    options = {} if cap is None else {"softcap": cap}
+    logits = reference(torch.tensor([sequence.tokens[:-1]]), **options).logits[0, len(prompt) - 1 :]
+    want = logits.float().log_softmax(-1)
+    assert want.argmax(-1).tolist() == sequence.tokens[len(prompt) :]
+    torch.testing.assert_close(torch.stack(sequence.logprobs), want, atol=1e-4, rtol=0)

@@ -79,7 +79,7 @@ class UnequalForCausalLM(Module):
 
 
 def read(fields: Fields, common: dict[str, Any]) -> UnequalConfig:
-    return UnequalConfig(**common)
+    return UnequalConfig(**common, hidden_size=HIDDEN, rms_norm_eps=1e-6, tie_word_embeddings=True)
 
 
 FAMILY = Family(read, "helpers.unequal", "UnequalForCausalLM")

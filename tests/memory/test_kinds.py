@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import pytest
+
 from helpers.memory_bench import Bench, tokens
 from helpers.plans import mixed
 from pagerunner.memory.grant import HOLE, Grant
@@ -49,8 +51,9 @@ def test_a_branch_point_is_remembered_after_it_was_missed_once() -> None:
         assert bench.run("c", shared + tokens(500, 4000)) == 992
 
 
-def test_the_next_turn_continues_near_the_end_of_the_generated_text() -> None:
-    bench = Bench(HYBRID)
+@pytest.mark.parametrize(("page", "hit"), [(16, 192), (48, 192), (128, 128)])
+def test_the_next_turn_continues_near_the_end_of_the_generated_text(page: int, hit: int) -> None:
+    bench = Bench({"full": (page, 1), "recurrent": (16, 2)})
     bench.add("a", tokens(50), 150)
     generated: list[int] = []
     while bench.scheduler.has_work:
@@ -59,7 +62,7 @@ def test_the_next_turn_continues_near_the_end_of_the_generated_text() -> None:
         result = bench.checker.run(plan)
         generated += result.token_ids[0]
         bench.scheduler.commit(plan, result)
-    assert bench.run("b", tokens(50) + generated + tokens(30, 9000)) == 192
+    assert bench.run("b", tokens(50) + generated + tokens(30, 9000)) == hit
     # One snapshot of the prompt and one of the turn; those on the way made room for each other.
     positions = [bench.manager.index.keys[1][page] for page in bench.manager.pool.cached[1]]
     assert len(positions) <= 4
@@ -166,6 +169,19 @@ def test_chunks_get_shorter_before_pages_run_out() -> None:
     lengths = [plan.rows[0].num_tokens for plan in bench.drain()]
     assert lengths[0] == 2000 and 256 <= min(lengths[:-10]) < 2000
     assert bench.scheduler.stats().preemptions_total == 0
+
+
+def test_a_request_is_let_in_when_another_has_done_its_prompt_and_needs_no_long_chunks_any_more() -> None:
+    kinds = {"window-1000": (16, 1)}
+    group = Bench(kinds, batched=512).plan.groups[0]
+    room = 2 * group.pages_needed(3000) - 6  # two prompts at once don't fit, one beside a text that is generated does
+    bench = Bench(kinds, room * group.page_bytes / (1 << 20), 512)
+    bench.add("a", tokens(3000), 100)
+    bench.add("b", tokens(3000, 5000), 1)
+    bench.drain()
+    alone = next(number for number, plan in enumerate(bench.plans) if plan.rows[0].start >= 3000)
+    both = next(number for number, plan in enumerate(bench.plans) if len(plan.rows) > 1)
+    assert both - alone < 16, "as soon as the first needs its next page"
 
 
 def test_connectors_see_no_holes() -> None:

@@ -24,7 +24,7 @@ def admit(manager: KVManager, tokens: list[int], slot: int = 0, *, grow: int | N
 
 def test_a_refusal_has_the_numbers_and_the_knobs() -> None:
     manager = KVManager(one_group(49))
-    assert manager.can_ever_fit(784) and not manager.can_ever_fit(785)
+    assert manager.refusal(784) is None and manager.refusal(785) is not None
     text = str(manager.refusal(1000))
     assert text.startswith("needs 63 pages for 1,000 tokens; the pool has 49.")
     assert "max_tokens" in text and "kv_cache_memory_bytes" in text and "num_gpu_blocks_override" in text

@@ -87,7 +87,7 @@ def test_the_bytes_that_a_refusal_names_are_enough(tokens: int, heads: int) -> N
 def test_auto_is_the_longest_that_the_one_formula_allows(plan: MemoryPlan) -> None:
     length = plan.max_model_len
     assert plan.slabs_needed(length) <= plan.num_slabs < plan.slabs_needed(length + 1) or length in (160, 4096)
-    assert KVManager(plan).can_ever_fit(length)
+    assert KVManager(plan).refusal(length) is None
     assert plan.max_concurrency >= 1
 
 

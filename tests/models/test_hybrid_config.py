@@ -160,6 +160,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5", "at most 1"),
     ("qwen3_5_text", {"head_dim": 20}, "head_dim is 20", "not even"),
     ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype", "float32"),
+    ("qwen3_5_text", {"mamba_ssm_dtype": []}, "mamba_ssm_dtype", "float32"),
+    ("qwen3_5_text", {"layer_types": [{}] * 4}, "layer_types holds {}", "full_attention"),
+    ("qwen3_5_text", {"dtype": ["bfloat16"]}, "dtype is ['bfloat16']", "float32"),
+    ("qwen3_next", {"mlp_only_layers": [4]}, "mlp_only_layers", "from 0 to 3"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate", "gated attention"),
     ("qwen3_5_text", {"output_gate_type": "relu"}, "output_gate_type", "swish"),
     ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers", "must be empty"),
@@ -170,7 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("bamba", {"mamba_d_head": 8}, "mamba_d_head=8", "128"),
     ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads is 8", "mamba_n_groups=3"),
     ("bamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit", "infinity"),
-    ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices", "below 3"),
+    ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices", "from 0 to 2"),
     ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25", "0.5"),
 ]
 

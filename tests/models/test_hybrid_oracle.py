@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
-from helpers.forward import load
-from helpers.hybrid import HybridHarness, Row
+from helpers.forward import check, load, prompts
+from helpers.hybrid import HybridHarness
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.errors import CheckpointError
@@ -83,21 +82,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return (*load(path), reference)
 
     return get
-
-
-@torch.inference_mode()
-def check(reference: Any, prompt: list[int], row: Row) -> None:
-    """The generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
-    assert row.tokens[: len(prompt)] == prompt
-    logits = reference(torch.tensor([row.tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    want = logits.float().log_softmax(-1)
-    assert want.argmax(-1).tolist() == row.tokens[len(prompt) :]
-    torch.testing.assert_close(torch.stack(row.logprobs), want, atol=1e-4, rtol=0)
-
-
-def prompts(lengths: list[int], vocab: int = 512) -> list[list[int]]:
-    ids = random.Random(sum(lengths))
-    return [[ids.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,7 +7,6 @@ with every family, rope rule and shape, and no engine.
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import FAMILIES, make_checkpoint
-from helpers.forward import Harness, Sequence, load
+from helpers.forward import Harness, Sequence, check, load, prompts
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,21 +91,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return path, transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     return get
-
-
-@torch.inference_mode()
-def check(reference: Any, prompt: list[int], sequence: Sequence) -> None:
-    """The generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
-    assert sequence.tokens[: len(prompt)] == prompt
-    logits = reference(torch.tensor([sequence.tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    want = logits.float().log_softmax(-1)
-    assert want.argmax(-1).tolist() == sequence.tokens[len(prompt) :]
-    torch.testing.assert_close(torch.stack(sequence.logprobs), want, atol=1e-4, rtol=0)
-
-
-def prompts(lengths: list[int], vocab: int = 512) -> list[list[int]]:
-    ids = random.Random(sum(lengths))
-    return [[ids.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

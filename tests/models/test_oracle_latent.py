@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
-from helpers.forward import Harness, Sequence, load
+from helpers.forward import Harness, Sequence, check, load, prompts
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.batch import LatentKV
 from pagerunner.errors import CheckpointError, ConfigError
@@ -91,20 +91,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return make_latent_checkpoint(directory, family, seed=len(name), **overrides)
 
     return get
-
-
-def check(reference: Any, prompt: list[int], sequence: Sequence) -> None:
-    """The generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
-    assert sequence.tokens[: len(prompt)] == prompt
-    logits = reference(torch.tensor([sequence.tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    want = logits.float().log_softmax(-1)
-    assert want.argmax(-1).tolist() == sequence.tokens[len(prompt) :]
-    torch.testing.assert_close(torch.stack(sequence.logprobs), want, atol=1e-4, rtol=0)
-
-
-def prompts(lengths: list[int]) -> list[list[int]]:
-    ids = random.Random(sum(lengths))
-    return [[ids.randrange(512) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

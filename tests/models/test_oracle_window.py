@@ -6,7 +6,6 @@ As `test_oracle.py`: the same greedy tokens, log-probabilities within 1e-4, and 
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.forward import Harness, Sequence, load
+from helpers.forward import Harness, Sequence, check, load, prompts
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,24 +78,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 EAGER = {"attn_implementation": "eager"}
-
-
-@torch.inference_mode()
-def check(reference: Any, prompt: list[int], sequence: Sequence) -> None:
-    """The generated tokens are the reference's greedy choice at every step, with its log-probabilities."""
-    assert sequence.tokens[: len(prompt)] == prompt
-    # transformers keeps Gemma-3's cap of attention scores in the config, but hands it to no attention function
-    cap = getattr(reference.config, "attn_logit_softcapping", None)
-    options = {} if cap is None else {"softcap": cap}
-    logits = reference(torch.tensor([sequence.tokens[:-1]]), **options).logits[0, len(prompt) - 1 :]
-    want = logits.float().log_softmax(-1)
-    assert want.argmax(-1).tolist() == sequence.tokens[len(prompt) :]
-    torch.testing.assert_close(torch.stack(sequence.logprobs), want, atol=1e-4, rtol=0)
-
-
-def prompts(lengths: list[int], vocab: int = 512) -> list[list[int]]:
-    ids = random.Random(sum(lengths))
-    return [[ids.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -170,7 +170,7 @@ class Traffic(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except InvalidRequestError:
-                assert length >= self.max_len or not self.manager.can_ever_fit(min(length + max_tokens, self.max_len))
+                assert length >= self.max_len or self.manager.refusal(min(length + max_tokens, self.max_len))
                 continue
             self.requests[request.request_id] = request
             self.outputs[request.request_id] = []

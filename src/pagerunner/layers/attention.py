@@ -8,9 +8,18 @@ from __future__ import annotations
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.layers.linear import FusedLinear
 from pagerunner.ops.norm import qk_norm_
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import rope_
+
+
+def head_projection(
+    features: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, bias: bool
+) -> FusedLinear:
+    """Query, key and value heads of one input side by side, [T, (H + 2 K) D]."""
+    parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+    return FusedLinear(features, parts, dtype, bias=bias)
 
 
 class PagedAttention:

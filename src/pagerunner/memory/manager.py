@@ -83,10 +83,6 @@ class KVManager:
             return Refusal(tokens, self.plan.groups[0].pages_needed(tokens), self.plan.num_pages(0), "pages")
         return Refusal(tokens, self.plan.slabs_needed(tokens), self.plan.num_slabs, "slabs")
 
-    def can_ever_fit(self, tokens: int) -> bool:
-        """Whether a request of `tokens` tokens can finish when it is alone."""
-        return self.refusal(tokens) is None
-
     def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
         """The prefix chain of a new request; requests with equal arguments may share pages."""
         return PrefixChain(chain_seed(cache_salt, adapter, "" if self.enable_prefix_caching else family))
@@ -284,6 +280,7 @@ class KVManager:
             return end
         if start >= grant.target and any(grant.reserve):  # what was reserved was for a prompt
             grant.reserve = [0] * len(grant.reserve)
+            self.version += any(grant.promise)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
         copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []

@@ -15,7 +15,7 @@ from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.types import StateSave
 
-TURN_TOKENS = 64  # while text is generated, its latest snapshot is at most that many tokens old
+TURN_TOKENS = 64  # while text is generated, its latest snapshot is about that many tokens old at most
 
 
 class Snapshots:
@@ -34,6 +34,8 @@ class Snapshots:
         self._keep = keep
         self._planned: dict[tuple[int, PageKey], int] = {}  # what running requests will take
         self._one = [int(other == group) for other in range(len(plan.groups))]
+        cell = plan.hit_granularity  # no hit ends elsewhere, whatever snapshots there are
+        self._turn_tokens = -(-TURN_TOKENS // cell) * cell
 
     def find(self, chain: PrefixChain, tokens: int) -> int:
         """The page with the state after `tokens` tokens, or HOLE."""
@@ -68,7 +70,7 @@ class Snapshots:
         left out. Not `current` grants began before the index was cleared and take none. Whether any were planned.
         """
         marks = [mark for mark in grant.marks if start < mark <= end]
-        turns = end // TURN_TOKENS * TURN_TOKENS
+        turns = end // self._turn_tokens * self._turn_tokens
         is_turn = not marks and turns >= grant.next_save > grant.target
         if current:
             for position in [turns] if is_turn else marks:
@@ -79,7 +81,8 @@ class Snapshots:
         return unplanned
 
     def _set_next(self, grant: Grant, end: int) -> None:
-        turn = (max(end, grant.target) // TURN_TOKENS + 1) * TURN_TOKENS if self._keep else FOREVER
+        step = self._turn_tokens
+        turn = (max(end, grant.target) // step + 1) * step if self._keep else FOREVER
         grant.next_save = next((mark for mark in grant.marks if mark > end), turn)
 
     def _save(self, saves: list[StateSave], row: int, grant: Grant, position: int, is_turn: bool) -> None:

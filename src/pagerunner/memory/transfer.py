@@ -20,7 +20,8 @@ from pagerunner.memory.prefix import PageKey
 class PageRange(msgspec.Struct, frozen=True, array_like=True):
     """One page: `num_bytes` at byte `offset` of the page memory, holding `tokens` tokens' state of `group`.
 
-    `key` names the content: equal keys of one group (and one model) mean equal bytes, on any machine.
+    `key` names the content: equal keys of one group mean equal tokens before them and so equal state, between engines
+    of one model, dtype, kv_cache_dtype and page size; a connector that lends pages to others must compare these itself.
     """
 
     group: int

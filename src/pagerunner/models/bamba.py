@@ -10,13 +10,14 @@ import torch
 
 from pagerunner.attention.recurrent import Mamba2
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.attention import PagedAttention, head_projection
 from pagerunner.layers.embedding import Embedding
-from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.models.decoder import CausalLM
 from pagerunner.models.hybrid_config import BambaConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import gate_then_rms_norm
@@ -30,10 +31,9 @@ class Attention(Module):
         super().__init__()
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.attention_bias)
+        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
+        self.qkv_proj = head_projection(*sizes, dtype, bias=config.attention_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=config.attention_bias)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
@@ -121,21 +121,8 @@ class Decoder(Module):
         return self.final_layernorm.add(x_TD, residual_TD)
 
 
-class BambaForCausalLM(Module):
+class BambaForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: BambaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = Decoder(config, dtype, device)
-        self.tied = config.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        return self.model(batch)
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV
+        super().__init__(config, Decoder(config, dtype, device), dtype)

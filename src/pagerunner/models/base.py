@@ -19,7 +19,7 @@ class ModelConfig(ABC):
 
     `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names
     none). `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are
-    generation_config.json's, by the names of SamplingParams.
+    generation_config.json's, by the names of SamplingParams. With `tie_word_embeddings` the output weights are the embedding's.
     """
 
     path: str
@@ -27,6 +27,9 @@ class ModelConfig(ABC):
     dtype: Dtype
     num_layers: int
     vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

@@ -135,9 +135,8 @@ def _locate(path: str | Path) -> tuple[Path, Path]:
 
 
 def _read_common(fields: Fields, values: dict[str, Any], directory: Path, family: str) -> dict[str, Any]:
-    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    if dtype not in DTYPE_BYTES:
-        raise fields.error("dtype", f"is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}.")
+    given = {"dtype": values.get("dtype") or values.get("torch_dtype")}
+    dtype = Fields(given, fields.where).choice("dtype", tuple(DTYPE_BYTES), "float32")
     vocab_size = fields.integer("vocab_size")
     generation: dict[str, Any] = {}
     if (directory / "generation_config.json").is_file():

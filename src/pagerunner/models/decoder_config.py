@@ -20,13 +20,10 @@ class DecoderConfig(ModelConfig):
     Layers whose place in `windowed` is true see only the last `window` tokens; none where it is empty.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
@@ -85,15 +82,8 @@ def read_window(fields: Fields, window: Any, windowed: tuple[bool, ...]) -> dict
 
 def read_layer_types(fields: Fields, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which layers have a window, from layer_types; `default` where that is absent."""
-    types = fields.take("layer_types")
-    if types is None:
-        return default
-    if not isinstance(types, list) or len(types) != layers:
-        raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {types!r}.")
-    for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
-    return tuple(kind == "sliding_attention" for kind in types)
+    types = fields.names("layer_types", ("sliding_attention", "full_attention"), layers)
+    return default if types is None else tuple(kind == "sliding_attention" for kind in types)
 
 
 def _read_qwen_window(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from pagerunner.attention.compressed import IndexerQueries
 from pagerunner.attention.mla import UpProjection
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots
-from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import GatedExperts
 from pagerunner.layers.norm import LayerNorm, RMSNorm
+from pagerunner.models.decoder import CausalLM, LaggingDecoder
 from pagerunner.models.deepseek_config import DeepseekConfig, IndexerConfig, RoutingConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
@@ -164,43 +164,13 @@ class DecoderLayer(Module):
         return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
 
 
-class Decoder(Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.rotary = Rotary(config.rope, config.rope_dim, dtype, device)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
-        angles = self.rotary(batch.positions)
-        x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
-        for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
-
-
-class DeepseekForCausalLM(Module):
+class DeepseekForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = Decoder(config, dtype, device)
-        self.tied = config.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        rotary = Rotary(config.rope, config.rope_dim, dtype, device)
+        super().__init__(config, LaggingDecoder(config, layers, norm, rotary, dtype), dtype)
         last = config.num_layers
         self.unused_tensors = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        return self.model(batch)
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV

@@ -49,7 +49,6 @@ class DeepseekConfig(ModelConfig):
     `indexer` chooses what a query sees (None: everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
     """
 
-    hidden_size: int
     num_heads: int
     query_rank: int | None
     latent_dim: int
@@ -65,8 +64,6 @@ class DeepseekConfig(ModelConfig):
     shared_experts: int
     dense_layers: int
     routing: RoutingConfig
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     extra_layers: int
     indexer: IndexerConfig | None = None
 

@@ -40,7 +40,6 @@ class DeepseekV4Config(ModelConfig):
     `output_groups` groups of heads to `output_rank` elements each, and then together.
     """
 
-    hidden_size: int
     num_heads: int
     head_dim: int
     rope_dim: int
@@ -62,7 +61,6 @@ class DeepseekV4Config(ModelConfig):
     routing: Literal["sqrtsoftplus", "sigmoid"]
     routing_factor: float
     activation_limit: float
-    rms_norm_eps: float
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
@@ -106,6 +104,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
     return DeepseekV4Config(
         **common,
         hidden_size=hidden,
+        tie_word_embeddings=False,
         num_heads=heads,
         head_dim=head_dim,
         rope_dim=rope_dim,
@@ -157,11 +156,15 @@ def _read_ropes(fields: Fields, head_dim: int, length: int) -> tuple[RopeConfig,
             f"is {given} and partial_rotary_factor {partial:g}; a head of {head_dim} needs an even share.",
         )
     theta, slot_theta = fields.number("rope_theta", 1e4, above=0), fields.number("compress_rope_theta", 1.6e5, above=0)
-    found = fields.take("rope_parameters") or fields.take("rope_scaling") or {}
-    fields.take("rope_scaling")
+    given_ropes, scaling = fields.take("rope_parameters"), fields.take("rope_scaling")
+    found = given_ropes or scaling or {}
+    if scaling and scaling != found:
+        raise fields.error("rope_scaling", f"is {scaling!r:.80}, beside a different rope_parameters.")
     if not isinstance(found, dict):
         raise fields.error("rope_parameters", f"must be an object, got {found!r}.")
-    if not all(isinstance(found.get(name), dict) for name in ("main", "compress")):
+    if all(isinstance(found.get(name), dict) for name in ("main", "compress")):
+        Fields(found, f"{fields.where}: rope_parameters").finish(("main", "compress"))
+    else:
         found = {"main": {}, "compress": {name: x for name, x in found.items() if name != "rope_theta"}}
     ropes = []
     for name, base in (("main", theta), ("compress", slot_theta)):
@@ -172,6 +175,18 @@ def _read_ropes(fields: Fields, head_dim: int, length: int) -> tuple[RopeConfig,
             values.setdefault("attention_factor", 1.0)
         ropes.append(read_rope(Fields({"rope_parameters": values}, f"{fields.where}: {name}"), length))
     return ropes[0], ropes[1], rope_dim
+
+
+def _read_ratios(fields: Fields, count: int) -> list[str] | None:
+    """The kinds of layers as published files number them."""
+    ratios = fields.take("compress_ratios")
+    if ratios is None:
+        return None
+    if not isinstance(ratios, list) or len(ratios) < count or not all(ratio in tuple(_KINDS) for ratio in ratios):
+        raise fields.error(
+            "compress_ratios", f"must be {', '.join(map(str, _KINDS))} for each of {count} layers, got {ratios!r:.80}."
+        )
+    return [_KINDS[ratio] for ratio in ratios[:count]]
 
 
 def _read_layers(fields: Fields, count: int) -> tuple[LayerConfig, ...]:
@@ -186,23 +201,16 @@ def _read_layers(fields: Fields, count: int) -> tuple[LayerConfig, ...]:
     for rate in rates.values():
         if not isinstance(rate, int) or isinstance(rate, bool) or rate < 2:
             raise fields.error("compress_rates", f"must be whole numbers of at least 2, got {rate!r}.")
-    kinds = fields.take("layer_types")
-    ratios = fields.take("compress_ratios")
-    if kinds is None and ratios is not None:
-        kinds = [_KINDS.get(ratio) for ratio in ratios] if isinstance(ratios, list) else ratios
-    if kinds is None:
-        kinds = [_HEAVY if i < 2 or i % 2 == 0 else _SPARSE for i in range(count)]
-    name = "layer_types" if ratios is None else "compress_ratios"
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {*rates, _WINDOW}:
-        raise fields.error(name, f"must name one of {_WINDOW}, {_SPARSE}, {_HEAVY} for each of {count} layers.")
+    kinds = fields.names("layer_types", (_WINDOW, _SPARSE, _HEAVY), count, more=True)
+    numbered = _read_ratios(fields, count)
+    if numbered is not None and kinds not in (None, numbered):
+        raise fields.error("compress_ratios", f"means {numbered!r:.80}, beside another layer_types.")
+    kinds = kinds or numbered or [_HEAVY if i < 2 or i % 2 == 0 else _SPARSE for i in range(count)]
     hashed = fields.integer("num_hash_layers", _HASHED_LAYERS, least=0)
-    mlps = fields.take("mlp_layer_types")
-    if mlps is None:
-        mlps = ["hash_moe" if i < hashed else "moe" for i in range(count)]
-    if not isinstance(mlps, list) or len(mlps) < count or not set(mlps) <= {"hash_moe", "moe"}:
-        raise fields.error("mlp_layer_types", f"must name hash_moe or moe for each of {count} layers.")
+    mlps = fields.names("mlp_layer_types", ("hash_moe", "moe"), count, more=True)
+    mlps = mlps or ["hash_moe" if i < hashed else "moe" for i in range(count)]
     found, memory = [], 0
-    for kind, mlp in zip(kinds[:count], mlps, strict=False):
+    for kind, mlp in zip(kinds, mlps, strict=True):
         found.append(LayerConfig(rates.get(kind, 1), kind == _SPARSE, mlp == "hash_moe", memory))
         memory += 1 if kind == _WINDOW else 3
     return tuple(found)

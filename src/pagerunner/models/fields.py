@@ -109,6 +109,29 @@ class Fields:
             raise self.error(name, f"is {value!r}, which is not supported; it must be one of {', '.join(allowed)}.")
         return str(value)
 
+    def names(self, name: str, allowed: Iterable[str], count: int, *, more: bool = False) -> list[str] | None:
+        """A list of `count` of the `allowed` names, one per layer (with `more`, at least as many); None where it is absent or null."""
+        value = self._values.pop(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < count or (len(value) > count and not more):
+            raise self.error(name, f"must be a list of {count} names, one per layer, got {value!r:.120}.")
+        allowed = tuple(allowed)
+        for kind in value:
+            if kind not in allowed:
+                raise self.error(
+                    name, f"holds {kind!r}, which is not supported in this family; supported are {', '.join(allowed)}."
+                )
+        return value[:count]
+
+    def layers(self, name: str, count: int) -> list[int] | None:
+        """A list of numbers of the model's `count` layers; None where it is absent or null."""
+        value = self._values.pop(name, None)
+        whole = isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+        if value is not None and not (whole and all(0 <= x < count for x in value)):
+            raise self.error(name, f"must be a list of layer numbers from 0 to {count - 1}, got {value!r:.120}.")
+        return None if value is None else list(value)
+
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Refuse any field that was not taken, is not irrelevant, and could have an effect (is not null)."""
         known = IRRELEVANT_FIELDS.union(ignored)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.attention import PagedAttention, head_projection
 from pagerunner.layers.embedding import Embedding
-from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import OffsetRMSNorm
+from pagerunner.models.decoder import CausalLM
 from pagerunner.models.rotary import Rotary
 from pagerunner.models.window_config import Gemma3Config
 from pagerunner.ops.activation import gelu_tanh_and_mul, softcap_
@@ -28,10 +29,9 @@ class Attention(Module):
     def __init__(self, config: Gemma3Config, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.o_bias)
+        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
+        self.qkv_proj = head_projection(*sizes, dtype, bias=config.qkv_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=config.o_bias)
         self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, config.query_scalar**-0.5, config.attention_softcap)
@@ -91,22 +91,14 @@ class Decoder(Module):
         return self.norm.add(x_TD, residual_TD)
 
 
-class Gemma3ForCausalLM(Module):
+class Gemma3ForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: Gemma3Config, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = Decoder(config, dtype, device)
-        self.tied = config.tie_word_embeddings
+        super().__init__(config, Decoder(config, dtype, device), dtype)
         self.softcap = config.logits_softcap
-        if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
+        logits_SV = super().compute_logits(hidden_SD)
         return softcap_(logits_SV, self.softcap) if self.softcap else logits_SV

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention
-from pagerunner.layers.embedding import Embedding
-from pagerunner.layers.linear import FusedLinear, Linear
+from pagerunner.layers.attention import PagedAttention, head_projection
+from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.decoder import CausalLM, LaggingDecoder
 from pagerunner.models.rotary import Rotary
 from pagerunner.models.window_config import GptOssConfig
 from pagerunner.ops.activation import clamped_swiglu
@@ -30,11 +30,10 @@ class Attention(Module):
     def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
         self.weights = {"sinks": torch.empty(self.num_heads, dtype=dtype, device="meta")}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.o_bias)
+        self.qkv_proj = head_projection(*sizes, dtype, bias=config.qkv_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=config.o_bias)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
     def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
@@ -118,41 +117,11 @@ class DecoderLayer(Module):
         return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
 
 
-class Decoder(Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
-        angles = self.rotary(batch.positions)
-        x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
-        for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
-
-
-class GptOssForCausalLM(Module):
+class GptOssForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = Decoder(config, dtype, device)
-        self.tied = config.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        return self.model(batch)
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV
+        layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        rotary = Rotary(config.rope, config.head_dim, dtype, device)
+        super().__init__(config, LaggingDecoder(config, layers, norm, rotary, dtype), dtype)

@@ -32,13 +32,10 @@ class HybridConfig(ModelConfig):
     `recurrence_dtype` is what the latter is kept in; None means as the former and the keys and values are.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     rope: RopeConfig
     attention_bias: bool
     layer_kinds: tuple[LayerKind, ...]
@@ -143,9 +140,7 @@ def read_qwen3_next(fields: Fields, common: dict[str, Any]) -> GatedDeltaConfig:
     """Qwen3-Next: every layer a mixture of experts except those that the config names."""
     layers = common["num_layers"]
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.take("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise fields.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}.")
+    dense = fields.layers("mlp_only_layers", layers) or []
     count = fields.integer("num_experts", 512, least=0)
     used = tuple(count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers))
     normalise = fields.flag("norm_topk_prob", True)
@@ -194,9 +189,7 @@ def _read_gated_delta(
         raise fields.error(
             "linear_num_value_heads", f"is {value_heads}, which linear_num_key_heads={key_heads} does not divide."
         )
-    dtype = fields.take("mamba_ssm_dtype")
-    if dtype is not None and dtype not in DTYPE_BYTES:
-        raise fields.error("mamba_ssm_dtype", f"is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}.")
+    dtype = fields.choice("mamba_ssm_dtype", tuple(DTYPE_BYTES), "") or None
     for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # layers that guess more than one token
         fields.take(name)
     if dense := fields.take("mlp_only_layers"):
@@ -234,9 +227,7 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
     limit = fields.take("time_step_limit")
     if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise fields.error("time_step_limit", f"is {limit!r}; only [0, infinity] is supported.")
-    attention = fields.take("attn_layer_indices") or []
-    if not isinstance(attention, list) or not all(isinstance(at, int) and 0 <= at < layers for at in attention):
-        raise fields.error("attn_layer_indices", f"must be a list of layer numbers below {layers}, got {attention!r}.")
+    attention = fields.layers("attn_layer_indices", layers) or []
     partial = fields.take("partial_rotary_factor")
     if partial not in (None, 0.5):
         raise fields.error(
@@ -268,14 +259,9 @@ def _read_kinds(fields: Fields, layers: int) -> dict[str, Any]:
     """
     interval = fields.integer("full_attention_interval", 4)
     used, window = fields.flag("use_sliding_window", False), fields.take("sliding_window")
-    kinds = fields.take("layer_types")
+    kinds = fields.names("layer_types", _KINDS, layers)
     if kinds is None:
         kinds = ["full_attention" if (at + 1) % interval == 0 else "linear_attention" for at in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise fields.error("layer_types", f"must be a list of {layers} names, one per layer, got {kinds!r}.")
-    for kind in kinds:
-        if kind not in _KINDS:
-            raise fields.error("layer_types", f"holds {kind!r}, which is not supported in this family.")
     named = tuple(_KINDS[kind] for kind in kinds)
     windowed = tuple(kind == "sliding_attention" for kind in named)
     if any(windowed) and not used:

@@ -51,11 +51,9 @@ def read_llama4_text(fields: Fields, common: dict[str, Any]) -> Llama4Config:
         raise fields.error("no_rope_layers", f"must be 0 or 1 for each of {layers} layers, got {flags!r:.80}.")
     rotary = tuple(bool(flag) for flag in flags[:layers])
     step = fields.integer("interleave_moe_layer_step", 1)
-    expert_layers = fields.take("moe_layers")
+    expert_layers = fields.layers("moe_layers", layers)
     if expert_layers is None:
         expert_layers = list(range(step - 1, layers, step))
-    if not isinstance(expert_layers, list) or not all(isinstance(i, int) for i in expert_layers):
-        raise fields.error("moe_layers", f"must be a list of layer numbers, got {expert_layers!r:.80}.")
     experts, active = read_expert_counts(fields, 16)
     tuned = bool(fields.take("attn_temperature_tuning", True))
     floor, scale = fields.integer("floor_scale", 8192), fields.number("attn_scale", 0.1)
@@ -93,11 +91,7 @@ def read_llama4_text(fields: Fields, common: dict[str, Any]) -> Llama4Config:
 def _read_chunks(fields: Fields, layers: int, rotary: tuple[bool, ...]) -> dict[str, Any]:
     """`chunk` and `chunked`. A chunk that no sequence outgrows is none."""
     names = ("full_attention", "chunked_attention")
-    types = fields.take("layer_types") or [names[rope] for rope in rotary]
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(names):
-        raise fields.error(
-            "layer_types", f"must be {' or '.join(names)} for each of {layers} layers, got {types!r:.80}."
-        )
+    types = fields.names("layer_types", names, layers) or [names[rope] for rope in rotary]
     chunked = tuple(kind == "chunked_attention" for kind in types)
     chunk = fields.take("attention_chunk_size", 8192)
     if any(chunked) and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):

@@ -31,9 +31,7 @@ def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
     fields.take("max_window_layers")  # the reference reads it in no layer of this family
     bias = fields.flag("attention_bias", False)
     experts, active = read_expert_counts(fields)
-    dense = fields.take("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(x, int) and not isinstance(x, bool) for x in dense):
-        raise fields.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}.")
+    dense = fields.layers("mlp_only_layers", layers) or []
     step = fields.integer("decoder_sparse_step", 1)
     own = {
         **read_window(fields, window, (used,) * layers),

@@ -16,13 +16,13 @@ import torch
 from pagerunner.attention.recurrent import GatedDelta
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
-from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.models.decoder import CausalLM, LaggingDecoder
 from pagerunner.models.hybrid_config import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm_then_gate
@@ -177,62 +177,33 @@ class DecoderLayer(Module):
         return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
 
 
-class Decoder(Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(
-        self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device, recurrent: type[GatedDeltaNet]
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = tuple(DecoderLayer(config, i, dtype, recurrent) for i in range(config.num_layers))
-        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
-        angles = self.rotary(batch.positions)
-        x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
-        for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
+def _decoder(
+    config: GatedDeltaConfig, recurrent: type[GatedDeltaNet], dtype: torch.dtype, device: torch.device
+) -> LaggingDecoder:
+    layers = tuple(DecoderLayer(config, i, dtype, recurrent) for i in range(config.num_layers))
+    norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    return LaggingDecoder(config, layers, norm, Rotary(config.rope, config.rotary_dim, dtype, device), dtype)
 
 
-class Qwen3NextForCausalLM(Module):
+class Qwen3NextForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
-    recurrent: type[GatedDeltaNet] = GroupedGatedDeltaNet
-    unused_tensors: tuple[str, ...] = ("mtp.",)  # layers that guess more than one token
+    unused_tensors = ("mtp.",)  # layers that guess more than one token
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = Decoder(config, dtype, device, self.recurrent)
-        self.tied = config.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        return self.model(batch)
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV
+        super().__init__(config, _decoder(config, GroupedGatedDeltaNet, dtype, device), dtype)
 
 
-class Qwen35ForCausalLM(Qwen3NextForCausalLM):
+class Qwen35ForCausalLM(CausalLM):
     """Qwen3.5's text model, from a checkpoint of its own or from one that also has a vision part.
 
     The latter names the text model `model.language_model`.
     """
 
-    recurrent = PlainGatedDeltaNet
     unused_tensors = ("mtp.", "model.visual.")
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype, device)
+        super().__init__(config, _decoder(config, PlainGatedDeltaNet, dtype, device), dtype)
         self.inner_name = "model.language_model." if config.family in ("qwen3_5", "qwen3_5_moe") else "model."
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
