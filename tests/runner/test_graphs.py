@@ -17,9 +17,10 @@ from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import LayerKV
 from pagerunner.engine import build
 from pagerunner.errors import ConfigError
+from pagerunner.runner import runner as runner_module
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.graphs import GraphKey, decode_sizes, mixed_sizes
+from pagerunner.runner.graphs import GraphKey, decode_sizes, is_telling, mixed_sizes
 from pagerunner.runner.pages import Pages
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 9, 30 + i, 4] * (1 + 4 * i)} for i in range(5)]
@@ -259,3 +260,27 @@ def test_no_tensor_of_the_runner_lies_in_the_arena(model: str, monkeypatch: pyte
         assert in_arena == 0
         assert count > 20
         assert inside(runner, ())[0] > 10, "the search doesn't find what it looks for"
+
+
+def test_a_rehearsal_leaves_out_shapes_that_need_no_kernels_of_their_own() -> None:
+    decode = [GraphKey(rows, rows, True) for rows in (1, 2, 16, 24, 32, 40, 64, 120, 256)]
+    assert [key.rows for key in decode if is_telling(key)] == [1, 2, 16, 24, 32, 64, 256]
+    assert is_telling(GraphKey(96, 96, False))
+
+
+def test_a_start_is_rehearsed_under_the_name_of_its_kernels_and_nothing_remains_of_it(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = generate(start(model))
+    names: list[str] = []
+
+    def compile_ahead(device: torch.device, name: str, rehearse: Any) -> int:
+        names.append(name)
+        rehearse()
+        return 0
+
+    monkeypatch.setattr(runner_module, "compile_ahead", compile_ahead)
+    assert generate(start(model)) == want
+    start(model)
+    start(model, max_num_seqs=4)
+    assert names[0] == names[1] != names[2]

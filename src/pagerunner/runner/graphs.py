@@ -144,6 +144,13 @@ class Captured:
     states: list[Any]
 
 
+def is_telling(key: GraphKey) -> bool:
+    """Whether a shape may need other kernels than the rest: these are chosen by size up to powers of two, and made
+    anew for numbers that are 1, multiples of 16, or neither.
+    """
+    return not key.decode or key.rows <= 24 or key.rows & (key.rows - 1) == 0
+
+
 class StepGraphs:
     """All graphs of a runner. `work(batch, decode)` is what they do with a batch."""
 
@@ -181,14 +188,18 @@ class StepGraphs:
         captured.graph.replay()
         return captured.graph.outputs
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised."""
+    def warm_up(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
+        """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
+
+        In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out.
+        """
         self._builder.clear()
-        for done, key in enumerate(self.keys):
+        keys = [key for key in self.keys if not rehearsal or is_telling(key)]
+        for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
             self._work(batch, key.decode)
             if progress is not None:
-                progress(done + 1, len(self.keys))
+                progress(done + 1, len(keys))
 
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture every shape, largest first, so that smaller ones find their memory there."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.sample import greedy
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
@@ -131,12 +132,17 @@ class ModelRunner:
         return PendingStep(plan, step.sampled_rows, sampled, {})
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
         """Run the largest steps, and each shape that will be captured, so that whatever happens at first use has
         happened: kernels compiled, memory for temporary tensors taken. Writes to the first page of each group only.
 
-        To be called before the first request. `progress(done, total)` counts shapes.
+        To be called before the first request. `progress(done, total)` counts shapes. `name` stands for everything that
+        decides which kernels there are, sizes included.
         """
+        compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
+        self._first_runs(progress)
+
+    def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
         params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=1)
         greedy = SamplingParams(temperature=0.0, max_tokens=1)
         for slot in range(self._builder.max_rows):
@@ -149,7 +155,7 @@ class ModelRunner:
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
-        self._graphs.warm_up(progress)
+        self._graphs.warm_up(progress, rehearsal=rehearsal)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
