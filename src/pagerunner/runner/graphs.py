@@ -168,7 +168,9 @@ def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
     keys = [GraphKey(size, size, True) for size in sizes if not min_sharing_rows or size < min_sharing_rows]
     shared = [size for size in sizes if 0 < min_sharing_rows <= size]
     keys += [GraphKey(size, size, True, apart=True) for size in shared]
-    return keys + [GraphKey(size, size, True) for size in shared if size % SHARING_STEP == 0 or size in (shared[0], sizes[-1])]
+    return keys + [
+        GraphKey(size, size, True) for size in shared if size % SHARING_STEP == 0 or size in (shared[0], sizes[-1])
+    ]
 
 
 def is_telling(key: GraphKey) -> bool:
