@@ -118,7 +118,7 @@ class ModelRunner:
         step = self._staging.stage(
             plan.rows, tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
         )
-        if len(step.table_places_N):
+        if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
         scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []

@@ -19,7 +19,7 @@ from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
 from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
-from pagerunner.runner.sampling.transfer import HostCopy, to_device
+from pagerunner.runner.sampling.transfer import BestCopies, BestCopy, HostCopy, to_device
 from pagerunner.types import SlotInit, TokenLogprobs
 
 _KEPT_LAYOUTS = 8
@@ -39,7 +39,7 @@ class Sampled:
     def __init__(
         self,
         token_ids: torch.Tensor,
-        copy: HostCopy,
+        copy: HostCopy | BestCopy,
         logprob_rows: LogprobRows | None,
         known_errors: dict[int, str],
     ) -> None:
@@ -96,6 +96,7 @@ class Sampler:
         # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
         self._recent = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=self._device)
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._best_copies = BestCopies(max_num_seqs, self._device)
 
     @staticmethod
     def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -127,7 +128,7 @@ class Sampler:
 
     def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
         """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
-        return Sampled(tokens_S, HostCopy((tokens_S, best_S), self._device), None, {})
+        return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), None, {})
 
     def sample(self, logits_SV: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
         """Sample one token per row. The logits are consumed: processors change them in place.
