@@ -228,7 +228,9 @@ def many_table() -> None:
         chosen.setdefault(place, []).append((tokens, best[0][2] if won else None))
     linear_many.CHOSEN = {place: tuple(blocks) for place, blocks in chosen.items()}
     linear_many.many_config.cache_clear()
-    print(f"CHOSEN = {linear_many.CHOSEN!r}", flush=True)
+    for place, blocks in linear_many.CHOSEN.items():  # as it goes into the file, but for the names
+        shown = ", ".join(f"({most}, {config and tuple(config)})" for most, config in blocks)
+        print(f"CHOSEN {place}: {shown}", flush=True)
     for model, tokens in itertools.product(MODELS, MANY_TOKENS):
         times = [graph_us(step(model, tokens, how), 1000) for how in ("separate", "fused")]
         print(

@@ -340,7 +340,7 @@ def _unit_part(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "least"])
+@triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
@@ -408,7 +408,7 @@ def decode_kernel(
         oldest, stop = next_oldest, next_stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared_split"])
 def shared_kernel(
     q_ptr, q_st, q_sh, kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
