@@ -17,9 +17,10 @@ from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import LayerKV
 from pagerunner.engine import build
 from pagerunner.errors import ConfigError
+from pagerunner.runner import runner as runner_module
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.graphs import GraphKey, decode_sizes, mixed_sizes
+from pagerunner.runner.graphs import GraphKey, decode_keys, decode_sizes, is_telling, mixed_sizes
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.runner import PROMPT_LOGPROBS_CHUNK
 from pagerunner.runner.sampling import sampler
@@ -52,6 +53,7 @@ def generate(llm: LLM) -> list[list[int]]:
 class Lazy:
     def __init__(self, shape: GraphShape | None) -> None:
         self.in_graph = shape is not None
+        self.sharing = shape is None or shape.sharing
         self.lens_R: torch.Tensor | None = None
 
 
@@ -280,3 +282,60 @@ def test_no_tensor_of_the_runner_lies_in_the_arena(model: str, monkeypatch: pyte
         assert in_arena == 0
         assert count > 20
         assert inside(runner, ())[0] > 10, "the search doesn't find what it looks for"
+
+
+def test_a_rehearsal_leaves_out_shapes_that_need_no_kernels_of_their_own() -> None:
+    decode = [GraphKey(rows, rows, True) for rows in (1, 2, 16, 24, 32, 40, 64, 120, 256)]
+    assert [key.rows for key in decode if is_telling(key)] == [1, 2, 16, 24, 32, 64, 256]
+    assert is_telling(GraphKey(96, 96, False))
+
+
+def test_a_start_is_rehearsed_under_the_name_of_its_kernels_and_nothing_remains_of_it(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = generate(start(model))
+    names: list[str] = []
+
+    def compile_ahead(device: torch.device, name: str, rehearse: Any) -> int:
+        names.append(name)
+        rehearse()
+        return 0
+
+    monkeypatch.setattr(runner_module, "compile_ahead", compile_ahead)
+    assert generate(start(model)) == want
+    start(model)
+    start(model, max_num_seqs=4)
+    assert names[0] == names[1] != names[2]
+
+
+def test_rows_that_begin_with_different_pages_have_graphs_that_do_not_look_for_shared_ones(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the least number of rows one graph serves both; what the rows share decides, not what others had."""
+    monkeypatch.setattr(PagedBackend, "min_sharing_rows", 3)
+    llm = start(model)
+    graphs = runner_of(llm)._graphs
+    decode = [(key.rows, key.apart) for key in graphs.keys if key.decode]
+    assert decode == [(6, True), (6, False), (4, True), (4, False), (2, False), (1, False)]
+    ran: list[GraphKey] = []
+    replay = graphs.replay
+    graphs.replay = lambda captured, *step: ran.append(captured.key) or replay(captured, *step)
+    shared = [{"prompt_token_ids": [7, 8, 9, 3] * 12 + [10 + i, 5]} for i in range(5)]
+    found = {}
+    for name, prompts in (("apart", PROMPTS), ("shared", shared), ("apart again", PROMPTS), ("two", PROMPTS[:2])):
+        ran.clear()
+        llm.generate(prompts, PARAMS, use_tqdm=False)
+        found[name] = {(key.rows, key.apart) for key in ran if key.decode}
+    assert (6, True) in found["apart"] and (6, False) not in found["apart"]
+    assert (6, False) in found["shared"]
+    assert (6, False) not in found["apart again"]
+    assert found["two"] <= {(2, False), (1, False)}
+    states = {captured.key: captured.states[0].sharing for captured in graphs._decode.graphs + graphs._apart.graphs}
+    assert all(sharing is not key.apart for key, sharing in states.items())
+
+
+def test_graphs_for_shared_pages_are_few() -> None:
+    keys = decode_keys(decode_sizes(72), 16)
+    assert [key.rows for key in keys if not key.apart] == [1, 2, 4, 8, 16, 32, 64, 72]
+    assert [key.rows for key in keys if key.apart] == [16, 24, 32, 40, 48, 56, 64, 72]
+    assert not any(key.apart for key in decode_keys(decode_sizes(72), 0))

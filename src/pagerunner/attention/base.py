@@ -36,11 +36,14 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a captured graph is for: at most `rows` rows of `tokens` tokens in all, sequences up to `max_seq_len`."""
+    """What a captured graph is for: at most `rows` rows of `tokens` tokens in all, sequences up to `max_seq_len`.
+    `sharing`: all rows may begin with the same pages; if not, nobody needs to look.
+    """
 
     rows: int
     tokens: int
     max_seq_len: int
+    sharing: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class DeviceBackend(Protocol):
     name: str
     reads_tables: bool  # always True: what tells such a backend from those that are planned from gathered tables
     plans_on_host: bool
+    min_sharing_rows: int  # steps of fewer rows don't look for pages that all rows share; 0: none does
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Why this backend can't serve layers of `spec` with queries of `dtype` on `device`; None if it can."""

@@ -124,6 +124,7 @@ class _HostPlanned:
 
     reads_tables = True
     plans_on_host = True
+    min_sharing_rows = 0
 
     def __init__(self) -> None:
         self._uses: dict[Use, None] = {}

@@ -15,6 +15,7 @@ from pagerunner.attention.capability import lacks
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.paged_attention import (
+    MIN_SHARING_ROWS,
     HeadPrep,
     PagedKV,
     PagedPlan,
@@ -33,6 +34,7 @@ class PagedBackend:
     name = "triton"
     reads_tables = True
     plans_on_host = False
+    min_sharing_rows = MIN_SHARING_ROWS
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves full, windowed and chunked attention in float32, float16 and bfloat16."""
@@ -63,6 +65,7 @@ class PagedBackend:
             one_token=rows.one_token,
             max_query_len=rows.max_query_len,
             fresh=fresh,
+            sharing=state is None or state.sharing,
         )
 
     def forward(

@@ -129,6 +129,7 @@ class PagedLatentBackend:
     name = "paged_mla"
     reads_tables = True
     plans_on_host = False
+    min_sharing_rows = 0
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves uncompressed latents of one floating dtype, all of them kept."""

@@ -86,6 +86,7 @@ class PagedRecurrentBackend:
     name = "paged_recurrent"
     reads_tables = True
     plans_on_host = True
+    min_sharing_rows = 0
 
     def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
         """Serves every recurrent state, on CUDA devices through Triton's kernels."""

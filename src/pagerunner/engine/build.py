@@ -30,6 +30,7 @@ from pagerunner.memory.report import plan_table
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
 from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.ops.ahead import load_compiler
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -86,6 +87,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         card = Card.first()
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
+    load_compiler(torch.device(config.device))
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     model, weights, fill_weights = _load_model(resolved, arena, meter, progress)
     with meter.phase("pages"):
@@ -94,7 +96,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         runner = _make_runner(resolved, model, kv_bytes)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
-            runner.warm_up()
+            runner.warm_up(name=_kernels_name(resolved))
         with meter.phase("capture", "graphs"):
             runner.capture()
     if card is not None and memory is not None:
@@ -160,6 +162,16 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
 def graph_engine(device: torch.device) -> GraphEngine | None:
     """What records graphs on a device; None on the CPU, where there is nothing to gain."""
     return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def _kernels_name(resolved: Resolved) -> str:
+    """What decides which kernels a start needs. One thing too few, and a start compiles what it lacks one by one."""
+    config = resolved.config
+    sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
+    choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
+    graphs = (config.enforce_eager, config.cudagraph_capture_sizes)
+    pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
+    return repr((resolved.model, sizes, choices, graphs, pages, bool(resolved.kv_scales)))
 
 
 def _load_model(

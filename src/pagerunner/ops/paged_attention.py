@@ -51,7 +51,7 @@ class PagedPlan:
     Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
     tokens, or all (both 0). `one_token`: token t is row t's only one. `max_query_len` is a bound of
     what the device tensors say. `fresh`: where the host knows that rows of this many tokens each, with nothing before
-    them, are the whole step. `scratch` is what kernels compute once a step.
+    them, are the whole step. `sharing`: all rows may begin with the same pages. `scratch` is what kernels compute once a step.
     """
 
     window: int = 0
@@ -59,6 +59,7 @@ class PagedPlan:
     one_token: bool = False
     max_query_len: int = 0
     fresh: tuple[int, ...] = ()
+    sharing: bool = True
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def oldest(self, position: int) -> int:
@@ -66,6 +67,9 @@ class PagedPlan:
         if self.chunk:
             return position // self.chunk * self.chunk
         return max(position - self.window + 1, 0) if self.window else 0
+
+
+MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 
 
 class HeadPrep(NamedTuple):

@@ -48,3 +48,57 @@ class ToHost:
         if self._event is not None:
             self._event.synchronize()
         return [t.tolist() for t in self._tensors]
+
+
+class BestCopies:
+    """Copies of the most likely tokens and their logits to the host: `ToHost` for what every step of a greedy batch
+    sends, in host memory that is used again, as allocating it and its event takes as long as the copies.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._on_cuda = device.type == "cuda"
+        self._free: list[_BestBuffers] = []
+
+    def copy(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> BestCopy:
+        """Queue the copies of tokens int64 [S] and logits float32 [S]."""
+        buffers = self._free.pop() if self._free else _BestBuffers(self._max_rows, self._on_cuda)
+        return BestCopy(buffers, tokens_S, best_S, self._free)
+
+
+class _BestBuffers:
+    """Host memory of one step, and what says that it has been written."""
+
+    __slots__ = ("best", "event", "tokens")
+
+    def __init__(self, max_rows: int, on_cuda: bool) -> None:
+        with torch.inference_mode(False):
+            self.tokens = torch.empty(max_rows, dtype=torch.int64, pin_memory=on_cuda)
+            self.best = torch.empty(max_rows, dtype=torch.float32, pin_memory=on_cuda)
+        self.event: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+
+class BestCopy:
+    """One step's copies; see ToHost. To be read once: then the memory is the next step's."""
+
+    __slots__ = ("_buffers", "_count", "_free")
+
+    def __init__(
+        self, buffers: _BestBuffers, tokens_S: torch.Tensor, best_S: torch.Tensor, free: list[_BestBuffers]
+    ) -> None:
+        self._buffers = buffers
+        self._free = free
+        self._count = count = tokens_S.shape[0]
+        buffers.tokens[:count].copy_(tokens_S, non_blocking=True)
+        buffers.best[:count].copy_(best_S, non_blocking=True)
+        if buffers.event is not None:
+            buffers.event.record()
+
+    def lists(self) -> list[list[Any]]:
+        """Tokens and logits; waits for the copies where they are not done yet."""
+        buffers = self._buffers
+        if buffers.event is not None:
+            buffers.event.synchronize()
+        found = [buffers.tokens[: self._count].tolist(), buffers.best[: self._count].tolist()]
+        self._free.append(buffers)
+        return found

@@ -66,6 +66,15 @@ class BatchBuilder:
         """Whether every group's backend reads tables on the device, so that steps may run in graphs."""
         return all(reads_tables(backend) for backend in self._backends)
 
+    @property
+    def min_sharing_rows(self) -> int:
+        """Steps of fewer rows don't look for pages that all rows share; 0: no step does."""
+        return min((b.min_sharing_rows for b in self._backends if reads_tables(b) and b.min_sharing_rows), default=0)
+
+    def may_share(self, slots: Sequence[int]) -> bool:
+        """Whether the sequences of these slots may begin with the same pages, by what the tables were last told."""
+        return self._tables.may_share(slots)
+
     def new_states(self, shape: GraphShape | None) -> list[Any]:
         """Fresh state of each group's backend: for one graph, or for eager steps."""
         return [backend.new_state(shape) if reads_tables(backend) else None for backend in self._backends]

@@ -26,6 +26,7 @@ from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave
 
+SHARING_STEP = 32  # rows between graphs of decode steps whose rows may share their first pages
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
 Tensors = tuple[torch.Tensor, ...]
 Progress = Callable[[int, int], None]
@@ -94,11 +95,14 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one."""
+    """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one;
+    with `apart`, rows don't all begin with the same pages.
+    """
 
     rows: int
     tokens: int
     decode: bool
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,38 @@ class Captured:
     states: list[Any]
 
 
+class _Shelf:
+    """Graphs of one kind by size, the smallest first."""
+
+    def __init__(self, graphs: list[Captured]) -> None:
+        self.graphs = graphs
+        self._sizes = [captured.key.tokens for captured in graphs]
+
+    def find(self, size: int) -> Captured | None:
+        """The smallest that `size` fits in."""
+        place = bisect_left(self._sizes, size)
+        return self.graphs[place] if place < len(self.graphs) else None
+
+
+def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
+    """Graphs of decode steps. From `min_sharing_rows` on, each size has one for rows that don't share their first
+    pages, and few sizes have one for rows that may.
+    """
+    keys = [GraphKey(size, size, True) for size in sizes if not min_sharing_rows or size < min_sharing_rows]
+    shared = [size for size in sizes if 0 < min_sharing_rows <= size]
+    keys += [GraphKey(size, size, True, apart=True) for size in shared]
+    return keys + [
+        GraphKey(size, size, True) for size in shared if size % SHARING_STEP == 0 or size in (shared[0], sizes[-1])
+    ]
+
+
+def is_telling(key: GraphKey) -> bool:
+    """Whether a shape may need other kernels than the rest: these are chosen by size up to powers of two, and made
+    anew for numbers that are 1, multiples of 16, or neither.
+    """
+    return not key.decode or key.rows <= 24 or key.rows & (key.rows - 1) == 0
+
+
 class StepGraphs:
     """All graphs of a runner. `work(batch, decode)` is what they do with a batch."""
 
@@ -156,23 +192,19 @@ class StepGraphs:
         most_rows = builder.tensors.slots_R.shape[0]
         keys: list[GraphKey] = []
         if settings.engine is not None and builder.reads_tables:
-            keys += [GraphKey(size, size, True) for size in settings.decode_sizes]
+            keys += decode_keys(settings.decode_sizes, builder.min_sharing_rows)
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
-        self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows), reverse=True))
-        self._decode: list[Captured] = []
-        self._mixed: list[Captured] = []
-        self._decode_rows: list[int] = []
-        self._mixed_tokens: list[int] = []
+        self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.apart), reverse=True))
+        self._decode = self._apart = self._mixed = _Shelf([])
 
     def find(self, step: StagedStep) -> Captured | None:
         """The smallest graph that the step fits in."""
         where = step.where
-        if where.one_token and len(step.sampled_rows) == where.rows:
-            sizes, graphs, size = self._decode_rows, self._decode, where.rows
-        else:
-            sizes, graphs, size = self._mixed_tokens, self._mixed, where.tokens
-        place = bisect_left(sizes, size)
-        return graphs[place] if place < len(graphs) else None
+        if not where.one_token or len(step.sampled_rows) != where.rows:
+            return self._mixed.find(where.tokens)
+        if self._apart.graphs and not self._builder.may_share(step.slots):
+            return self._apart.find(where.rows)
+        return self._decode.find(where.rows)
 
     def replay(self, captured: Captured, step: StagedStep, state_saves: Sequence[StateSave]) -> Tensors:
         """Run the step; the graph's outputs, padded, are valid until the next step."""
@@ -181,14 +213,18 @@ class StepGraphs:
         captured.graph.replay()
         return captured.graph.outputs
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised."""
+    def warm_up(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
+        """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
+
+        In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out.
+        """
         self._builder.clear()
-        for done, key in enumerate(self.keys):
+        keys = [key for key in self.keys if not rehearsal or is_telling(key)]
+        for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
             self._work(batch, key.decode)
             if progress is not None:
-                progress(done + 1, len(self.keys))
+                progress(done + 1, len(keys))
 
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture every shape, largest first, so that smaller ones find their memory there."""
@@ -206,14 +242,14 @@ class StepGraphs:
             if collects:
                 gc.enable()
         made.reverse()
-        self._decode = [captured for captured in made if captured.key.decode]
-        self._mixed = [captured for captured in made if not captured.key.decode]
-        self._decode_rows = [captured.key.rows for captured in self._decode]
-        self._mixed_tokens = [captured.key.tokens for captured in self._mixed]
+        least = min((captured.key.rows for captured in made if captured.key.apart), default=0)
+        self._mixed = _Shelf([captured for captured in made if not captured.key.decode])
+        self._decode = _Shelf([captured for captured in made if captured.key.decode and not captured.key.apart])
+        self._apart = _Shelf([c for c in made if c.key.decode and (c.key.apart or c.key.rows < least)])
         return CaptureReport(time.perf_counter() - started, len(made))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
-        shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len)
+        shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.apart)
         states = self._builder.new_states(shape)
         return self._builder.captured(shape, one_token=key.decode, states=states), states
 

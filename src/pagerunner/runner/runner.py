@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.sample import greedy
 from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.builder import BatchBuilder
@@ -127,7 +128,7 @@ class ModelRunner:
         step = self._staging.stage(
             plan.rows, tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
         )
-        if len(step.table_places_N):
+        if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
         scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
@@ -147,12 +148,17 @@ class ModelRunner:
         return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
         """Run the largest steps, and each shape that will be captured, so that whatever happens at first use has
         happened: kernels compiled, memory for temporary tensors taken. Writes to the first page of each group only.
 
-        To be called before the first request. `progress(done, total)` counts shapes.
+        To be called before the first request. `progress(done, total)` counts shapes. `name` stands for everything that
+        decides which kernels there are, sizes included.
         """
+        compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
+        self._first_runs(progress)
+
+    def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
         params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1)
         greedy = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1)
         prompt = [0] * (PROMPT_LOGPROBS_CHUNK + 1)
@@ -168,7 +174,7 @@ class ModelRunner:
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
-        self._graphs.warm_up(progress)
+        self._graphs.warm_up(progress, rehearsal=rehearsal)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:

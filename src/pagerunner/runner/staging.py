@@ -16,12 +16,12 @@ FIRST_SIZE = 4096  # integers
 Triple = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StagedStep:
     """One step, on the host as lists and on the device as parts of `packed`, which is valid until the next step.
 
-    `copies` are launches in order, `fills` one launch: [n, 3] and the most bytes of one range, see ops/pages.py.
-    `stores_all`: every token has a page.
+    `places`: where parts of `packed` begin that not every step reads: logits' indices, sampled slots, places and entries
+    of tables, page copies and fills; and how many table entries there are. `stores_all`: every token has a page.
     """
 
     rows: Sequence[StepRow]
@@ -31,24 +31,57 @@ class StagedStep:
     sampled_rows: list[int]
     where: PackedRows
     packed: torch.Tensor
-    logits_index_S: torch.Tensor
-    sampled_slots_S: torch.Tensor
-    table_places_N: torch.Tensor
-    table_entries_N: torch.Tensor
-    copies: tuple[tuple[torch.Tensor, int], ...]
-    fills: tuple[torch.Tensor, int] | None
+    places: tuple[int, int, int, int, int]
+    num_writes: int
+    moved: tuple[Sequence[Sequence[Triple]], Sequence[Triple]]
     stores_all: bool
 
     @property
     def query_start_R1(self) -> torch.Tensor:
         """int64 [R + 1] on the device."""
-        first = self.where.query_start
-        return self.packed[first : first + self.where.rows + 1]
+        return self._part(self.where.query_start, self.where.rows + 1)
 
     @property
     def slots_R(self) -> torch.Tensor:
         """int64 [R] on the device."""
         return self.packed[: self.where.rows]
+
+    @property
+    def logits_index_S(self) -> torch.Tensor:
+        """int64 [S] on the device: the sampled rows' last tokens."""
+        return self._part(self.places[0], len(self.sampled_rows))
+
+    @property
+    def sampled_slots_S(self) -> torch.Tensor:
+        """int64 [S] on the device."""
+        return self._part(self.places[1], len(self.sampled_rows))
+
+    @property
+    def table_places_N(self) -> torch.Tensor:
+        """int64 [N] on the device, as from PageTables.places."""
+        return self._part(self.places[2], self.num_writes)
+
+    @property
+    def table_entries_N(self) -> torch.Tensor:
+        """int64 [N] on the device, as from PageTables.places."""
+        return self._part(self.places[3], self.num_writes)
+
+    @property
+    def copies(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """By launch, in order: [n, 3] on the device and the most bytes of one range, see ops/pages.py."""
+        return self._launches()[: len(self.moved[0])]
+
+    @property
+    def fills(self) -> tuple[torch.Tensor, int] | None:
+        """One launch, as those of `copies`."""
+        return self._launches()[-1] if self.moved[1] else None
+
+    def _part(self, first: int, count: int) -> torch.Tensor:
+        return self.packed[first : first + count]
+
+    def _launches(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        copies, fills = self.moved
+        return _launches(self.packed[self.places[4] :].view(-1, 3), copies, fills) if copies or fills else ()
 
 
 class _Buffers:
@@ -152,8 +185,6 @@ class Staging:
             packed[entries_at : entries_at + writes] = list(table_entries.values())
         if triples:
             packed[triples_at:size] = [value for triple in triples for value in triple]
-        there = self._buffers.send(size)
-        ranges = _launches(there[triples_at:size].view(-1, 3), copies, fills)
         return StagedStep(
             rows=rows,
             slots=slots,
@@ -161,13 +192,10 @@ class Staging:
             seq_lens=list(map(add, starts, query_lens)),
             sampled_rows=sampled_rows,
             where=where,
-            packed=there,
-            logits_index_S=there[logits_at : logits_at + sampled],
-            sampled_slots_S=there[slots_at : slots_at + sampled],
-            table_places_N=there[places_at : places_at + writes],
-            table_entries_N=there[entries_at : entries_at + writes],
-            copies=ranges[: len(copies)],
-            fills=ranges[-1] if fills else None,
+            packed=self._buffers.send(size),
+            places=(logits_at, slots_at, places_at, entries_at, triples_at),
+            num_writes=writes,
+            moved=(copies, fills),
             stores_all=-1 not in table_entries.values(),
         )
 

@@ -29,6 +29,7 @@ class PageTables:
             (first, width, group.page_tokens)
             for first, width, group in zip(self._firsts, self._widths, plan.groups, strict=True)
         ]
+        self._heads = [[-1] * plan.max_num_seqs for _ in plan.groups]  # by group and slot, the entry of page 0
         self.all = TableSet(flat, torch.tensor(shapes, dtype=torch.int64, device=device))
 
     def of(self, group: int) -> torch.Tensor:
@@ -36,17 +37,28 @@ class PageTables:
         return self._tables[group]
 
     def places(self, writes: Sequence[TableWrite]) -> dict[int, int]:
-        """Where in the flat tensor of all tables the plan's new entries go; of two for one place the later one."""
+        """Where in the flat tensor of all tables the plan's new entries go; of two for one place the later one. The host
+        keeps what `may_share` needs of them."""
         found: dict[int, int] = {}
         for group, slot, first, entries in writes:
             width = self._widths[group]
             row = self._firsts[group] + slot * width
+            if first == 0 and entries:
+                self._heads[group][slot] = entries[0]
             column = first % width
             fits = min(width - column, len(entries))
             found.update(zip(range(row + column, row + column + fits), entries, strict=False))
             if fits < len(entries):
                 found.update(zip(range(row, row + len(entries) - fits), entries[fits:], strict=True))
         return found
+
+    def may_share(self, slots: Sequence[int]) -> bool:
+        """Whether the sequences of these slots may begin with the same pages: they have the same first one."""
+        for heads in self._heads:
+            first = heads[slots[0]]
+            if all(heads[slot] == first for slot in slots):
+                return True
+        return False
 
     def write(self, places_N: torch.Tensor, entries_N: torch.Tensor) -> None:
         """Put entries where `places` says."""

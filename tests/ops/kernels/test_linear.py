@@ -15,7 +15,7 @@ TOKENS = [1, 2, 3, 4, 7]
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
     monkeypatch.setattr(kernels, "rows_config", lambda inputs, gated: kernels.RowsConfig(4, 16, 4))
-    monkeypatch.setattr(kernels, "_fits", lambda x, weight: x.shape[0] <= 16 and weight.is_contiguous())
+    monkeypatch.setattr(kernels, "_fits", lambda x, weight, **_: x.shape[0] <= 16 and weight.is_contiguous())
     monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 8, 2, 2))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from helpers.attention_cases import Case, plain
 from helpers.interpreter_floats import install
 from pagerunner.attention.base import Reach
+from pagerunner.attention.paged import PagedBackend
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -81,6 +84,18 @@ def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype:
     assert used[0][1] == 64  # of the 66 tokens, whole blocks of 16 pages
     check_attention(Case((plain(70, 1), plain(70, 1)), 2, 1, 2, 8), "cpu")
     assert used[-1][1] == 0
+
+
+def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even those that do: what all share is then read like the rest."""
+    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
+    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
+    monkeypatch.setattr(kernels._Call, "run_shared", lambda *_: 1 / 0)
+    plan = PagedBackend.plan
+    monkeypatch.setattr(PagedBackend, "plan", lambda *args: replace(plan(*args), sharing=False))
+    case = Case((plain(70, 1), plain(70, 1, 33), plain(66, 1, 33)), 2, 1, 2, 8, padding=1)
+    check_attention(case, "cpu")
+    check_projected(case, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_store import fp8_type
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
-from pagerunner.ops.paged_attention import HeadPrep, PagedKV, PagedPlan, TableRows
+from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, PagedPlan, TableRows
 
-MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
@@ -283,7 +282,7 @@ class _Call:
 
 def shares(rows: TableRows, plan: PagedPlan) -> bool:
     """Whether a step looks for pages that all of its rows share."""
-    return not (plan.window or plan.chunk) and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
+    return plan.sharing and not (plan.window or plan.chunk) and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
 
 
 def paged_attention(
@@ -317,7 +316,8 @@ def projected_attention(
 ) -> torch.Tensor:
     """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
     q, k, v = prep.split(qkv_TND)
-    fused = plan.one_token and not shares(rows, plan) and pages.scales is None and fp8_type(pages.k.dtype) is None
+    small = bool(plan.window or plan.chunk) or rows.slots_R.shape[0] < MIN_SHARING_ROWS
+    fused = plan.one_token and small and pages.scales is None and fp8_type(pages.k.dtype) is None
     if not fused:
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)

@@ -323,7 +323,7 @@ def _unit_part(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "shared_split"])
+@triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,

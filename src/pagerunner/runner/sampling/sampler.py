@@ -17,7 +17,7 @@ import torch
 from pagerunner.errors import InvalidRequestError
 from pagerunner.ops.mask import allow_bits
 from pagerunner.ops.sample import draw, greedy
-from pagerunner.ops.transfer import ToHost, bits_to_device, to_device
+from pagerunner.ops.transfer import BestCopies, BestCopy, ToHost, bits_to_device, to_device
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
@@ -44,7 +44,7 @@ class Sampled:
     def __init__(
         self,
         token_ids: torch.Tensor,
-        copy: ToHost,
+        copy: ToHost | BestCopy,
         logprob_rows: LogprobRows | None,
         known_errors: dict[int, str],
     ) -> None:
@@ -101,6 +101,7 @@ class Sampler:
         # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
         self._recent = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=self._device)
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._best_copies = BestCopies(max_num_seqs, self._device)
 
     @staticmethod
     def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -140,7 +141,7 @@ class Sampler:
 
     def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
         """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
-        return Sampled(tokens_S, ToHost((tokens_S, best_S), self._device), None, {})
+        return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), None, {})
 
     def sample(
         self, logits_SV: torch.Tensor, slots: list[int], positions: list[int], masks: Mapping[int, bytes] | None = None

@@ -1,0 +1,199 @@
+"""Everything that is measured or checked on a GPU, in one command, which can be split over several:
+
+    python scripts/gpu_check.py [--only many,throughput-0.6b] [--budget 580] [--logs DIR] [--list]
+
+Each step is a process of its own with a limit of its own; what it printed is in DIR (default: $OUT, or gpu_check), and the
+line that matters most is in the table at the end. `--budget`: seconds for all steps; a step for which less than half its
+limit is left is put off, and named in the last line. The exit status is 1 if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+KERNEL_TESTS = [
+    f"tests/gpu/test_{name}.py" for name in ("dense_kernels", "paged_attention", "latent", "recurrent", "step")
+]
+ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
+WORKLOADS = ("decode1", "decode64", "prefill8k", "prefix2k", "mixed256")
+RESULT = "RESULT "  # begins lines for the table
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, its limit in seconds, and how many of its last lines go into the table."""
+
+    command: tuple[str, ...]
+    limit: int
+    lines: int = 1
+
+
+def script(name: str, *args: str) -> tuple[str, ...]:
+    """The command that runs a script of this folder."""
+    return (PYTHON, str(ROOT / "scripts" / name), *args)
+
+
+def bench(what: str, shape: str) -> tuple[str, ...]:
+    """The command of a `pagerunner bench`."""
+    return (PYTHON, "-m", "pagerunner", "bench", what, "--shape", f"qwen3-{shape}", "--max-num-seqs", "512")
+
+
+def steps() -> dict[str, Step]:
+    """All steps, in the order in which they run."""
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    # without torch's cache every tensor is an allocation of its own, which the checker knows the end of
+    sanitizer = (
+        "env",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING=1",
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        "--target-processes",
+        "all",
+    )
+    found = {
+        "tests": Step((PYTHON, *pytest, "tests/gpu"), 240),
+        "many": Step(script("bench_kernels.py", "--sections", "many", "--jobs", "12"), 150, 50),
+        "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
+    }
+    for shape in ("0.6b", "8b"):
+        for kv in ("auto", "fp8"):
+            name = f"throughput-{shape}" + ("" if kv == "auto" else f"-{kv}")
+            found[name] = Step(script("gpu_check.py", "--throughput", f"qwen3-{shape}", "--kv-cache-dtype", kv), 180)
+        found[f"startup-{shape}"] = Step(bench("startup", shape), 120, 3)
+        found[f"sleep-{shape}"] = Step(bench("sleep", shape), 120, 7)
+        found[f"profile-{shape}"] = Step(
+            script("profile_decode.py", "--shape", f"qwen3-{shape}", "--rows", "64", "--top", "12"), 90, 13
+        )
+    found["host"] = Step(script("time_steps.py", "--shape", "0.6B", "--batches", "1,64,256"), 60, 4)
+    found["memcheck"] = Step((*sanitizer, PYTHON, *pytest, "-x", *KERNEL_TESTS), 400, 2)
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended (`ok`, `failed N`, `over its limit`), in what time, and the lines it leaves for the table."""
+
+    how: str
+    seconds: float
+    lines: list[str]
+
+
+def run_step(step: Step, limit: float, log: Path) -> Outcome:
+    """Run a step for at most `limit` seconds; all its processes end with it."""
+    started = time.monotonic()
+    if shutil.which(step.command[0]) is None:
+        return Outcome(f"failed: {step.command[0]} is not installed", 0.0, [])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(limit)
+            how = "ok" if status == 0 else f"failed {status}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            how = f"over its limit of {limit:.0f} s"
+    printed = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    results = [line.removeprefix(RESULT) for line in printed if line.startswith(RESULT)]
+    return Outcome(how, time.monotonic() - started, results or printed[-step.lines :])
+
+
+def run_steps(chosen: dict[str, Step], budget: float, logs: Path) -> int:
+    """Run the steps and print the table; the exit status."""
+    logs.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + budget
+    outcomes: dict[str, Outcome] = {}
+    for name, step in chosen.items():
+        left = ends - time.monotonic()
+        if left < step.limit / 2:
+            continue
+        print(f"{name} ...", flush=True)
+        outcomes[name] = run_step(step, min(step.limit, left), logs / f"{name}.log")
+        with (logs / "gpu_check.jsonl").open("a", encoding="utf-8") as table:
+            table.write(json.dumps({"step": name, **vars(outcomes[name])}) + "\n")
+    for name, outcome in outcomes.items():
+        print(f"{name:22} {outcome.how}, {outcome.seconds:.0f} s")
+        for line in outcome.lines:
+            print(f"    {line[:240]}")
+    put_off = [name for name in chosen if name not in outcomes]
+    print(f"put off: --only {','.join(put_off)}" if put_off else "every step ran")
+    return int(any(outcome.how != "ok" for outcome in outcomes.values()))
+
+
+def throughput(shape: str, kv_cache_dtype: str, names: list[str], repetitions: int) -> None:
+    """All workloads through one engine, one line each: the best of `repetitions` after one that isn't counted."""
+    from pagerunner import LLM
+    from pagerunner.bench import runner
+    from pagerunner.bench.workloads import SHAPES, workload, write_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_model(shape, Path(directory))
+        longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
+        llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
+        print(llm.startup.text(), flush=True)
+        for name in names:
+            report = runner.throughput(
+                llm,
+                lambda salt, name=name: workload(name, SHAPES[shape].get("vocab_size", 151_936), salt),
+                label=name,
+                repetitions=repetitions,
+                warmups=1,
+            )
+            print(
+                f"{RESULT}{shape} kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
+                f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)})",
+                flush=True,
+            )
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", help="names of steps, with commas between them; a prefix stands for all that begin so"
+    )
+    parser.add_argument("--budget", type=float, default=580.0)
+    parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", "gpu_check")))
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--throughput", metavar="SHAPE", help="one engine's workloads; what the steps of that name run")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--repetitions", type=int, default=2)
+    args = parser.parse_args()
+    if args.throughput:
+        throughput(args.throughput, args.kv_cache_dtype, args.workloads.split(","), args.repetitions)
+        return 0
+    chosen = steps()
+    if args.only:
+        wanted = tuple(args.only.split(","))
+        unknown = [name for name in wanted if not any(step.startswith(name) for step in chosen)]
+        if unknown:
+            parser.error(f"there is no step {', '.join(unknown)}; there are {', '.join(chosen)}")
+        chosen = {name: step for name, step in chosen.items() if name.startswith(wanted)}
+    if args.list:
+        for name, step in chosen.items():
+            print(f"{name:22} {step.limit:4} s  {' '.join(step.command)}")
+        return 0
+    return run_steps(chosen, args.budget, args.logs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Compiling beforehand, for a device that isn't there, by a compiler that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from pagerunner.ops import ahead as ops
+from pagerunner.ops.kernels import ahead
+
+CUDA = torch.device("cuda")
+
+
+class Driver:
+    """Says that the device is an H100's, and keeps the names of the kernels that launchers were made for."""
+
+    def __init__(self):
+        self.launchers = []
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, metadata):
+        self.launchers.append(metadata.name)
+
+
+def _store(out_ptr, value, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.program_id(0) * BLOCK, value)
+
+
+def _wrong(out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr, BLOCK)
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    found = Driver()
+    monkeypatch.setattr(driver, "_active", found)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.compiler, "compile", compile_nothing)
+    return found
+
+
+def compile_nothing(source, target, options, **_):
+    """As `triton.compile`, but for `_wrong`."""
+    if source.name == "_wrong":
+        raise ValueError("this kernel can't be compiled")
+    assert target.arch == 90 and threading.current_thread().name.startswith("compile")
+    return SimpleNamespace(src=source, metadata=SimpleNamespace(name=source.name))
+
+
+def test_each_kernel_that_is_launched_is_compiled_once_and_none_runs(device):
+    store, out = JITFunction(_store), torch.empty(4)
+    run = JITFunction.run
+
+    def rehearse():
+        for _ in range(3):
+            store[(1,)](out, 7, BLOCK=4)
+        store[(1,)](out.half(), 7, BLOCK=4)
+        assert torch.empty(3).eq(0).all() and out.new_empty(2, 2).eq(0).all() and torch.empty_like(out).eq(0).all()
+
+    assert ahead.compile_launched(rehearse) == 2
+    assert len(store.device_caches[0][0]) == 2 and device.launchers == ["_store", "_store"]
+    assert JITFunction.run is run
+
+
+def test_what_can_not_be_compiled_is_left_for_its_launch(device):
+    store, wrong = JITFunction(_store), JITFunction(_wrong)
+
+    def rehearse():
+        wrong[(1,)](torch.empty(4), BLOCK=4)
+        store[(1,)](torch.empty(4), 7, BLOCK=4)
+
+    ahead.compile_launched(rehearse)
+    assert len(store.device_caches[0][0]) == 1 and not wrong.device_caches[0][0]
+
+
+def test_launches_of_other_threads_go_on(device, monkeypatch):
+    launched = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: launched.append(options["warmup"]))
+    store = JITFunction(_store)
+
+    def rehearse():
+        other = threading.Thread(target=lambda: store[(1,)](torch.empty(4), 7, BLOCK=4))
+        other.start()
+        other.join()
+
+    assert ahead.compile_launched(rehearse) == 0
+    assert launched == [False]
+
+
+def test_a_rehearsal_that_fails_changes_nothing_and_is_logged(device, monkeypatch, caplog):
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    run = JITFunction.run
+
+    def rehearse():
+        raise MemoryError("no room")
+
+    assert ops.compile_ahead(CUDA, "a", rehearse) == 0
+    assert JITFunction.run is run and "no room" in caplog.text
+    assert not ahead.is_compiled("a")
+
+
+def test_a_start_whose_kernels_are_there_has_no_rehearsal(device, monkeypatch):
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    rehearsals = []
+    for name in ("a", "a", "b"):
+        ops.compile_ahead(CUDA, name, lambda name=name: rehearsals.append(name))
+    assert rehearsals == ["a", "b"]
+
+
+def test_a_cpu_compiles_nothing():
+    assert ops.compile_ahead(torch.device("cpu"), "a", lambda: 1 / 0) == 0
+    assert ops.load_compiler(torch.device("cpu")) is None
+
+
+def test_the_compiler_is_loaded_in_the_background(device, monkeypatch):
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    loaded = []
+    monkeypatch.setattr(ahead, "load_driver", lambda: loaded.append(1))
+    thread = ops.load_compiler(CUDA)
+    assert thread is not None
+    thread.join()
+    assert loaded == [1]
