@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
+from pagerunner.engine import build
 from pagerunner.engine import grammar as module
 from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
@@ -136,6 +138,21 @@ def test_neighbours_have_the_tokens_they_have_alone(llm: LLM) -> None:
     assert crowd[2].outputs[0].text in ("yes", "no")
     while core.has_work:
         core.step()
+
+
+def test_rows_with_masks_of_steps_that_run_in_graphs(
+    checkpoint: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [wants(regex="[a-z ]{12}", temperature=0, logprobs=1), wants(choice=["left", "right"], seed=1)]
+    params += [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    prompts = [{"prompt_token_ids": list(range(5 + at, 30))} for at in range(4)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    engine = RecordedGraphs()
+    monkeypatch.setattr(build, "graph_engine", lambda device: engine)
+    replayed = LLM(str(checkpoint), attention_backend="triton", max_num_batched_tokens=48, **TIGHT)
+    got = replayed.generate(prompts, params, use_tqdm=False)
+    assert sum(graph.replays for graph in engine.graphs) > 5
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
 
 
 def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,11 @@ class ChatPlan:
         self._one_call = request.parallel_tool_calls is False
         self._shows_thoughts = request.include_reasoning is not False
         self._structured = structured
+        self.template_kwargs = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort not in (None, "none"):
+            if options.reasoning_parser != HARMONY:
+                raise InvalidRequestError("reasoning_effort is not supported by this model.", param="reasoning_effort")
+            self.template_kwargs["reasoning_effort"] = request.reasoning_effort
         self._after_thoughts = False
         self._prompt_thinks = False
         if self._mode != "none" and structured is not None:

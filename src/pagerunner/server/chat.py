@@ -56,7 +56,7 @@ class ChatEndpoint:
     async def _render(self, request: ChatRequest, plan: ChatPlan) -> list[int]:
         if not request.messages:
             raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
-        kwargs = request.chat_template_kwargs or {}
+        kwargs = plan.template_kwargs
         if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
             raise InvalidRequestError(
                 f"chat_template_kwargs may not set {', '.join(reserved)}.", param="chat_template_kwargs"

@@ -30,7 +30,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
@@ -308,7 +307,7 @@ class ChatRequest(_Request):
     functions: Unsupported = None
     modalities: Unsupported = None
     prediction: Any = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
