@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 KEPT = 64  # grammars that the next request with the same one finds ready
+TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
 _FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
 
 
@@ -53,6 +54,11 @@ class Once(Generic[Value]):
         self._make = make
         self._lock = threading.Lock()
         self._value: list[Value] = []
+
+    @property
+    def made(self) -> bool:
+        """Whether the first call has ended."""
+        return bool(self._value)
 
     def __call__(self) -> Value:
         """The value. Raises what making it raises, each time."""
@@ -89,7 +95,7 @@ class GrammarGuide:
     """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
 
     def __init__(
-        self, tokenizer: Callable[[], LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, after: str
+        self, tokenizer: Once[LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, after: str
     ) -> None:
         self._tokenizer = tokenizer
         self._threads = threads
@@ -100,6 +106,8 @@ class GrammarGuide:
         self._finished = False
         self._error: str | None = None
         self._restart()
+        if not tokenizer.made:
+            self._due += TOKENIZER_SECONDS
         compiled.add_done_callback(lambda done: self._submit(lambda: self._begin(done)))
 
     def _restart(self) -> None:
