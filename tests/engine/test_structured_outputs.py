@@ -227,6 +227,25 @@ def test_behind_a_text(llm: LLM) -> None:
     assert re.fullmatch(r"(?s).*?fox[ab]{0,4}", text) or "fox" not in text
 
 
+def test_behind_a_text_only_if_the_output_begins_so(llm: LLM) -> None:
+    [the] = llm.get_tokenizer().encode("The")
+    ids = [the, *llm.get_tokenizer().encode("abZ")]
+    for first, pattern in ((the, "The[abTheZ]*?Z[ab]{4}"), (ids[1], "[ab]{4}")):
+        params = wants(
+            regex="[ab]{4}",
+            after="Z",
+            begins="The",
+            allowed_token_ids=ids,
+            logit_bias={first: 9.0, ids[-1]: 8.5},
+            seed=1,
+        )
+        [output] = llm.generate("abc", params, use_tqdm=False)
+        assert re.fullmatch(pattern, output.outputs[0].text), output.outputs[0].text
+    params = wants(regex="[ab]{4}", after="Z", begins="The capital", logit_bias={the: 100.0})
+    [output] = llm.generate("abc", params, use_tqdm=False)  # not one token: it can't be told in time
+    assert re.fullmatch("[ab]{4}", output.outputs[0].text)
+
+
 BAD = {
     "regex": {"regex": "("},
     "look-around": {"regex": "(?=a)b"},
@@ -267,6 +286,7 @@ MALFORMED: list[dict[str, Any]] = [
     {"regex": "a" * (limits.MAX_GRAMMAR_CHARS + 1)},
     {"choice": ["a"] * (limits.MAX_CHOICES + 1)},
     {"regex": "a", "after": ""},
+    {"regex": "a", "begins": "b"},
 ]
 
 

@@ -54,6 +54,7 @@ def test_the_grammar_begins_behind_the_reasoning(parser: str | None, tail: str, 
     fields: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
     _, params = planned(ChatOptions(reasoning_parser=parser), tail, **fields)
     assert params.structured_outputs is not None and params.structured_outputs.after == after
+    assert params.structured_outputs.begins == ("<think>" if parser == "qwen3" and tail == "assistant\n" else None)
     assert params.skip_special_tokens is (parser != "openai_gptoss")
     fields["structured_outputs"]["after"] = "own"
     assert planned(ChatOptions(reasoning_parser=parser), tail, **fields)[1].structured_outputs.after == "own"

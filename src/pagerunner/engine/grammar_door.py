@@ -76,12 +76,12 @@ class GrammarDoor:
         key = hashlib.sha256(line).digest()
         found = self._checked.get(key)
         if found is None:
-            found = self._checked[key] = self._threads.submit(self._check, line, wanted.after or "")
+            found = self._checked[key] = self._threads.submit(self._check, line, wanted)
             if len(self._checked) > KEPT:
                 self._checked.popitem(last=False)
         return found
 
-    def _check(self, line: bytes, after: str) -> Grammar:
+    def _check(self, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
         checker: _Checker | None = getattr(self._of_thread, "checker", None)
         if checker is None:
             checker = _Checker()
@@ -99,7 +99,7 @@ class GrammarDoor:
             ) from None
         if reply.fault:
             raise _unusable(reply.fault)
-        return Grammar(reply.text, after)
+        return Grammar(reply.text, wanted.after or "", wanted.begins or "")
 
 
 def _unusable(fault: str) -> InvalidRequestError:

@@ -109,7 +109,9 @@ class ChatPlan:
         """The sampling parameters with what the text must be, behind the reasoning where there is some."""
         wanted, reasoning = self._structured, self._options.reasoning_parser
         if wanted is not None and wanted.after is None and reasoning is not None and not self._after_thoughts:
-            wanted = msgspec.structs.replace(wanted, after=_FINAL_CHANNEL if reasoning == HARMONY else END)
+            begins = START if reasoning == "qwen3" and not self._prompt_thinks else None
+            after = _FINAL_CHANNEL if reasoning == HARMONY else END
+            wanted = msgspec.structs.replace(wanted, after=after, begins=begins)
         if wanted is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=wanted)
         marked = self._mode == "auto" and self._options.tool_parser in _KEEPS_SPECIAL
