@@ -112,7 +112,8 @@ class StructuredOutputsParams(
     `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. Two fields belong to JSON:
     `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is allowed.
     With `after`, all of that holds for the text behind the first appearance of this text in the output; before it
-    everything goes. That is how a reasoning model thinks first.
+    everything goes. That is how a reasoning model thinks first. With `begins` too, it is so only if the output begins with that
+    token (its text); otherwise the rest holds from the start.
 
     Raises:
         InvalidRequestError: none or several are given, or one has the wrong type or is too large.
@@ -126,6 +127,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     after: str | None = None
+    begins: str | None = None
 
     def __post_init__(self) -> None:
         name = "structured_outputs"
@@ -136,7 +138,7 @@ class StructuredOutputsParams(
             name,
             f"needs exactly one of {', '.join(kinds)}, got {', '.join(given) if given else 'none'}.",
         )
-        for kind in ("regex", "grammar", "whitespace_pattern", "after"):
+        for kind in ("regex", "grammar", "whitespace_pattern", "after", "begins"):
             value = getattr(self, kind)
             _require(value is None or isinstance(value, str), name, f"has a {kind} that is no string: {show(value)}.")
         for kind in ("json_object", "disable_any_whitespace"):
@@ -146,6 +148,7 @@ class StructuredOutputsParams(
             self.json is None or isinstance(self.json, (str, dict)), name, f"has no schema as json: {show(self.json)}."
         )
         _require(self.after != "", name, "has an empty text as after.")
+        _require(self.begins is None or self.after is not None, name, "has begins, which needs after.")
         if self.choice is not None:
             most = limits.MAX_CHOICES
             _require(isinstance(self.choice, (list, tuple)), name, f"has no list as choice: {show(self.choice)}.")
@@ -153,17 +156,18 @@ class StructuredOutputsParams(
             _require(
                 all(isinstance(x, str) and x for x in self.choice), name, "has a choice that is no text, or empty."
             )
-        length = sum(len(x) for x in (self.regex, self.grammar, self.whitespace_pattern, self.after) if x)
+        length = sum(len(x) for x in (self.regex, self.grammar, self.whitespace_pattern, self.after, self.begins) if x)
         length += sum(map(len, self.choice or ())) + (len(self.json) if isinstance(self.json, str) else 0)
         most = limits.MAX_GRAMMAR_CHARS
         _require(length <= most, name, f"has {length:,} characters; at most {most:,} are allowed.")
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A grammar as the engine core compiles it: llguidance's text of it, and behind which text it holds (or "")."""
+    """A grammar as the engine core compiles it: llguidance's text of it; `after` and `begins` as above, or ""."""
 
     text: str
     after: str = ""
+    begins: str = ""
 
     def __post_init__(self) -> None:
         most = limits.MAX_GRAMMAR_CHARS

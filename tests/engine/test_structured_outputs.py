@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
+from pagerunner.engine import build
 from pagerunner.engine import grammar as module
 from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
@@ -138,6 +140,21 @@ def test_neighbours_have_the_tokens_they_have_alone(llm: LLM) -> None:
         core.step()
 
 
+def test_rows_with_masks_of_steps_that_run_in_graphs(
+    checkpoint: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [wants(regex="[a-z ]{12}", temperature=0, logprobs=1), wants(choice=["left", "right"], seed=1)]
+    params += [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    prompts = [{"prompt_token_ids": list(range(5 + at, 30))} for at in range(4)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    engine = RecordedGraphs()
+    monkeypatch.setattr(build, "graph_engine", lambda device: engine)
+    replayed = LLM(str(checkpoint), attention_backend="triton", max_num_batched_tokens=48, **TIGHT)
+    got = replayed.generate(prompts, params, use_tqdm=False)
+    assert sum(graph.replays for graph in engine.graphs) > 5
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
+
+
 def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, compile_ = threading.Event(), module.compile_grammar
 
@@ -210,6 +227,25 @@ def test_behind_a_text(llm: LLM) -> None:
     assert re.fullmatch(r"(?s).*?fox[ab]{0,4}", text) or "fox" not in text
 
 
+def test_behind_a_text_only_if_the_output_begins_so(llm: LLM) -> None:
+    [the] = llm.get_tokenizer().encode("The")
+    ids = [the, *llm.get_tokenizer().encode("abZ")]
+    for first, pattern in ((the, "The[abTheZ]*?Z[ab]{4}"), (ids[1], "[ab]{4}")):
+        params = wants(
+            regex="[ab]{4}",
+            after="Z",
+            begins="The",
+            allowed_token_ids=ids,
+            logit_bias={first: 9.0, ids[-1]: 8.5},
+            seed=1,
+        )
+        [output] = llm.generate("abc", params, use_tqdm=False)
+        assert re.fullmatch(pattern, output.outputs[0].text), output.outputs[0].text
+    params = wants(regex="[ab]{4}", after="Z", begins="The capital", logit_bias={the: 100.0})
+    [output] = llm.generate("abc", params, use_tqdm=False)  # not one token: it can't be told in time
+    assert re.fullmatch("[ab]{4}", output.outputs[0].text)
+
+
 BAD = {
     "regex": {"regex": "("},
     "look-around": {"regex": "(?=a)b"},
@@ -250,6 +286,7 @@ MALFORMED: list[dict[str, Any]] = [
     {"regex": "a" * (limits.MAX_GRAMMAR_CHARS + 1)},
     {"choice": ["a"] * (limits.MAX_CHOICES + 1)},
     {"regex": "a", "after": ""},
+    {"regex": "a", "begins": "b"},
 ]
 
 

@@ -14,13 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagerunner import limits
-from pagerunner.types import EngineRequest
+from pagerunner.types import EngineRequest, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Value = TypeVar("Value")
 KEPT = 64  # grammars that the next request with the same one finds ready
+TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
 _FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
 
 
@@ -54,6 +55,11 @@ class Once(Generic[Value]):
         self._lock = threading.Lock()
         self._value: list[Value] = []
 
+    @property
+    def made(self) -> bool:
+        """Whether the first call has ended."""
+        return bool(self._value)
+
     def __call__(self) -> Value:
         """The value. Raises what making it raises, each time."""
         with self._lock:
@@ -82,24 +88,28 @@ class Guides:
             )
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar.after)
+        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar)
 
 
 class GrammarGuide:
     """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
 
     def __init__(
-        self, tokenizer: Callable[[], LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, after: str
+        self, tokenizer: Once[LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, grammar: Grammar
     ) -> None:
         self._tokenizer = tokenizer
         self._threads = threads
-        self._after = after.encode()
+        self._after = grammar.after.encode()
+        self._begins = grammar.begins
+        self._first: int | None = None  # the token that `begins` is, until there is a first token
         self._tail = b""  # of the text before the grammar begins
         self._matcher: LLMatcher | None = None
         self._mask: bytes | None = None
         self._finished = False
         self._error: str | None = None
         self._restart()
+        if not tokenizer.made:
+            self._due += TOKENIZER_SECONDS
         compiled.add_done_callback(lambda done: self._submit(lambda: self._begin(done)))
 
     def _restart(self) -> None:
@@ -152,10 +162,19 @@ class GrammarGuide:
 
     def _begin(self, compiled: Future[LLMatcher]) -> None:
         self._matcher = compiled.result().deep_copy()
+        if self._begins:
+            found = self._tokenizer().tokenize_str(self._begins, parse_special=True)
+            if len(found) == 1:
+                self._first = found[0]
+            else:
+                self._after = b""
 
     def _consume(self, token_ids: list[int]) -> None:
         assert self._matcher is not None
         for token in token_ids:
+            if self._first is not None:
+                self._after = self._after if token == self._first else b""
+                self._first = None
             if not self._after:
                 self._matcher.consume_token(token)
                 continue
@@ -168,11 +187,15 @@ class GrammarGuide:
         """What may come next."""
         matcher = self._matcher
         assert matcher is not None
-        if self._after:
+        if self._after and self._first is None:
+            self._mask = None
             return
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         self._finished = matcher.is_stopped()
-        self._mask = matcher.compute_bitmask()
+        mask = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             raise ValueError(matcher.get_error())
+        if self._first is not None:
+            mask[self._first // 8] |= 1 << self._first % 8
+        self._mask = bytes(mask)

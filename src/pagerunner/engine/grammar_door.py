@@ -26,14 +26,13 @@ from typing import Any
 import msgspec
 
 from pagerunner import limits
-from pagerunner.engine.grammar import KEPT, compile_grammar, guide_tokenizer
+from pagerunner.engine.grammar import KEPT, TOKENIZER_SECONDS, compile_grammar, guide_tokenizer
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import Grammar, StructuredOutputsParams
 
 _PARAM = "structured_outputs"
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what llama.cpp's notation has and Lark's hasn't
 _STACK_BYTES = 4 * 2**20  # half of what threads commonly have
-_START_SECONDS = 60.0
 _MEMORY_BYTES = 4 * 2**30  # of addresses
 
 
@@ -77,16 +76,16 @@ class GrammarDoor:
         key = hashlib.sha256(line).digest()
         found = self._checked.get(key)
         if found is None:
-            found = self._checked[key] = self._threads.submit(self._check, line, wanted.after or "")
+            found = self._checked[key] = self._threads.submit(self._check, line, wanted)
             if len(self._checked) > KEPT:
                 self._checked.popitem(last=False)
         return found
 
-    def _check(self, line: bytes, after: str) -> Grammar:
+    def _check(self, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
         checker: _Checker | None = getattr(self._of_thread, "checker", None)
         if checker is None:
             checker = _Checker()
-            if fault := checker.ask(self._setup, _START_SECONDS).fault:
+            if fault := checker.ask(self._setup, TOKENIZER_SECONDS).fault:
                 checker.kill()
                 raise _unusable(f"this model's tokenizer is of another kind: {fault}")
             self._of_thread.checker = checker
@@ -100,7 +99,7 @@ class GrammarDoor:
             ) from None
         if reply.fault:
             raise _unusable(reply.fault)
-        return Grammar(reply.text, after)
+        return Grammar(reply.text, wanted.after or "", wanted.begins or "")
 
 
 def _unusable(fault: str) -> InvalidRequestError:

@@ -76,6 +76,11 @@ class ChatPlan:
         self._one_call = request.parallel_tool_calls is False
         self._shows_thoughts = request.include_reasoning is not False
         self._structured = structured
+        self.template_kwargs = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort not in (None, "none"):
+            if options.reasoning_parser != HARMONY:
+                raise InvalidRequestError("reasoning_effort is not supported by this model.", param="reasoning_effort")
+            self.template_kwargs["reasoning_effort"] = request.reasoning_effort
         self._after_thoughts = False
         self._prompt_thinks = False
         if self._mode != "none" and structured is not None:
@@ -104,7 +109,9 @@ class ChatPlan:
         """The sampling parameters with what the text must be, behind the reasoning where there is some."""
         wanted, reasoning = self._structured, self._options.reasoning_parser
         if wanted is not None and wanted.after is None and reasoning is not None and not self._after_thoughts:
-            wanted = msgspec.structs.replace(wanted, after=_FINAL_CHANNEL if reasoning == HARMONY else END)
+            begins = START if reasoning == "qwen3" and not self._prompt_thinks else None
+            after = _FINAL_CHANNEL if reasoning == HARMONY else END
+            wanted = msgspec.structs.replace(wanted, after=after, begins=begins)
         if wanted is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=wanted)
         marked = self._mode == "auto" and self._options.tool_parser in _KEEPS_SPECIAL

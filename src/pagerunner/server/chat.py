@@ -60,7 +60,7 @@ class ChatEndpoint:
                 f"{limits.knob('MAX_MESSAGES')}.",
                 param="messages",
             )
-        kwargs = template_kwargs(request.chat_template_kwargs, self._service.engine.template_variables)
+        kwargs = template_kwargs(plan.template_kwargs, self._service.engine.template_variables)
         messages = [message.render(index) for index, message in enumerate(request.messages)]
         return await self._service.engine.render_chat(
             messages,

@@ -33,7 +33,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -320,7 +319,7 @@ class ChatRequest(_Request):
     functions: Unsupported = None
     modalities: Unsupported = None
     prediction: Any = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
