@@ -19,8 +19,9 @@ from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import AsyncEngine
 from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.engine.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
-from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import EngineRequest, RequestOutput, RequestUpdate, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -286,3 +287,37 @@ def test_added_requests_stream_deltas_and_can_be_aborted(model: Path, slow: None
         assert engine.num_unfinished == 0
 
     with_engine(model, test)
+
+
+def test_observers_hear_of_sequences_and_of_sleep(model: Path) -> None:
+    class Listener(EngineObserver):
+        def __init__(self) -> None:
+            self.heard: list[object] = []
+
+        def on_started(self, request: EngineRequest) -> None:
+            self.heard.append(("started", request.request_id))
+
+        def on_dropped(self, request: EngineRequest) -> None:
+            self.heard.append(("dropped", request.request_id))
+
+        def on_finished(self, sequence: FinishedSequence) -> None:
+            self.heard.append((sequence.reason, sequence.request.request_id, sequence.is_first))
+            assert sequence.arrival <= sequence.admitted <= sequence.first_token <= sequence.last_token <= sequence.end
+
+        def on_sleep(self, level: int | None) -> None:
+            self.heard.append(level)
+
+    listener = Listener()
+
+    async def test(engine: AsyncEngine) -> None:
+        await last(engine, "a", {"prompt_token_ids": [5]}, max_tokens=2, n=2)
+        with pytest.raises(RequestFailedError):
+            await last(engine, "b", {"prompt_token_ids": [fake_core.BREAK_ADD]})
+        await engine.sleep(1)
+        await engine.wake_up()
+        assert engine.startup.seconds["weights"] == 1.5 and "process and imports" in engine.startup.seconds
+
+    with_engine(model, test, observer=listener)
+    assert listener.heard[:2] == [("started", "a_0"), ("started", "a_1")]
+    assert sorted(map(str, listener.heard[2:4])) == ["('length', 'a_0', True)", "('length', 'a_1', False)"]
+    assert listener.heard[4:] == [("started", "b"), ("dropped", "b"), 1, None]

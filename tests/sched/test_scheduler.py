@@ -267,6 +267,32 @@ def test_who_cannot_grow_preempts_the_last_or_the_worst(policy: str, victim: str
     assert reasons == ["length", "length"]
 
 
+def test_a_preemption_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(6)
+    bench.add(request("a", 40, 40), request("b", 40, 40))
+    with caplog.at_level("WARNING", logger="pagerunner.sched.scheduler"):
+        bench.drain()
+    assert len(caplog.records) == bench.scheduler.stats().preemptions_total > 0
+    message = caplog.records[0].getMessage()
+    lost = 40 + len([update for update in bench.updates if update.request_id == "b"])
+    assert message.startswith("Request b is preempted: up to ") and "(1 running, 0 waiting, 100.0% of" in message
+    assert 40 < int(message.split("up to ")[1].split()[0]) < lost
+
+
+def test_waiting_has_a_reason() -> None:
+    bench = Bench(6, max_num_seqs=2)
+    assert bench.scheduler.stats().waiting_for == ""
+    bench.add(request("a", 40, 40), request("b", 40, 40), request("c", 40, 40))
+    bench.step()
+    assert bench.scheduler.stats().waiting_for == "slot"
+    while bench.scheduler.stats().running == 2:
+        bench.step()
+    while bench.scheduler.stats().waiting_for != "pages":
+        bench.step()
+    bench.drain()
+    assert bench.scheduler.stats().waiting_for == ""
+
+
 def test_a_preempted_request_finds_its_own_pages_again() -> None:
     bench = Bench(100)
     bench.add(request("a", 64, 40))

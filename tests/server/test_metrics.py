@@ -159,6 +159,24 @@ def test_the_start_is_broken_down(server: RunningServer) -> None:
     assert by("graph_memory_bytes", "model_name") == {MODEL: 4096}
 
 
+def test_older_names_say_the_same() -> None:
+    metrics = Metrics("m")
+    metrics.on_stats(EngineStats(kv_cache_usage=0.5, prefix_queries=64, prefix_hits=16))
+    metrics.on_inter_token(0.03)
+    families = {one.name: one for one in text_string_to_metric_families(metrics.render().decode())}
+    for new, old in (
+        ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+        ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+        ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    ):
+        a, b = families[f"vllm:{new}"], families[f"vllm:{old}"]
+        assert a.type == b.type and any(sample.value for sample in a.samples)
+        assert [(s.name.replace(new, old), s.labels, s.value) for s in a.samples] == [
+            (s.name, s.labels, s.value) for s in b.samples
+        ]
+
+
 def test_waiting_requests_count_under_what_the_first_waits_for() -> None:
     metrics = Metrics("m")
     metrics.on_stats(EngineStats(waiting=5, waiting_for="pages"))

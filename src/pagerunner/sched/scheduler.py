@@ -351,8 +351,8 @@ class Scheduler:
         self._preemptions += 1
         manager = self.manager
         logger.warning(
-            "Request %s is preempted: %d computed tokens are given up (%d running, %d waiting, %.1f%% of the page memory "
-            "in use).",
+            "Request %s is preempted: up to %d computed tokens are lost, less what stays in the prefix cache (%d running, "
+            "%d waiting, %.1f%% of the page memory in use).",
             sequence.request_id,
             sequence.scheduled,
             len(self._running),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from pagerunner.engine.messages import WAIT_REASONS, EngineStats, StartUp
 from pagerunner.engine.observer import EngineObserver, FinishedSequence
@@ -29,7 +30,6 @@ _LENGTHS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Arrival to first token.", _FIRST_TOKEN),
     "inter_token_latency_seconds": ("Token to token.", _SECONDS),
-    "time_per_output_token_seconds": ("inter_token_latency_seconds under its older name.", _SECONDS),
     "request_time_per_output_token_seconds": ("Mean time per token after the first, by sequence.", _SECONDS),
     "e2e_request_latency_seconds": ("Arrival to end.", _REQUEST),
     "request_queue_time_seconds": ("Arrival to the first step that ran it.", _REQUEST),
@@ -46,7 +46,6 @@ _GAUGES = {
     "vllm:num_requests_running": "Requests in the running batch.",
     "vllm:num_requests_waiting": "Requests that wait to be run.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 1 is all of it.",
-    "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc under its older name.",
     "pagerunner:device_idle_ratio": "Share of the last seconds that the device spent between steps.",
     "pagerunner:kv_fragmentation_ratio": "Share of all slabs that packing every group would free.",
     "pagerunner:kv_waste_ratio": "Share of a slab that can hold no state, of the worst group.",
@@ -58,27 +57,46 @@ _COUNTERS = {
     "vllm:num_preemptions": "Requests preempted, to be computed again.",
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache at admission.",
-    "vllm:gpu_prefix_cache_queries": "prefix_cache_queries under its older name.",
-    "vllm:gpu_prefix_cache_hits": "prefix_cache_hits under its older name.",
     "pagerunner:device_busy_seconds": "Time that the device has worked on steps.",
     "pagerunner:steps": "Engine steps.",
 }
-# Counters that the core keeps: its field and the metrics that show it.
+# What the core keeps, by its field.
 _TOTALS = {
-    "preemptions": ("vllm:num_preemptions",),
-    "prefix_queries": ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
-    "prefix_hits": ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
-    "busy_seconds": ("pagerunner:device_busy_seconds",),
-    "steps": ("pagerunner:steps",),
+    "preemptions": "vllm:num_preemptions",
+    "prefix_queries": "vllm:prefix_cache_queries",
+    "prefix_hits": "vllm:prefix_cache_hits",
+    "busy_seconds": "pagerunner:device_busy_seconds",
+    "steps": "pagerunner:steps",
 }
 _MOMENTS = {
-    "running": ("vllm:num_requests_running",),
-    "waiting": ("vllm:num_requests_waiting",),
-    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    "kv_fragmentation": ("pagerunner:kv_fragmentation_ratio",),
-    "kv_waste": ("pagerunner:kv_waste_ratio",),
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_cache_usage": "vllm:kv_cache_usage_perc",
+    "kv_fragmentation": "pagerunner:kv_fragmentation_ratio",
+    "kv_waste": "pagerunner:kv_waste_ratio",
+}
+_OLDER_NAMES = {
+    "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
+    "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
+    "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
 _SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
+
+
+class _OlderName(Collector):
+    """A family once more, under the name that it had in older versions of vLLM."""
+
+    def __init__(self, family: Any, name: str) -> None:
+        self._family = family
+        self._name = name
+
+    def collect(self) -> Iterator[Metric]:
+        """The family's samples, renamed."""
+        for metric in self._family.collect():
+            copy = Metric(self._name, f"{metric.name} under its older name.", metric.type)
+            copy.samples = [one._replace(name=one.name.replace(metric.name, self._name)) for one in metric.samples]
+            yield copy
 
 
 class GroupMetrics:
@@ -160,7 +178,10 @@ class Metrics(EngineObserver):
         self.on_sleep(None)
 
     def _family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
-        return kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
+        family = kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
+        if name in _OLDER_NAMES:
+            self.registry.register(_OlderName(family, _OLDER_NAMES[name]))
+        return family
 
     def describe_cache(self, **facts: object) -> None:
         """Set cache_config_info: a gauge of 1 whose labels hold the cache's facts."""
@@ -191,13 +212,10 @@ class Metrics(EngineObserver):
 
     def on_stats(self, stats: EngineStats) -> None:
         """Set the gauges and move the counters that the core keeps."""
-        for field, names in _MOMENTS.items():
-            for name in names:
-                self._gauges[name].set(getattr(stats, field))
-        for field, names in _TOTALS.items():
-            grown = max(0, getattr(stats, field) - getattr(self.last, field))
-            for name in names:
-                self._counters[name].inc(grown)
+        for field, name in _MOMENTS.items():
+            self._gauges[name].set(getattr(stats, field))
+        for field, name in _TOTALS.items():
+            self._counters[name].inc(max(0, getattr(stats, field) - getattr(self.last, field)))
         self._waiting["capacity"].set(stats.waiting)
         for reason, gauge in self._reasons.items():
             gauge.set(stats.waiting if reason == stats.waiting_for else 0)
@@ -221,7 +239,6 @@ class Metrics(EngineObserver):
     def on_inter_token(self, seconds: float) -> None:
         """Observe a time between two tokens."""
         self._histograms["inter_token_latency_seconds"].observe(seconds)
-        self._histograms["time_per_output_token_seconds"].observe(seconds)
 
     def on_started(self, request: EngineRequest) -> None:
         """Tell the spans."""
