@@ -70,7 +70,7 @@ class Browser:
         move = {"type": "pointerMove", "duration": 0, "x": x, "y": y, "origin": {ELEMENT: self.element(css)}}
         self.command("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
-    def until(self, script: str, *args: Any, seconds: float = 20) -> Any:
+    def until(self, script: str, *args: Any, seconds: float = 60) -> Any:
         """Wait until a function body returns something true; returns that."""
         deadline = time.monotonic() + seconds
         while not (value := self.js(script, *args)):

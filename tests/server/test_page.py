@@ -177,7 +177,7 @@ def test_stop_ends_the_answer_and_frees_its_pages(page: Browser, demo: RunningSe
         page.type("#prompt", "Tell me a story.")
         page.click("#send")
         row = page.until(
-            "return [...document.querySelectorAll('tr.waits')].map(one => one.textContent).find(one => one.startsWith('chatcmpl'))"
+            "return [...document.querySelectorAll('tr.waits')].map(one => one.textContent).find(one => one.startsWith('chat'))"
         )
         assert "waits for a slot" in row
         page.click("#stop")
@@ -211,7 +211,7 @@ def test_pages_fill_and_free_and_say_whose_they_are(page: Browser, demo: Running
         )
         page.hover("#arena-canvas", round(x), round(y))
         tip = page.text("#tip")
-        assert f"Page {held} " in tip and "tokens" in tip and "cmpl-" in tip, tip
+        assert f"Page {held} " in tip and "tokens" in tip and "cmpl…" in tip, tip
         assert page.text("#figure-running") == "3"
         assert page.js("return pagerunner.model.steps.length") > 5 and "rows" in page.text("#step-words")
     page.until(IDLE)

@@ -59,10 +59,10 @@ function showPage(found) {
 const map = new ArenaMap(model, $("arena-canvas"), $("arena"), $("arena-size"), showPage);
 const figures = new Figures($("figures"));
 const table = new RequestTable($("request-rows"), $("no-requests"), $("requests-summary"), (id) => {
-  map.focus = id;
+  map.focus = id ? [id] : [];
   map.draw();
 });
-const timeline = new Timeline($("steps"), $("step-words"));
+const timeline = new Timeline($("steps"), $("step-words"), $("step-rate"));
 const chat = new Chat({
   form: $("ask"), log: $("log"), prompt: $("prompt"), send: $("send"), stop: $("stop"), showProbs: $("show-probs"),
   onTip: showAlternatives, fail: failed,

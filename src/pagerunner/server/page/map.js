@@ -37,7 +37,7 @@ export class ArenaMap {
     this.context = canvas.getContext("2d", { alpha: false });
     this.zoom = 0; // steps from the fitting size
     this.paint = "owner";
-    this.focus = null; // id of the request that is pointed at
+    this.focus = []; // ids of the requests that are pointed at
     this.cursor = null; // what is pointed at
     this.drawMs = 0;
     this.readColours();
@@ -154,9 +154,9 @@ export class ArenaMap {
     const { pixels, height } = this;
     pixels.fill(packed(this.ground));
     const grids = model.groups.map((group) => this.#grid(group));
-    const focus = this.focus && model.byId.get(this.focus);
-    const marks = model.groups.map((group, number) => focus && new Set(focus.pages[number]));
-    const colours = this.#palette(Boolean(focus));
+    const focus = this.focus.map((id) => model.byId.get(id)).filter((request) => request?.pages.length);
+    const marks = model.groups.map((_, number) => (focus.length ? new Set(focus.flatMap((one) => [...one.pages[number]])) : null));
+    const colours = this.#palette(focus.length > 0);
     const firstRow = Math.max(0, Math.floor(this.top / tileHeight));
     for (let slab = firstRow * columns; slab < model.slabs; slab++) {
       const y = Math.floor(slab / columns) * tileHeight + gap - this.top;
@@ -254,7 +254,7 @@ export class ArenaMap {
     if (!found && !this.cursor) return;
     const holders = found?.page === undefined ? [] : this.model.holders(found.group, found.page);
     this.cursor = found && { ...found, holders, x, y, byKey };
-    this.focus = holders.length === 1 ? holders[0].request.id : null;
+    this.focus = holders.map((one) => one.request.id);
     this.onPoint(this.cursor);
     this.draw();
   }

@@ -35,7 +35,7 @@ export function bytes(size) {
 }
 
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 9)}…${id.slice(-6)}` : id);
+export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 4)}…${id.slice(-6)}` : id);
 
 /** Set an element's text only when it changes: five times a second for hundreds of cells. */
 function say(element, text) {
@@ -153,8 +153,8 @@ export class RequestTable {
 
 /** Bars of the latest steps: tokens upwards, time downwards. */
 export class Timeline {
-  constructor(canvas, words) {
-    Object.assign(this, { canvas, words });
+  constructor(canvas, words, rate) {
+    Object.assign(this, { canvas, words, rate });
     this.pointed = null;
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect();
@@ -205,8 +205,8 @@ export class Timeline {
     const step = steps[at];
     if (!step) return say(this.words, "none yet");
     const [count, , took, rows, tokens, graph] = step;
-    const rate = this.pointed === null ? `${number(this.model.stepsPerSecond)} a second; ` : "";
-    say(this.words, `${rate}step ${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
+    say(this.rate, `${number(this.model.stepsPerSecond)} steps a second`);
+    say(this.words, `${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
   }
 }
 
