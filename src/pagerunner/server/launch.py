@@ -179,6 +179,7 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
+            metrics.describe_start(engine.startup)
             feed = LiveFeed(engine, latencies, closing=stop.asked)
             app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
@@ -192,8 +193,7 @@ async def serve(
 
 
 def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
-    """Publish what the KV cache was asked to be and became, and what the start took."""
-    metrics.describe_start(engine.startup)
+    """Publish what the KV cache was asked to be and became."""
     plan = engine.memory_plan
     metrics.describe_cache(
         block_size=args.block_size,
