@@ -19,9 +19,19 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.ops.kernels import paged_attention as kernels
-from pagerunner.ops.paged_attention import HeadWork, PagedKV, PagedPlan, TableRows, paged_attention, prepare_heads_
+from pagerunner.ops.paged_attention import (
+    HeadWork,
+    PagedKV,
+    PagedPlan,
+    TableRows,
+    paged_attention,
+    prepare_heads_,
+    projected_attention,
+)
 
 DEVICE = torch.device("cuda")
+COMPILE_ONLY = False
+COPY, PRODUCT = 4.28e12, 788e12  # measured on an H200: bytes read and written by a copy, bf16 products of 8192^3
 
 
 @dataclass
@@ -102,7 +112,8 @@ class Step:
     def new_plan(self) -> PagedPlan:
         """A plan that has computed nothing yet."""
         shape = self.shape
-        return PagedPlan(window=shape.window, one_token=shape.queries == 1, max_query_len=shape.queries)
+        fresh = () if any(shape.past) else (shape.queries,) * len(shape.past)
+        return PagedPlan(window=shape.window, one_token=shape.queries == 1, max_query_len=shape.queries, fresh=fresh)
 
     def attend(self, layer: int) -> torch.Tensor:
         """One layer's attention."""
@@ -110,8 +121,15 @@ class Step:
         scale = self.shape.dim**-0.5
         return paged_attention(q, k, v, self.pages[layer], self.rows, self.plan, scale, first_layer=layer == 0)
 
+    def project(self, layer: int) -> torch.Tensor:
+        """One layer from its projection on."""
+        rest = (self.rows, self.plan, self.shape.dim**-0.5, None, 0.0, layer == 0)
+        return projected_attention(self.qkv, self.work, self.pages[layer], *self.write, *rest)
+
     def error(self) -> float:
         """Relative error of a layer's attention against the twin, after its tokens were stored."""
+        if COMPILE_ONLY:
+            return 0.0
         q, k, v = self.parts
         entry, offset = self.write
         for which, x in ((0, k), (1, v)):
@@ -132,6 +150,8 @@ def graph_time(run: Callable[[], object], calls: int, repeat: int = 7) -> float:
     """Median seconds of one of the `calls` that `run` makes, replayed as a graph."""
     run()
     torch.cuda.synchronize()
+    if COMPILE_ONLY:
+        return 1.0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -187,7 +207,7 @@ PREFILLS = {
 }
 
 
-def run_decode(name: str, shape: Shape, variants: list[list[int] | None], ceiling: float) -> None:
+def run_decode(name: str, shape: Shape, variants: list[list[int] | None]) -> None:
     """One line for each variant."""
     step = Step(shape)
     for values in variants:
@@ -200,26 +220,45 @@ def run_decode(name: str, shape: Shape, variants: list[list[int] | None], ceilin
                     step.attend(layer)
 
             took = graph_time(run, shape.layers)
-        rate = shape.kv_bytes / took / 1e12
+        rate = shape.kv_bytes / took
         label = "" if values is None else str(values)
         print(
-            f"decode   {name:28s} {label:20s} {took * 1e6:9.2f} us {rate:6.2f} TB/s {rate / ceiling:5.0%} {error:.1e}",
+            f"decode   {name:28s} {label:20s} {took * 1e6:9.2f} us {rate / 1e12:6.2f} TB/s {rate / COPY:5.0%} {error:.1e}",
             flush=True,
         )
 
 
-def run_prefill(name: str, shape: Shape, variants: list[list[int] | None], ceiling: float) -> None:
+def run_project(name: str, shape: Shape, least: list[int]) -> None:
+    """From the projection's output to attention's, with slices of at least so many tiles."""
+    step = Step(shape)
+    before = kernels.LEAST_TILES
+    for count in least:
+        kernels.LEAST_TILES = count
+        step.plan = step.new_plan()
+
+        def run() -> None:
+            for layer in range(shape.layers):
+                step.project(layer)
+
+        took = graph_time(run, shape.layers)
+        print(f"project  {name:28s} least {count:<14d} {took * 1e6:9.2f} us", flush=True)
+    kernels.LEAST_TILES = before
+
+
+def run_prefill(name: str, shape: Shape, variants: list[list[int] | None]) -> None:
     """One line for each variant."""
     step = Step(shape)
     for values in variants:
         with tiles("prefill", values):
             step.plan = step.new_plan()
+            if values is not None:
+                step.plan.fresh = ()  # the kernel, where a library would do
             error = step.error() if shape.queries * len(shape.past) <= 8192 and shape.heads <= 32 else float("nan")
             took = graph_time(lambda: step.attend(0), 1)
-        rate = shape.flops / took / 1e12
+        rate = shape.flops / took
         label = "" if values is None else str(values)
         print(
-            f"prefill  {name:28s} {label:20s} {took * 1e6:9.2f} us {rate:6.0f} TFLOP/s {rate / ceiling:5.0%} {error:.1e}",
+            f"prefill  {name:28s} {label:20s} {took * 1e6:9.2f} us {rate / 1e12:6.0f} TFLOP/s {rate / PRODUCT:5.0%} {error:.1e}",
             flush=True,
         )
 
@@ -261,43 +300,44 @@ def cudnn(tokens: int, heads: int, kv_heads: int = 8, dim: int = 128) -> None:
     )
 
 
-def ceilings() -> tuple[float, float]:
-    """TB/s of a copy (bytes read and written) and TFLOP/s of a large bf16 product."""
-    x = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
-    y = torch.empty_like(x)
-    copied = 2 * x.numel() / graph_time(lambda: y.copy_(x), 1) / 1e12
-    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    product = 2 * 8192.0**3 / graph_time(lambda: torch.mm(a, b), 1) / 1e12
-    print(f"ceilings: copy {copied:.2f} TB/s, matmul {product:.0f} TFLOP/s", flush=True)
-    return copied, product
+def wanted(name: str, match: str) -> bool:
+    """A shape is asked for by its name, or by a part that isn't the name of another."""
+    return name == match if match in DECODES or match in PREFILLS else match in name
 
 
 def main() -> None:
     """Everything, or what is asked for."""
+    global COMPILE_ONLY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="store,decode,prefill,cudnn")
+    parser.add_argument("--only", default="store,decode,project,prefill,cudnn")
     parser.add_argument("--match", default="", help="only shapes whose name contains this")
     parser.add_argument("--tiles", type=json.loads, default={})
+    parser.add_argument("--least", type=json.loads, default=[kernels.LEAST_TILES])
+    parser.add_argument("--compile-only", action="store_true", help="only fill Triton's cache")
     args = parser.parse_args()
+    COMPILE_ONLY = args.compile_only
     torch.manual_seed(0)
-    copied, product = ceilings()
     only = args.only.split(",")
     with torch.inference_mode():
-        for name, shape in DECODES.items() if "decode" in only else ():
-            if args.match in name:
-                run_decode(name, shape(), args.tiles.get("decode", [None]), copied)
-        for name, shape in PREFILLS.items() if "prefill" in only else ():
-            if args.match in name:
-                run_prefill(name, shape(), args.tiles.get("prefill", [None]), product)
+        for name, make in DECODES.items():
+            if wanted(name, args.match):
+                shape = make()
+                shape.layers = 1 if COMPILE_ONLY else shape.layers
+                if "decode" in only:
+                    run_decode(name, shape, args.tiles.get("decode", [None]))
+                if "project" in only and len(shape.past) == 1:
+                    run_project(name, shape, args.least)
+        for name, make in PREFILLS.items() if "prefill" in only else ():
+            if wanted(name, args.match):
+                run_prefill(name, make(), args.tiles.get("prefill", [None]))
         if "store" in only:
             run_store("1 token G2", DECODES["1 x 300 G2"]())
             run_store("1 token G2 fp8", DECODES["1 x 300 G2 fp8"]())
             run_store("256 tokens G2", DECODES["256 x 1000 G2"]())
             run_store("8192 tokens G4", PREFILLS["8192 new G4"]())
-        if "cudnn" in only:
+        if "cudnn" in only and not COMPILE_ONLY:
             cudnn(8192, 32)
-            cudnn(8192, 16)
-            cudnn(1024, 32)
+            cudnn(4096, 32)
 
 
 if __name__ == "__main__":

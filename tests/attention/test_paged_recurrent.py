@@ -26,19 +26,19 @@ SAVES = (StateSave(2, 40, 0, 700), StateSave(0, 3, 0, 100), StateSave(2, 37, 0, 
 
 def test_saves_become_tokens_of_the_step_ordered_by_row():
     backend = PagedRecurrentBackend()
-    saves = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), backend.new_state(None))
+    saves = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), backend.new_state(None)).saves
     assert saves.start_R1.tolist() == [0, 1, 1, 3]
     assert saves.end_N.tolist() == [3, 11, 14]
     assert saves.target_N.tolist() == [100, 900, 700]
-    assert backend.plan(inputs([1], [5], ()), backend.new_state(None)) is None
+    assert backend.plan(inputs([1], [5], ()), backend.new_state(None)).saves.start_R1.tolist() == [0, 0]
 
 
 def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
     backend = PagedRecurrentBackend()
     state = backend.new_state(GraphShape(4, 16, 64))
-    captured = backend.plan(replace(inputs([1], [1], ()), query_lens=[], seq_lens=[], slots=[]), state)
+    captured = backend.plan(replace(inputs([1], [1], ()), query_lens=[], seq_lens=[], slots=[]), state).saves
     pointers = [x.data_ptr() for x in captured]
-    replay = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), state)
+    replay = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), state).saves
     assert [x.data_ptr() for x in replay] == pointers
     assert captured.start_R1.tolist() == [0, 1, 1, 3, 3] and captured.end_N[:3].tolist() == [3, 11, 14]
     other = backend.new_state(GraphShape(4, 16, 64))
@@ -51,8 +51,9 @@ def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
 def test_a_save_that_was_not_planned_is_an_error():
     backend = PagedRecurrentBackend()
     batch = SimpleNamespace(state_saves=SAVES, rows=None)
+    plan = backend.plan(inputs([1], [5], ()), backend.new_state(None))
     with pytest.raises(RuntimeError, match="PlanInputs"):
-        backend.forward(None, (), RecurrentKV(0, ()), SimpleNamespace(metadata=None), batch)
+        backend.forward(None, (), RecurrentKV(0, ()), SimpleNamespace(metadata=plan), batch)
 
 
 def test_says_what_it_does_not_serve():

@@ -6,6 +6,15 @@ from typing import Any
 
 import torch
 
+from pagerunner.ops.dispatch import gpu_kernel
+
+
+@gpu_kernel("nothing")
+def _run(q: torch.Tensor, wrapper: Any, *others: torch.Tensor) -> torch.Tensor:
+    """A kernel as far as graphs are concerned: it reads the wrapper's buffers whenever it is replayed."""
+    found: torch.Tensor = wrapper.attend(q, *others)
+    return found
+
 
 class Wrapper:
     """Keeps what `plan` gave it: in graph mode in the buffers that it was made with, whose sizes it holds to."""
@@ -70,6 +79,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """See the library."""
+        return _run(q, self, *kv)
+
+    def attend(self, q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        """What `run` is, every time a graph replays it."""
         assert self.more["q_data_type"] == q.dtype and self.more["kv_data_type"] == kv[0].dtype
         out = torch.zeros(*q.shape[:2], kv[1].shape[-1], dtype=q.dtype)
         for queries, pages, length in self.rows(self.page_tokens, last_page=True):
@@ -118,6 +131,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self, q: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """See the library."""
+        return _run(q, self, q_rope, ckv, kpe, out)
+
+    def attend(self, q: torch.Tensor, q_rope: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        """What `run` is, every time a graph replays it."""
+        ckv, kpe, out = kv
         for queries, pages, length in self.rows(self.page_tokens, last_page=False):
             if length:
                 c, p = (x[pages].flatten(0, 1)[:length].double() for x in (ckv, kpe))

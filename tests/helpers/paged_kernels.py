@@ -29,9 +29,9 @@ def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
         return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
     scales = views.scales
-    if scales is not None and scales.stride(0):
+    if scales is not None and not views.static:
         scales = same(scales)
-    return PagedKV(same(views.k), same(views.v), scales), whole
+    return PagedKV(same(views.k), same(views.v), scales, views.static), whole
 
 
 def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, static: bool = False) -> None:
@@ -40,7 +40,8 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
     """
     step = make_step(case, device)
     if static:
-        layer = replace(step.layer, scales=torch.tensor([0.5, 0.3], device=device).expand(step.layer.k.shape[0], 2))
+        scales = torch.tensor([0.5, 0.3], device=device).expand(step.layer.k.shape[0], 2)
+        layer = replace(step.layer, scales=scales, static=True)
         step = replace(step, layer=layer)
     heads, kv_heads, dim = step.q.shape[1], case.kv_heads, case.head_dim
     gen = torch.Generator().manual_seed(3)
@@ -75,7 +76,7 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
     torch.testing.assert_close(got, want, atol=close * 0.02, rtol=close)
     if case.dtype == torch.float32 and case.kv_dtype in FP8:
         assert ((got - want).abs() > 1e-5 * want.abs() + 1e-7).float().mean() < 0.01
-    for mine, twin in zip(got_pages, want_pages, strict=True):
+    for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):
         if mine is not None:
             torch.testing.assert_close(mine.float(), twin.float(), atol=close * 0.02, rtol=close, equal_nan=True)
     assert ((got_memory == 0xFF) == (want_memory == 0xFF)).float().mean() > 0.99
@@ -126,6 +127,6 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
         results.append((run(qkv.clone(), work, *args), pages))
     (want, want_pages), (got, got_pages) = results
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
-    for mine, twin in zip(got_pages, want_pages, strict=True):
+    for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):
         if mine is not None:
             torch.testing.assert_close(mine.float(), twin.float(), atol=atol, rtol=rtol, equal_nan=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.moe import SparseMLP
+from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
+from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 
 def give_memory(module: Module) -> dict[str, torch.Tensor]:
@@ -66,6 +69,28 @@ def test_gated_mlp() -> None:
     up = x @ views["x.up_proj.weight"].T + views["x.up_proj.bias"]
     want = (torch.nn.functional.silu(gate) * up) @ views["x.down_proj.weight"].T + views["x.down_proj.bias"]
     torch.testing.assert_close(mlp(x), want)
+
+
+@pytest.mark.parametrize("norm_class", [RMSNorm, OffsetRMSNorm])
+@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
+def test_a_layer_joined_with_its_norm_and_the_residual_stream_is_the_same(norm_class, activation) -> None:
+    norm = norm_class(4, 1e-6, torch.float32)
+    mlp = GatedMLP(4, 8, torch.float32, bias=True, activation=activation)
+    give_memory(norm), give_memory(mlp)
+    x = torch.randn(3, 4)
+    want = x + mlp(norm(x))
+    torch.testing.assert_close(mlp.gate_up_proj.of_norm(x, norm), mlp.gate_up_proj(norm(x)))
+    mlp.add_(x, norm)
+    torch.testing.assert_close(x, want)
+
+
+def test_experts_add_to_the_residual_stream() -> None:
+    norm, experts = RMSNorm(4, 1e-6, torch.float32), SparseMLP(4, 6, 3, 2, torch.float32, normalise=True)
+    give_memory(norm), give_memory(experts)
+    x = torch.randn(5, 4)
+    want = x + experts(norm(x))
+    experts.add_(x, norm)
+    torch.testing.assert_close(x, want)
 
 
 def test_embedding_looks_up_and_scores() -> None:

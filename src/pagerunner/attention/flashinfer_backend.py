@@ -61,6 +61,11 @@ def missing(device: str, dtype: torch.dtype, kept: str) -> str | None:
     return None if capability >= (8, 0) else f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work on the device is being recorded, which planning can't be."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(slots=True)
 class PlanState:
     """The wrappers of one graph, or of eager steps; each has buffers of its own and the same workspace."""
@@ -94,7 +99,7 @@ class PlanState:
 @dataclass(slots=True)
 class StepPlan:
     """A step as planned: `other` is the metadata of the backend that takes what FlashInfer doesn't; without `pages`, that
-    is all of the step. Wrappers of eager steps are planned when a layer first asks.
+    is all of the step. A wrapper that isn't planned yet is when a layer first asks.
     """
 
     other: Any
@@ -127,7 +132,7 @@ class _HostPlanned:
     def _wrapper(self, use: Use, plan: StepPlan) -> Any:
         found = plan.planned.get(use)
         if found is None:
-            if plan.state.shape is not None:
+            if capturing(plan.inputs.page_table.device):
                 raise RuntimeError(f"A graph is captured with a layer that no step before it has run: {use}.")
             self._uses[use] = None
             found = plan.planned[use] = self._planned(use, plan)

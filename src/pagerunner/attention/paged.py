@@ -87,7 +87,7 @@ class PagedBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Write k and v, then attend; [T, H, size of a value head]. k and v are rounded in place to what pages hold."""
-        pages = PagedKV(layer.k, layer.v, layer.scales)
+        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         store_kv_(k_TKD, v_TKD, pages, group.write_entry, group.write_offset)
         first = _is_first(layer, batch)
         rows = _rows(group, batch)
@@ -105,7 +105,7 @@ class PagedBackend:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
-        pages = PagedKV(layer.k, layer.v, layer.scales)
+        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         angles = prep.angles
         work = HeadWork(
             prep.num_heads,

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.capability import lacks
 from pagerunner.attention.mla import UpProjection
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     LatentRows,
@@ -34,7 +34,7 @@ from pagerunner.ops.latent_attention import (
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into
-OLDEST_DEVICE = (8, 0)
+SHARED_MEMORY = 229_376  # bytes that the largest program takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,7 @@ class PagedLatentBackend:
             return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it does not compute in {dtype}"
-        if device != "cuda":
-            return None
-        if not has_triton():
-            return "Triton is not installed"
-        capability = torch.cuda.get_device_capability()
-        if capability < OLDEST_DEVICE:
-            return f"its kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        return None
+        return lacks(device, SHARED_MEMORY)
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """Only whether a step runs in a graph matters."""

@@ -7,15 +7,27 @@ replayed. Shape letters: R rows, T tokens of the step, N saves.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.capability import lacks
 from pagerunner.attention.recurrent import Recurrence, Tensors
 from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
 from pagerunner.memory.specs import Spec
-from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.state_rows import StateRows, StateSaves
+
+SHARED_MEMORY = (98_304, 131_072)  # bytes that the largest program takes: in half precision, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentPlan:
+    """The states that a step saves, and how many."""
+
+    saves: StateSaves
+    count: int
 
 
 class SaveState:
@@ -26,26 +38,26 @@ class SaveState:
         self._saves: StateSaves | None = None
         self._empty = True
 
-    def fill(self, inputs: PlanInputs) -> StateSaves | None:
-        """The saves of a step, or None if an eager step has none."""
+    def fill(self, inputs: PlanInputs) -> StateSaves:
+        """The saves of a step."""
         device = inputs.page_table.device
         if self._shape is None:
             if not inputs.state_saves:
-                return None
-            start, ends, targets = _by_row(inputs, len(inputs.slots))
-            return StateSaves(*(torch.from_numpy(x).to(device) for x in (start, ends, targets)))
+                return _room(inputs.rows.num_rows, 1, device)
+            return StateSaves(*(torch.from_numpy(x).to(device) for x in _by_row(inputs, len(inputs.slots))))
         if self._saves is None:
-            sizes = (
-                (self._shape.rows + 1, torch.int32),
-                (self._shape.tokens, torch.int32),
-                (self._shape.tokens, torch.int64),
-            )
-            self._saves = StateSaves(*(torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes))
+            self._saves = _room(self._shape.rows, self._shape.tokens, device)
         if inputs.state_saves or not self._empty:
             for mine, given in zip(self._saves, _by_row(inputs, self._shape.rows), strict=True):
                 mine[: len(given)].copy_(torch.from_numpy(given), non_blocking=True)
         self._empty = not inputs.state_saves
         return self._saves
+
+
+def _room(rows: int, saves: int, device: torch.device) -> StateSaves:
+    """No saves, and room for some."""
+    sizes = ((rows + 1, torch.int32), (saves, torch.int32), (saves, torch.int64))
+    return StateSaves(*(torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes))
 
 
 def _by_row(inputs: PlanInputs, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -73,23 +85,24 @@ class PagedRecurrentBackend:
         """Serves every recurrent state, on CUDA devices through Triton's kernels."""
         if spec.kind != "recurrent":
             return f"it serves recurrent state, not {spec.kind}"
-        return "Triton is not installed" if device == "cuda" and not has_triton() else None
+        return lacks(device, SHARED_MEMORY[dtype == torch.float32])
 
     def new_state(self, shape: GraphShape | None) -> SaveState:
         """See DeviceBackend."""
         return SaveState(shape)
 
-    def plan(self, inputs: PlanInputs, state: SaveState) -> StateSaves | None:
+    def plan(self, inputs: PlanInputs, state: SaveState) -> RecurrentPlan:
         """Where states go that are to be kept from within the step."""
-        return state.fill(inputs)
+        return RecurrentPlan(state.fill(inputs), len(inputs.state_saves))
 
     def forward(
         self, recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, group: GroupBatch, batch: ForwardBatch
     ) -> torch.Tensor:
         """Run every row from its state on, keep the states that the plan asks for, and the last ones; [T, ..]."""
-        saves: StateSaves | None = group.metadata
-        if saves is None and any(save.group == layer.group for save in batch.state_saves):
-            raise RuntimeError("The step saves states that PlanInputs did not name.")
+        plan: RecurrentPlan = group.metadata
+        wanted = sum(save.group == layer.group for save in batch.state_saves)
+        if wanted > plan.count:
+            raise RuntimeError(f"The step saves {wanted} states, of which PlanInputs named {plan.count}.")
         step = batch.rows
         rows = StateRows(
             slots_R=step.slots_R,
@@ -98,6 +111,6 @@ class PagedRecurrentBackend:
             page_table=group.page_table,
             one_token=step.one_token,
             max_query_len=step.max_query_len,
-            saves=saves,
+            saves=plan.saves,
         )
         return recurrence.rows(inputs, layer.states, rows)

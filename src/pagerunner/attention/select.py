@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from pagerunner.attention.base import AttentionBackend, DeviceBackend
 from pagerunner.attention.compressed import CompressedBackend
+from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
@@ -20,19 +21,33 @@ from pagerunner.memory.planner import GroupPlan
 from pagerunner.memory.specs import Spec
 
 Backend = AttentionBackend | DeviceBackend
-KindBackend = RecurrentBackend | LatentBackend | CompressedBackend | PagedRecurrentBackend | PagedLatentBackend
+KindBackend = (
+    RecurrentBackend
+    | LatentBackend
+    | CompressedBackend
+    | PagedRecurrentBackend
+    | PagedLatentBackend
+    | FlashInferLatentBackend
+)
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"triton": PagedBackend, "torch_ref": TorchBackend}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "triton": PagedBackend,
+    "flashinfer": FlashInferBackend,
+    "torch_ref": TorchBackend,
+}
 # What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
 AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
 ANYWHERE = ("torch_ref",)
+# FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only; what it can't, triton does.
+NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
 # Groups of these kinds have backends of their own: one that reads tables, which serves CUDA devices and whoever asks for
 # such a backend by name, and those that don't.
 KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
     "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
 }
+FLASHINFER_KINDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {"latent": (FlashInferLatentBackend,)}
 
 
 def select_backends(
@@ -40,17 +55,23 @@ def select_backends(
 ) -> list[Backend | KindBackend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
-    Recurrent and latent groups have backends of their own.
+    Recurrent and latent groups have backends of their own. FlashInfer leaves groups that it can't serve to others.
 
     Raises:
-        ConfigError: `wanted` is unknown, or nothing can serve a group; the message says why not.
+        ConfigError: `wanted` is unknown or serves no group, or nothing can serve a group; the message says why not.
     """
     if wanted != "auto" and wanted not in BACKENDS:
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
-    names = AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,)
-    made = {name: BACKENDS[name]() for name in names}
-    tables = any(getattr(backend, "reads_tables", False) for backend in made.values())
-    return [_first_that_serves(group, _candidates(group.kind, made, tables), device, dtype) for group in groups]
+    found, refusals = [], []
+    for group in groups:
+        backend, reasons = _first_that_serves(group, _candidates(group.kind, wanted, device), device, dtype)
+        logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
+        found.append(backend)
+        refusals += reasons
+    if wanted == "flashinfer" and not any(backend.name.startswith(wanted) for backend in found):
+        why = "; ".join(dict.fromkeys(refusals)) or "all of them are recurrent"
+        raise ConfigError(f"attention_backend {wanted!r} can't serve any layer of this model: {why}.")
+    return found
 
 
 def kernel_tokens(
@@ -62,11 +83,13 @@ def kernel_tokens(
     the smallest of all if none does (the plan then refuses it by number).
     """
     found: dict[Hashable, int] = {}
+    backends = [BACKENDS[name]() for name in _names(wanted, device) if name in BACKENDS]
+    if not any(hasattr(backend, "page_sizes") for backend in backends):
+        return found
     for lifetime in {spec.lifetime for spec in specs if spec.kind not in KIND_BACKENDS}:
         own = [spec for spec in specs if spec.lifetime == lifetime]
-        for name in AUTO.get(device.type, ANYWHERE) if wanted == "auto" else (wanted,):
-            backend = BACKENDS[name]() if name in BACKENDS else None
-            if backend is None or any(backend.unsupported(spec, device.type, dtype) for spec in own):
+        for backend in backends:
+            if any(backend.unsupported(spec, device.type, dtype) for spec in own):
                 continue
             sizes: tuple[int, ...] = getattr(backend, "page_sizes", ())
             if sizes and page_tokens not in sizes:
@@ -75,21 +98,27 @@ def kernel_tokens(
     return found
 
 
-def _candidates(kind: str, made: dict[str, Backend], tables: bool) -> Mapping[str, Backend | KindBackend]:
-    if kind in KIND_BACKENDS:
-        own = [make() for make in KIND_BACKENDS[kind][0 if tables else 1 :]]
-        return {backend.name: backend for backend in own}
-    return made
+def _names(wanted: str, device: torch.device) -> tuple[str, ...]:
+    return AUTO.get(device.type, ANYWHERE) if wanted == "auto" else NAMED.get(wanted, (wanted,))
+
+
+def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend | KindBackend]:
+    """New ones for each group: a backend may keep what it has learned of its layers."""
+    made: list[Backend] = [BACKENDS[name]() for name in _names(wanted, device)]
+    if kind not in KIND_BACKENDS:
+        return list(made)
+    tables = any(getattr(backend, "reads_tables", False) for backend in made)
+    first = FLASHINFER_KINDS.get(kind, ()) if wanted == "flashinfer" else ()
+    return [make() for make in (*first, *KIND_BACKENDS[kind][0 if tables else 1 :])]
 
 
 def _first_that_serves(
-    group: GroupPlan, made: Mapping[str, Backend | KindBackend], device: torch.device, dtype: torch.dtype
-) -> Backend | KindBackend:
-    reasons = []
-    for name, backend in made.items():
+    group: GroupPlan, candidates: Sequence[Backend | KindBackend], device: torch.device, dtype: torch.dtype
+) -> tuple[Backend | KindBackend, list[str]]:
+    reasons: list[str] = []
+    for backend in candidates:
         reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)
         if reason is None:
-            logger.info("attention of group %s: %s (%s)", group.name, name, "; ".join(reasons) or "first choice")
-            return backend
-        reasons.append(f"not {name}: {reason}")
+            return backend, reasons
+        reasons.append(f"not {backend.name}: {reason}")
     raise ConfigError(f"No attention backend can serve group {group.name} on {device.type}: {'; '.join(reasons)}.")

@@ -16,7 +16,7 @@ from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.errors import ConfigError
 
 SCALE_BYTES = 4  # one float32
-_STATE_ALIGNMENT = 16
+_ALIGNMENT = 16
 
 
 class Spec(Protocol):
@@ -114,9 +114,12 @@ class FullKV:
         return _round_up(page_tokens * self.bytes_per_token, SCALE_BYTES)
 
     def page_bytes(self, page_tokens: int) -> int:
-        """Keys of all the page's tokens, then values, then the scales if there are any."""
+        """Keys of all the page's tokens, then values, then the scales if there are any.
+
+        Scales are padded, so that the next layer's keys begin where a kernel can read 16 bytes at once.
+        """
         if self.has_page_scales:
-            return self.scales_offset(page_tokens) + 2 * SCALE_BYTES
+            return _round_up(self.scales_offset(page_tokens) + 2 * SCALE_BYTES, _ALIGNMENT)
         return page_tokens * self.bytes_per_token
 
 
@@ -264,7 +267,7 @@ class LatentKV:
 
     def indexer_offset(self, page_tokens: int) -> int:
         """Bytes from the layer's share of a page to its indexer keys."""
-        return _round_up(self.slots(page_tokens) * self.slot_bytes, _STATE_ALIGNMENT)
+        return _round_up(self.slots(page_tokens) * self.slot_bytes, _ALIGNMENT)
 
     def scales_offset(self, page_tokens: int) -> int:
         """Bytes from the layer's share of a page to its two scales (vectors, indexer keys)."""
@@ -336,7 +339,7 @@ class RecurrentState:
         found, end = [], 0
         for size in self._sizes:
             found.append(end)
-            end += _round_up(size, _STATE_ALIGNMENT)
+            end += _round_up(size, _ALIGNMENT)
         return tuple(found)
 
     @property

@@ -136,6 +136,6 @@ class BambaForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         logits_SV = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV.float()
+        return logits_SV

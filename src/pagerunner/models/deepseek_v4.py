@@ -352,8 +352,8 @@ class DeepseekV4ForCausalLM(Module):
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
-        return self.head(hidden_SD).float()
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
+        return self.head(hidden_SD)
 
     def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
         """The names of the published files, which differ from transformers' in what stands before the layers."""

@@ -44,7 +44,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] float32."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         ...
 
     def modules(self) -> Iterator[Module]:

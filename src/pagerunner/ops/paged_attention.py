@@ -24,17 +24,13 @@ from pagerunner.ops.rope import RopeAngles, rope_
 
 class PagedKV(NamedTuple):
     """One layer's pages: `k` and `v` are strided views [E, page tokens, K, D or V]; `scales` [E, 2] float32 those of fp8
-    pages: the keys' and the values'. Scales that don't change are one pair, expanded (stride 0 along E).
+    pages: the keys' and the values'. `static` ones are the layer's own, the same for every page, and don't grow.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     scales: torch.Tensor | None = None
-
-    @property
-    def scales_are_static(self) -> bool:
-        """Whether the scales are the layer's own, and not each page's."""
-        return self.scales is not None and self.scales.stride(0) == 0
+    static: bool = False
 
 
 class TableRows(NamedTuple):
@@ -102,8 +98,7 @@ def store_kv_(
     The scale of an fp8 page grows, by powers of two, when one of its tokens needs a larger one; what the page held is
     then converted. The tokens of one page are adjacent in T.
     """
-    for which, values in enumerate(k_TKV_pair := (k_TKD, v_TKV)):
-        view = pages[which]
+    for values, view, which in ((k_TKD, pages.k, 0), (v_TKV, pages.v, 1)):
         if pages.scales is not None:
             values.copy_(_store_scaled(view, pages, which, values, write_entry_T, write_offset_T))
             continue
@@ -112,7 +107,7 @@ def store_kv_(
         rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
         write_slots(view, rows, values[stored_T], layout)
         if view.dtype != values.dtype:
-            k_TKV_pair[which].copy_(values.to(view.dtype))
+            values.copy_(values.to(view.dtype))
 
 
 def _store_scaled(
@@ -127,7 +122,7 @@ def _store_scaled(
     if scales is None:
         raise TypeError("pages without scales have nothing to scale by")
     stored_T = write_entry_T >= 0
-    if pages.scales_are_static:
+    if pages.static:
         scale_T = scales[:1, which].expand(values_TKD.shape[0])
     else:
         wanted_T = fitting_scale(values_TKD.abs().amax((1, 2)), view.dtype)
@@ -241,7 +236,7 @@ def projected_attention(
 
 
 def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:
-    view = pages[which]
+    view = pages.v if which else pages.k
     size = view.shape[1]
     entries_L = table_SW[slot, positions_L // size % table_SW.shape[1]]
     raw = view.view(torch.uint8) if pages.scales is not None else view

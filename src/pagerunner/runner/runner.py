@@ -38,7 +38,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [S, V] of hidden states."""
+        """Logits [S, V] of hidden states, in the dtype of the weights."""
         ...
 
 

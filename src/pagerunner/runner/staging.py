@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class Staging:
         num_rows, num_tokens = len(rows), sum(query_lens)
         one_token = num_tokens == num_rows and max(query_lens) == 1
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
-        sampled_rows = [row for row, wanted in enumerate(samples) if wanted]
+        sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
         sampled, writes = len(sampled_rows), len(table_entries)
         triples = [*(triple for wave in copies for triple in wave), *fills]
         logits_at = where.size
@@ -131,8 +132,11 @@ class Staging:
         packed[:num_rows] = slots
         packed[where.starts : where.starts + num_rows] = starts
         query_start = packed[where.query_start : where.query_start + num_rows + 1]
-        query_start[0] = 0
-        np.cumsum(query_lens, out=query_start[1:])
+        if one_token:
+            query_start[:] = np.arange(num_rows + 1)
+        else:
+            query_start[0] = 0
+            np.cumsum(query_lens, out=query_start[1:])
         packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens)
         if not one_token:
             packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
@@ -153,7 +157,7 @@ class Staging:
             rows=rows,
             slots=slots,
             query_lens=list(query_lens),
-            seq_lens=[start + length for start, length in zip(starts, query_lens, strict=True)],
+            seq_lens=list(map(add, starts, query_lens)),
             sampled_rows=sampled_rows,
             where=where,
             packed=there,

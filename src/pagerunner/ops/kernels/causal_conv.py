@@ -21,7 +21,7 @@ def _input(x, state, channel, in_range, token, first, x_stride, channels, taps):
     return tl.where(token >= first, value, held.to(value.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tokens(
     x, out, state, weight, bias, table, slots, query_start, row_T,
     num_tokens, channels, x_stride, weight_stride, state_stride, table_stride,

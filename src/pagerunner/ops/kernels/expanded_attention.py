@@ -14,11 +14,11 @@ TILE = (128, 64, 8, 3)  # queries, keys, warps, stages
 NOTHING = tl.constexpr(-1e30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["more"])
 def _attend(
     q, both, rope, pieces, blocks, out, lse, scale,
-    q_token, q_head, both_key, both_head, rope_key, out_token, out_head, lse_token,
-    MORE: tl.constexpr, N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+    q_token, q_head, both_key, both_head, rope_key, out_token, out_head, lse_token, more,
+    N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
     BV: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BQ queries of one head, a part of one of the BLOCK queries of a piece, over the piece's keys."""
@@ -33,15 +33,12 @@ def _attend(
     at = q + token[:, None] * q_token + head * q_head
     qn = tl.load(at + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0)
     qp = tl.load(at + N + p[None, :], mask=real[:, None] & (p < P)[None, :], other=0.0)
-    most = tl.full((BQ,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((BQ,), dtype=tl.float32)
-    sums = tl.zeros((BQ, BV), dtype=tl.float32)
     out_at = out + token[:, None] * out_token + head * out_head + v[None, :]
     lse_at = lse + token * lse_token + head
-    if MORE:
-        most = tl.load(lse_at, mask=real, other=0.0) * 1.4426950408889634
-        total += 1.0
-        sums = tl.load(out_at, mask=real[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
+    begun = real & (more > 0)
+    most = tl.load(lse_at, mask=begun, other=NOTHING) * 1.4426950408889634
+    total = tl.where(begun, 1.0, 0.0)
+    sums = tl.load(out_at, mask=begun[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
     last = tl.minimum((packed & 0xFFFF) * BLOCK + tl.program_id(2) * BQ + BQ, queries) + shift
     stop = tl.minimum(keys, last)
     both += first_key * both_key + head * both_head
@@ -86,6 +83,6 @@ def expanded_attention(
     _attend[(pieces.blocks_B.shape[0], heads, BLOCK_QUERIES // block_q)](
         q_THD, expanded_SHU, rope_SP, pieces.pieces, pieces.blocks_B, out_THV, lse_TH, scale / math.log(2),
         *q_THD.stride()[:2], *expanded_SHU.stride()[:2], rope_SP.stride(0), *out_THV.stride()[:2], lse_TH.stride(0),
-        more, key_dim, rope, value_dim, *sizes, block_q, block_s, BLOCK_QUERIES, "tf32x3" if wide else "tf32",
+        int(more), key_dim, rope, value_dim, *sizes, block_q, block_s, BLOCK_QUERIES, "tf32x3" if wide else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

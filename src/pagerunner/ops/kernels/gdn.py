@@ -27,7 +27,7 @@ def _scale(x, extra):
     return extra * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, rates, decays, decay_log, decay_bias, state, out,
     table, slots, query_start, save_start, save_end, save_target,
@@ -105,7 +105,7 @@ def _inverse(a, index, C: tl.constexpr):
     return tl.dot(rest, diagonal, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _systems(
     mixed, rates, decays, decay_log, decay_bias, solved, attended, sums, row_T,
     num_tokens, mixed_stride, rates_stride, decays_stride,

@@ -48,7 +48,7 @@ def store_latent_(
     _store[(tokens,)](vectors_TL, pages_EXL, write_entry_T, write_offset_T, *strides, size, block, num_warps=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_split"])
 def _attend(
     q_latent, q_rope, pages, out, lse, table, slots, row_T, positions,
     num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, table_stride,
@@ -103,7 +103,7 @@ def _attend(
     tl.store(lse + split * lse_split + token * lse_token + heads, found, mask=in_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "lse_split"])
 def _merge(
     parts, lse, out, num_splits, part_split, part_token, part_head, lse_split, lse_token, out_token, out_head,
     C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
@@ -163,6 +163,6 @@ def latent_attention(
     if splits > 1:
         _merge[(heads, tokens)](
             parts, lse, out_THC, splits, *parts.stride()[:3], *lse.stride()[:2], *out_THC.stride()[:2],
-            latent, block_c, triton.next_power_of_2(splits), num_warps=2,
+            latent, block_c, MAX_SPLITS, num_warps=2,
         )  # fmt: skip
     return out_THC

@@ -17,7 +17,7 @@ FEW = (32, 8)  # values of a program, its warps
 CHUNKS = (32, 4, 1)  # values of a program, its warps, stages of its loads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, steps, decay_log, step_bias, skip, state, out,
     table, slots, query_start, save_start, save_end, save_target,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.ops.kernels.launch import dependent
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
@@ -20,7 +21,7 @@ from pagerunner.ops.paged_attention import HeadWork, PagedKV, PagedPlan, TableRo
 
 MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
-LEAST_TILES = 4  # of a slice: less is not worth a merge
+LEAST_TILES = 1  # of a slice: a tile takes longer than one more part of a merge
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
 _SCHEDULE_BLOCK = 256
@@ -37,9 +38,12 @@ class Tiles(NamedTuple):
 
 
 def decode_tiles(row_bytes: int, group: int) -> Tiles:
-    """A tile holds 16 KiB of keys and as much of values, whatever the size of a head and its elements."""
-    keys = min(max(16384 // row_bytes, 16), 128)
-    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 3, 2)
+    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements.
+
+    Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
+    """
+    keys = min(max(8192 // row_bytes, 16), 128)
+    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, 5, 4)
 
 
 def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
@@ -51,10 +55,9 @@ def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tile
     """For rows of at most `queries` new tokens."""
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
-    keys = 64 if row_bytes <= 256 else 32
     if queries * group <= 64:
-        return Tiles(64, keys, 4, 3)
-    return Tiles(128, keys, 8, 3)
+        return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3)
+    return Tiles(128, {128: 64, 256: 128}.get(row_bytes, 32), 8, 3)
 
 
 @dataclass(slots=True)
@@ -125,7 +128,8 @@ class _Call:
         widest = max(self.dim, self.dim_v)
         held = max(dot.itemsize if self.exact else 0, pages.k.dtype.itemsize)
         self.row_bytes = triton.next_power_of_2(max(widest, 16)) * held
-        self.padded = max(16, triton.next_power_of_2(self.dim)), max(16, triton.next_power_of_2(self.dim_v))
+        least = 16 if self.fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
+        self.padded = max(least, triton.next_power_of_2(self.dim)), max(least, triton.next_power_of_2(self.dim_v))
         self.sharing = shares(rows, plan)
         self.own = self.reach or work is not None
         self.long = not plan.one_token
@@ -188,7 +192,7 @@ class _Call:
     def run_decode(self, schedule: _Schedule) -> None:
         device, tiles = self.q.device, self.decode
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
-        slices = max(1, -(-_multiprocessors(device) * tiles.programs // self.kv_heads))
+        slices = max(1, _multiprocessors(device) * tiles.programs // self.kv_heads)
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
         rows = self.rows
@@ -201,6 +205,7 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.work is not None,
             self.work is not None and self.work.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, **dependent(device),
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:

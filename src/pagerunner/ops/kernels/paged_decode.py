@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
@@ -25,9 +26,7 @@ def softcapped(scores, softcap):
 
 
 @triton.jit
-def load_tile(
-    ptr, offsets, stride_d: tl.constexpr, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr
-):
+def load_tile(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
     """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
     d = tl.arange(0, DP)
     if D == DP:
@@ -40,20 +39,47 @@ def load_tile(
 
 
 @triton.jit
-def _online(scores, highest, total, acc):
-    """A tile's weights, and what was found before at the new scale."""
-    new = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.math.exp2(scores - new[:, None])
-    shrink = tl.math.exp2(highest - new)
-    return weights, new, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+def load_pairs(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
+    """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO.
+
+    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not.
+    """
+    d = tl.arange(0, DP // 2)
+    pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
+    x = tl.load(pairs, mask=mask[:, None] & (d < D // 2)[None, :], other=0)
+    even = (x & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+    odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+    return even, odd
 
 
 @triton.jit
-def _merge(highest, total, acc, highest2, total2, acc2):
-    new = tl.maximum(highest, highest2)
-    a = tl.math.exp2(highest - new)
-    b = tl.math.exp2(highest2 - new)
-    return new, total * a + total2 * b, acc * a[:, None] + acc2 * b[:, None]
+def online(scores, highest, total):
+    """A tile's weights; the highest score and the total weight with it; the factor for what was found before."""
+    new = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.math.exp2(scores - new[:, None])
+    shrink = tl.math.exp2(highest - new)
+    return weights, new, total * shrink + tl.sum(weights, 1), shrink
+
+
+@triton.jit
+def _store_part(
+    part_ptr,
+    sums_ptr,
+    place,
+    highest,
+    total,
+    acc,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+):
+    g = tl.arange(0, M)
+    dv = tl.arange(0, DVP)
+    at = place * G + g
+    tl.store(sums_ptr + at * 2, highest, mask=g < G)
+    tl.store(sums_ptr + at * 2 + 1, total, mask=g < G)
+    tl.store(part_ptr + at[:, None] * DV + dv[None, :], acc, mask=(g < G)[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
@@ -94,7 +120,6 @@ def _merged_parts(
 @triton.jit
 def prepared(
     at,
-    stride_d: tl.constexpr,
     mask,
     norm_ptr,
     angle,
@@ -109,8 +134,8 @@ def prepared(
     d = tl.arange(0, DP)
     other = (d + D // 2) % D
     inside = (d < D)[None, :]
-    x = tl.load(at + d[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
-    pair = tl.load(at + other[None, :] * stride_d, mask=mask & inside, other=0.0).to(tl.float32)
+    x = tl.load(at + d[None, :], mask=mask & inside, other=0.0).to(tl.float32)
+    pair = tl.load(at + other[None, :], mask=mask & inside, other=0.0).to(tl.float32)
     if NORM:
         inverse = tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -132,6 +157,189 @@ def _unit(begin_ptr, unit_ptr, unit, num_units):
     return begin, end, token, slot, oldest, stop
 
 
+@triton.jit
+def _attend(
+    q, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, first, last, oldest, stop,
+    scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    RING: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """Tiles [first, last) of keys, of which [oldest, stop) are there."""
+    n = tl.arange(0, BN)
+    for start in range(first, last, BN):
+        at = start + n
+        mask = (at >= oldest) & (at < stop)
+        page = at // PAGE
+        if RING:
+            page = page % width
+        entry = tl.load(row_table + page, mask=mask, other=0)
+        inside = at % PAGE
+        k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, None, TO)
+        v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, None, TO)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = softcapped(scores, softcap)
+        scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
+        weights, highest, total, shrink = online(scores, highest, total)
+        acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
+def _attend_fp8(
+    q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
+    row_table, width, first, last, oldest, stop, scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, even and odd elements apart."""
+    n = tl.arange(0, BN)
+    for start in range(first, last, BN):
+        at = start + n
+        mask = (at >= oldest) & (at < stop)
+        page = at // PAGE
+        if RING:
+            page = page % width
+        entry = tl.load(row_table + page, mask=mask, other=0)
+        inside = at % PAGE
+        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
+        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
+        k_scale = tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)
+        v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee") * (k_scale * scale)[None, :]
+        if SOFTCAP:
+            scores = softcapped(scores, softcap)
+        scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
+        weights, highest, total, shrink = online(scores, highest, total)
+        # the tile's largest scale stays outside, so that no weight becomes too small for TO
+        most = tl.max(v_scale, 0)
+        weights = (weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]).to(TO)
+        even = even * shrink[:, None] + tl.dot(weights, v_even, input_precision="ieee") * most
+        odd = odd * shrink[:, None] + tl.dot(weights, v_odd, input_precision="ieee") * most
+    return highest, total, even, odd
+
+
+@triton.jit
+def _own_value(
+    wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The token's own score, [M], and its value, [DVP], as pages hold them; FUSED stores both."""
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    v = tl.load(v_at + dv, mask=dv < DV, other=0.0)
+    if FUSED:
+        one = tl.arange(0, 1)[:, None]
+        k = prepared(k_at + one, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+        k = k.to(k_at.dtype.element_ty).to(kp_ptr.dtype.element_ty)
+        v = v.to(vp_ptr.dtype.element_ty)
+        entry = tl.load(entry_ptr + token)
+        if entry >= 0:
+            inside = tl.load(offset_ptr + token)
+            tl.store(kp_ptr + entry * kp_se + inside * kp_ss + d[None, :], k, mask=(d < D)[None, :])
+            tl.store(vp_ptr + entry * vp_se + inside * vp_ss + dv, v, mask=dv < DV)
+        k = k.to(tl.float32)
+    else:
+        k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    score = tl.sum(wide_q * k, 1) * scale
+    if SOFTCAP:
+        score = softcapped(score, softcap)
+    return score * LOG2E, v.to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    highest, total, acc, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr, shared_count_ptr,
+    shared_split, sinks_ptr,
+    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    SHARED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add what was found in the shared prefix, and the sinks; write the unit's output."""
+    g = tl.arange(0, M)
+    dv = tl.arange(0, DVP)
+    q_head = head * G + g
+    mask = (g < G)[:, None] & (dv < DV)[None, :]
+    if SHARED:
+        if slot >= 0:
+            count = tl.load(shared_count_ptr)
+            for split in range(count):
+                at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
+                other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
+                other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
+                other_acc = tl.load(shared_ptr + at[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+                new = tl.maximum(highest, other)
+                a = tl.math.exp2(highest - new)
+                b = tl.math.exp2(other - new)
+                total = total * a + other_total * b
+                acc = acc * a[:, None] + other_acc * b[:, None]
+                highest = new
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+        new = tl.maximum(highest, sink)
+        shrink = tl.math.exp2(highest - new)
+        total = total * shrink + tl.math.exp2(sink - new)
+        acc = acc * shrink[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out_ptr + tl.cast(token, tl.int64) * out_st + q_head[:, None] * out_sh + dv[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unit_part(
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
+    scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
+    row_table, width, token, slot, oldest, stop, head, skipped, run, scale, softcap,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
+    NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """`run` tiles of a unit after the first `skipped`: highest score, total weight and weighted values."""
+    g = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    rows = (g < G)[:, None]
+    q_at = q_ptr + tl.cast(token, tl.int64) * q_st + (head * G + g)[:, None] * q_sh
+    angle = tl.cast(token, tl.int64) * stride_rope
+    if FUSED:
+        wide_q = prepared(q_at, rows, q_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+        wide_q = wide_q.to(q_ptr.dtype.element_ty).to(tl.float32)
+    else:
+        wide_q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(tl.float32)
+    highest = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    if OWN:
+        if (skipped == 0) & (slot >= 0):
+            k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
+            v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
+            highest, value = _own_value(
+                wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
+                kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
+            )  # fmt: skip
+            total += 1.0
+            acc += value[None, :]
+    first = oldest // BN * BN + skipped * BN
+    if FP8 is None:
+        highest, total, acc = _attend(
+            wide_q.to(TO), highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width,
+            first, first + run * BN, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
+        )  # fmt: skip
+    else:
+        twos = 2 * tl.arange(0, DP // 2)[None, :]
+        q_even = tl.load(q_at + twos, mask=rows & (twos < D), other=0.0).to(TO)
+        q_odd = tl.load(q_at + twos + 1, mask=rows & (twos < D), other=0.0).to(TO)
+        even, odd = tl.split(tl.reshape(acc, [M, DVP // 2, 2]))
+        highest, total, even, odd = _attend_fp8(
+            q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
+            row_table, width, first, first + run * BN, oldest, stop, scale, softcap,
+            D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO,
+        )  # fmt: skip
+        acc = tl.reshape(tl.join(even, odd), [M, DVP])
+    return highest, total, acc
+
+
 @triton.jit(do_not_specialize=["num_units", "width", "least"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
@@ -141,14 +349,17 @@ def decode_kernel(
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TO: tl.constexpr,
+    RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
+    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
     and one past last key in pages. No slice is shorter than `least` tiles. With OWN, the token itself is read from the
-    projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that finishes
-    a unit also stores its key and value.
+    projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
+    unit also stores its key and value.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
@@ -156,17 +367,11 @@ def decode_kernel(
     tile = piece * per
     left = tl.minimum(per, total_tiles - tile)
     unit = 0
-    if (tile > 0) & (left > 0):
+    if (num_units > 1) & (tile > 0) & (left > 0):
         for start in range(0, num_units, 256):
             at = start + tl.arange(0, 256)
             ends = tl.load(begin_ptr + 1 + at, mask=at < num_units, other=0x7FFFFFFF)
             unit += tl.sum((ends <= tile).to(tl.int32), 0)
-
-    g = tl.arange(0, M)
-    d = tl.arange(0, DP)
-    dv = tl.arange(0, DVP)
-    n = tl.arange(0, BN)
-    rows = (g < G)[:, None]
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
@@ -175,106 +380,27 @@ def decode_kernel(
             begin_ptr, unit_ptr, unit + 1, num_units
         )
         run = tl.minimum(left, end - tile)
-        q_at = q_ptr + tl.cast(token, tl.int64) * q_st + (head * G + g)[:, None] * q_sh
-        angle = tl.cast(token, tl.int64) * stride_rope
-        if FUSED:
-            wide_q = prepared(q_at, 1, rows, q_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
-            q = wide_q.to(q_ptr.dtype.element_ty).to(TO)
-        else:
-            q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(TO)
-        row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
-        highest = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DVP], tl.float32)
-        key = oldest // BN * BN + (tile - begin) * BN
-        for start in range(key, key + run * BN, BN):
-            at = start + n
-            mask = (at >= oldest) & (at < stop)
-            page = at // PAGE
-            if RING:
-                page = page % width
-            entry = tl.load(row_table + page, mask=mask, other=0)
-            inside = at % PAGE
-            k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, 1, mask, D, DP, FP8, TO)
-            v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, 1, mask, DV, DVP, FP8, TO)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if FP8 is not None:
-                scores = scores * tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)[None, :]
-                v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
-            if SOFTCAP:
-                scores = softcapped(scores, softcap)
-            scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-            weights, highest, total, acc = _online(scores, highest, total, acc)
-            if FP8 is not None:  # the tile's largest scale stays outside, so that no weight becomes too small for TO
-                most = tl.max(v_scale, 0)
-                weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
-                acc += tl.dot(weights.to(TO), v, input_precision="ieee") * most
-            else:
-                acc = tl.dot(weights.to(TO), v, acc, input_precision="ieee")
-
+        highest, total, acc = _unit_part(
+            q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
+            scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
+            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head, tile - begin, run,
+            scale, softcap, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO,
+        )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
         done = pieces == 1
         if pieces > 1:
             place = (piece * 2 + (1 if tile == begin else 0)) * K + head
-            tl.store(sums_ptr + (place * G + g) * 2, highest, mask=g < G)
-            tl.store(sums_ptr + (place * G + g) * 2 + 1, total, mask=g < G)
-            tl.store(part_ptr + (place * G + g)[:, None] * DV + dv[None, :], acc, mask=rows & (dv < DV)[None, :])
+            _store_part(part_ptr, sums_ptr, place, highest, total, acc, G, M, DV, DVP)
             tl.debug_barrier()
-            before = tl.atomic_add(counter_ptr + unit * K + head, 1, sem="acq_rel", scope="gpu")
-            done = before == pieces - 1
+            done = tl.atomic_add(counter_ptr + unit * K + head, 1, sem="acq_rel", scope="gpu") == pieces - 1
             if done:
                 tl.store(counter_ptr + unit * K + head, 0)
                 highest, total, acc = _merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
         if done:
-            q_head = head * G + g
-            if SHARED:
-                if slot >= 0:
-                    count = tl.load(shared_count_ptr)
-                    for split in range(count):
-                        at = split * shared_split + tl.cast(token, tl.int64) * (K * G) + q_head
-                        other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
-                        other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
-                        other_acc = tl.load(
-                            shared_ptr + at[:, None] * DV + dv[None, :], mask=rows & (dv < DV)[None, :], other=0.0
-                        )
-                        highest, total, acc = _merge(highest, total, acc, other, other_total, other_acc)
-            if OWN:
-                if slot >= 0:
-                    k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
-                    own_v = tl.load(v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh + dv, mask=dv < DV, other=0.0)
-                    if FUSED:
-                        one = tl.arange(0, 1)[:, None]
-                        own_k = prepared(
-                            k_at + one, 1, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM
-                        ).to(k_ptr.dtype.element_ty)
-                        entry = tl.load(entry_ptr + token)
-                        if entry >= 0:
-                            inside = tl.load(offset_ptr + token)
-                            slot_k = kp_ptr + entry * kp_se + inside * kp_ss + d[None, :]
-                            slot_v = vp_ptr + entry * vp_se + inside * vp_ss + dv
-                            tl.store(slot_k, own_k.to(kp_ptr.dtype.element_ty), mask=(d < D)[None, :])
-                            tl.store(slot_v, own_v.to(vp_ptr.dtype.element_ty), mask=dv < DV)
-                        own_k = own_k.to(kp_ptr.dtype.element_ty).to(tl.float32)
-                        own_v = own_v.to(vp_ptr.dtype.element_ty).to(tl.float32)
-                        own_q = wide_q.to(q_ptr.dtype.element_ty).to(tl.float32)
-                    else:
-                        own_k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-                        own_q = tl.load(q_at + d[None, :], mask=rows & (d < D)[None, :], other=0.0).to(tl.float32)
-                    score = tl.sum(own_q * own_k, 1) * scale
-                    if SOFTCAP:
-                        score = softcapped(score, softcap)
-                    ones = tl.full([M], 1.0, tl.float32)
-                    own_acc = tl.zeros([M, DVP], tl.float32) + own_v.to(tl.float32)[None, :]
-                    highest, total, acc = _merge(highest, total, acc, score * LOG2E, ones, own_acc)
-            if SINKS:
-                sink = tl.load(sinks_ptr + q_head, mask=g < G, other=0.0).to(tl.float32) * LOG2E
-                new = tl.maximum(highest, sink)
-                shrink = tl.math.exp2(highest - new)
-                total = total * shrink + tl.math.exp2(sink - new)
-                acc = acc * shrink[:, None]
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            out_at = out_ptr + tl.cast(token, tl.int64) * out_st + q_head[:, None] * out_sh + dv[None, :]
-            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=rows & (dv < DV)[None, :])
+            _finish(
+                highest, total, acc, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
+                shared_count_ptr, shared_split, sinks_ptr, K, G, M, DV, DVP, SHARED, SINKS,
+            )  # fmt: skip
         tile += run
         left -= run
         unit += 1
@@ -324,8 +450,8 @@ def shared_kernel(
                 mask = at < stop
                 entry = tl.load(row_table + at // PAGE, mask=mask, other=0)
                 inside = at % PAGE
-                k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, 1, mask, D, DP, FP8, TO)
-                v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, 1, mask, DV, DVP, FP8, TO)
+                k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
+                v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                 if FP8 is not None:
                     scores = scores * tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)[None, :]
@@ -333,13 +459,13 @@ def shared_kernel(
                 if SOFTCAP:
                     scores = softcapped(scores, softcap)
                 scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-                weights, highest, total, acc = _online(scores, highest, total, acc)
+                weights, highest, total, shrink = online(scores, highest, total)
                 if FP8 is not None:
                     most = tl.max(v_scale, 0)
                     weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
-                    acc += tl.dot(weights.to(TO), v, input_precision="ieee") * most
+                    acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
                 else:
-                    acc = tl.dot(weights.to(TO), v, acc, input_precision="ieee")
+                    acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
             place = split * shared_split + token * (K * G) + q_head
             tl.store(shared_sums_ptr + place * 2, highest, mask=there)
             tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_decode import LOG2E, LOWEST, load_tile, softcapped
+from pagerunner.ops.kernels.paged_decode import LOG2E, LOWEST, load_tile, online, softcapped
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def _new_tiles(
             k = k_desc.load([token + start, column_k])
             v = v_desc.load([token + start, column_v])
         else:
-            k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, 1, there, D, DP, None, TO)
-            v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, 1, there, DV, DVP, None, TO)
+            k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, there, D, DP, None, TO)
+            v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, there, DV, DVP, None, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = softcapped(scores * scale, softcap) * LOG2E
@@ -43,12 +43,8 @@ def _new_tiles(
             if REACH:
                 seen = seen & (at[None, :] >= oldest_M[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.math.exp2(scores - new[:, None])
-        shrink = tl.math.exp2(highest - new)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, highest, total, shrink = online(scores, highest, total)
         acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
-        highest = new
     return highest, total, acc
 
 
@@ -70,8 +66,8 @@ def _past_tiles(
             page = page % width
         entry = tl.load(row_table + page, mask=there, other=0)
         inside = at % PAGE
-        k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, 1, there, D, DP, FP8, TO)
-        v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, 1, there, DV, DVP, FP8, TO)
+        k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, there, D, DP, FP8, TO)
+        v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, there, DV, DVP, FP8, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if FP8 is not None:
             scores = scores * tl.load(scales_ptr + entry * scales_se, mask=there, other=0.0)[None, :]
@@ -84,18 +80,39 @@ def _past_tiles(
             if REACH:
                 seen = seen & (at[None, :] >= oldest_M[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.math.exp2(scores - new[:, None])
-        shrink = tl.math.exp2(highest - new)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, highest, total, shrink = online(scores, highest, total)
         if FP8 is not None:
             most = tl.max(v_scale, 0)
             weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
             acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
         else:
             acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
-        highest = new
     return highest, total, acc
+
+
+@triton.jit
+def _oldest(past, first, query_M, window, chunk, REACH: tl.constexpr):
+    """The oldest position that the block's first query sees, and that every query sees."""
+    oldest = 0
+    oldest_M = tl.zeros_like(query_M)
+    if REACH:
+        if chunk > 0:
+            oldest = (past + first) // chunk * chunk
+            oldest_M = (past + query_M) // chunk * chunk
+        else:
+            oldest = tl.maximum(past + first - window + 1, 0)
+            oldest_M = past + query_M - window + 1
+    return oldest, oldest_M
+
+
+@triton.jit
+def _row_of(block_ptr, block, num_rows):
+    row = 0
+    for start in range(0, num_rows, 256):
+        i = start + tl.arange(0, 256)
+        ends = tl.load(block_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row += tl.sum((ends <= block).to(tl.int32), 0)
+    return row
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "window", "chunk"])
@@ -114,11 +131,7 @@ def prefill_kernel(
     head = tl.program_id(0) % K
     block = tl.load(block_ptr + num_rows) - 1 - tl.program_id(0) // K
     if block >= 0:
-        row = 0
-        for start in range(0, num_rows, 256):
-            i = start + tl.arange(0, 256)
-            ends = tl.load(block_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
-            row += tl.sum((ends <= block).to(tl.int32), 0)
+        row = _row_of(block_ptr, block, num_rows)
         first = (block - tl.load(block_ptr + row)) * BT
         token = tl.load(starts_ptr + row)
         num_new = tl.load(starts_ptr + row + 1) - token
@@ -133,15 +146,7 @@ def prefill_kernel(
         token_M = (token + query_M).to(tl.int64)
         q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
         q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
-        oldest = 0
-        oldest_M = tl.zeros([BM], tl.int32)
-        if REACH:
-            if chunk > 0:
-                oldest = (past + first) // chunk * chunk
-                oldest_M = (past + query_M) // chunk * chunk
-            else:
-                oldest = tl.maximum(past + first - window + 1, 0)
-                oldest_M = past + query_M - window + 1
+        oldest, oldest_M = _oldest(past, first, query_M, window, chunk, REACH)
         highest = tl.full([BM], LOWEST, tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DVP], tl.float32)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.launch import dependent
 from pagerunner.ops.paged_attention import HeadWork, PagedKV
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -205,7 +207,11 @@ def _prepare_kernel(
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
     DV: tl.constexpr, HALF_V: tl.constexpr, HALF_VP: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     part = tl.program_id(1)
     if part >= 2:
@@ -283,8 +289,8 @@ def _launch(
         write_entry_T, write_offset_T, num_tokens,
         num_heads, num_kv_heads, triton.next_power_of_2(num_kv_heads), query_block, pages.k.shape[1],
         dim, half, triton.next_power_of_2(half), dim_v, half_v, triton.next_power_of_2(half_v),
-        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.scales_are_static,
-        num_warps=2 if num_kv_heads * dim <= 1024 else 4,
+        norm, work is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
+        num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
     )  # fmt: skip
 
 

@@ -133,11 +133,11 @@ class Sampler:
         """Sample one token per row. The logits are consumed: processors change them in place.
 
         Args:
-            logits_SV: float32 [S, V], row i for `slots[i]`.
+            logits_SV: [S, V] of any floating dtype, row i for `slots[i]`.
             slots: distinct slots that hold a request.
             positions: absolute position of each row's new token; the first one after the prompt is at prompt length.
         """
-        logits_SV = logits_SV.contiguous()
+        logits_SV = logits_SV.float().contiguous()
         layout = self._layout(slots)
         raw_LV = self._raw_rows(logits_SV, layout)
         self._process(logits_SV, layout, positions)

@@ -1,0 +1,62 @@
+"""Paged attention's kernels on the device at real shapes: NaN wherever nothing was written, padding, rings, fp8, float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.attention_cases import Case, plain
+from helpers.paged_kernels import check_attention, check_projected, check_store
+from pagerunner.attention.base import Reach
+
+pytest.importorskip("triton")
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+ONE = (plain(3, 1), plain(0, 1), plain(1700, 1), *[plain(20 + 37 * i, 1) for i in range(30)])
+MIXED = (plain(3, 1), plain(0, 5), plain(400, 33), plain(20, 1), plain(0, 300), plain(512, 200))
+SHARED = (plain(1100, 1), *[plain(1030 + i, 1, 64) for i in range(40)])
+CLOSE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+@pytest.mark.parametrize("page", [1, 16, 128])
+@pytest.mark.parametrize("rows", [ONE, MIXED], ids=["one", "mixed"])
+def test_float32_is_exact(page: int, rows: tuple) -> None:
+    check_attention(Case(rows, page, 2, 2, 64), "cuda")
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, E5M2])
+@pytest.mark.parametrize("rows", [ONE, MIXED, SHARED], ids=["one", "mixed", "shared"])
+def test_low_precision_stays_close(rows: tuple, kv_dtype: torch.dtype) -> None:
+    check_attention(Case(rows, 16, 8, 4, 128, dtype=BF16, kv_dtype=kv_dtype, padding=5), "cuda", **CLOSE)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("group", [1, 16])
+def test_heads_of_many_shapes(dim: int, group: int) -> None:
+    for rows in (ONE[:8], MIXED):
+        case = Case(rows, 48, 2, group, dim, dtype=BF16, kv_dtype=BF16, sinks=True, softcap=3.0)
+        check_attention(case, "cuda", **CLOSE)
+
+
+@pytest.mark.parametrize("reach", [Reach(1), Reach(40), Reach(300), Reach(64, chunked=True)])
+@pytest.mark.parametrize("rows", [ONE, MIXED], ids=["one", "mixed"])
+def test_windows_and_chunks(reach: Reach, rows: tuple) -> None:
+    check_attention(Case(rows, 16, 8, 2, 128, dtype=BF16, kv_dtype=BF16, reach=reach, padding=3), "cuda", **CLOSE)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("rows", [ONE[:8], ONE, MIXED], ids=["few", "one", "mixed"])
+def test_from_the_projection_on(rows: tuple, kv_dtype: torch.dtype) -> None:
+    case = Case(rows, 16, 8, 2, 128, dtype=BF16, kv_dtype=kv_dtype)
+    check_projected(case, "cuda", atol=6e-2, rtol=0.26 if kv_dtype == E4M3 else 3e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3, E5M2])
+def test_stored_as_the_twin_stores(kv_dtype: torch.dtype) -> None:
+    dtype = torch.float32 if kv_dtype == torch.float32 else BF16
+    for fused in (True, False):
+        check_store(Case(MIXED, 16, 8, 2, 128, dtype=dtype, kv_dtype=kv_dtype), "cuda", fused=fused)
+
+
+def test_a_long_row_in_the_library() -> None:
+    check_attention(Case((plain(0, 4096),), 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)

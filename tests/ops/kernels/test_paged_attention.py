@@ -1,0 +1,111 @@
+"""Paged attention's kernels against their twins, in Triton's interpreter: tiny steps, and tiles small enough to need many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.attention_cases import Case, plain
+from helpers.interpreter_floats import install
+from pagerunner.attention.base import Reach
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these on the device", allow_module_level=True)
+install()
+
+from helpers.paged_kernels import check_attention, check_projected, check_store  # noqa: E402
+from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
+
+ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
+MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Rows of several tiles, cut by slices, and blocks of few queries."""
+    monkeypatch.setattr(kernels, "decode_tiles", lambda row_bytes, group: kernels.Tiles(16, 16, 4, 5, 4))
+    monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
+    monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ONE, 4, 2, 3, 8),
+        Case(ONE, 3, 1, 1, 6, padding=2, spare_columns=2, sinks=True, softcap=1.5, head_dim_v=20),
+        Case(ONE, 4, 2, 2, 8, kv_dtype=torch.float16),
+        Case(ONE, 48, 1, 2, 32, kv_dtype=E4M3),
+        Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
+        Case(ONE, 1, 1, 2, 8, reach=Reach(1), padding=1),
+        Case(ONE, 1, 1, 2, 8, reach=Reach(4, chunked=True)),
+        Case(ONE, 4, 1, 2, 8, kv_dtype=E5M2, reach=Reach(30)),
+    ],
+)
+def test_steps_of_one_token_a_row(case: Case) -> None:
+    check_attention(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MIXED, 4, 2, 3, 8),
+        Case(MIXED, 3, 1, 3, 6, padding=3, sinks=True, softcap=2.0, head_dim_v=20),
+        Case(MIXED, 4, 1, 2, 8, kv_dtype=E4M3),
+        Case(MIXED, 4, 1, 2, 8, reach=Reach(6)),
+        Case((plain(6, 9), *MIXED), 4, 1, 2, 8, reach=Reach(4, chunked=True)),
+    ],
+)
+def test_steps_with_several_tokens_a_row(case: Case) -> None:
+    check_attention(case, "cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3])
+def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
+    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
+    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
+    rows = (plain(70, 1), plain(70, 1, 33), plain(66, 1, 33), plain(90, 1, 35))
+    case = Case(rows, 2, 2, 2, 8, kv_dtype=kv_dtype, padding=2, spare_columns=3)
+    used = []
+    original = kernels._Call.run_shared
+
+    def spy(self, schedule):
+        used.append(schedule.info.tolist())
+        return original(self, schedule)
+
+    monkeypatch.setattr(kernels._Call, "run_shared", spy)
+    check_attention(case, "cpu")
+    assert used[0][1] == 64  # of the 66 tokens, whole blocks of 16 pages
+    check_attention(Case((plain(70, 1), plain(70, 1)), 2, 1, 2, 8), "cpu")
+    assert used[-1][1] == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ONE, 4, 2, 3, 8),
+        Case(ONE, 4, 2, 3, 8, kv_dtype=torch.float16, padding=2, sinks=True, softcap=1.5),
+        Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
+        Case(MIXED, 4, 2, 3, 8),
+    ],
+)
+def test_from_the_projection_on(case: Case) -> None:
+    check_projected(case, "cpu")
+
+
+STORED = (plain(3, 9), plain(0, 5), plain(20, 1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, E4M3, E5M2])
+def test_stored_as_the_twin_stores(kv_dtype: torch.dtype, fused: bool) -> None:
+    check_store(Case(STORED, 4, 2, 3, 8, kv_dtype=kv_dtype, gap=4), "cpu", fused=fused)
+
+
+def test_stored_where_a_page_is(fused: bool = True) -> None:
+    check_store(Case(STORED, 4, 3, 2, 6, kv_dtype=E4M3, reach=Reach(4)), "cpu", fused=fused, norm=False)
+
+
+def test_scales_that_are_the_layers_own_stay() -> None:
+    check_store(Case(STORED, 4, 3, 2, 6, kv_dtype=E4M3), "cpu", fused=False, static=True)
