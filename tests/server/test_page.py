@@ -15,7 +15,6 @@ import pytest
 
 import pagerunner
 from helpers import browser as browsers
-from helpers import control_routes
 from helpers.browser import Browser
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
@@ -87,10 +86,8 @@ def demo_server(**options: Any) -> Iterator[RunningServer]:
     args = EngineArgs(
         model=str(PACKAGE / "demo" / "demo"), enable_sleep_mode=True, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=4
     )
-    with pytest.MonkeyPatch.context() as patch:
-        control_routes.add_missing(patch)
-        with running_server(args, core_factory=DEFAULT_FACTORY, **options) as server:
-            yield server
+    with running_server(args, core_factory=DEFAULT_FACTORY, **options) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
