@@ -332,7 +332,9 @@ class _UnchainedHashes(PrefixChain):
     """Equal units are taken for equal prefixes."""
 
     def cover(self, tokens: Any, limit: int) -> None:
-        self.hashes = [bytes(str(tokens[at : at + 16]), "ascii") for at in range(0, min(limit, len(tokens)) - 15, 16)]
+        done = 16 * len(self.hashes)
+        ends = range(done, min(limit, len(tokens)) - 15, 16)
+        self.hashes += [bytes(str(tokens[at : at + 16]), "ascii") for at in ends]
 
 
 class _ConfusesPrefixes(KVManager):
