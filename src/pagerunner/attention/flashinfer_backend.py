@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,7 +120,7 @@ class StepPlan:
     planned: dict[Use, Any] = field(default_factory=dict)
 
 
-class _HostPlanned:
+class _HostPlanned(ABC):
     """What the two backends share: which uses have been seen, and when they are planned."""
 
     reads_tables = True
@@ -150,8 +151,8 @@ class _HostPlanned:
             found = plan.planned[use] = self._planned(use, plan)
         return found
 
-    def _planned(self, use: Use, plan: StepPlan) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _planned(self, use: Use, plan: StepPlan) -> Any: ...
 
 
 class FlashInferBackend(_HostPlanned):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class MalformedError(Exception):
     """The text isn't what its beginning promised; never leaves a parser."""
 
 
-class StreamParser:
+class StreamParser(ABC):
     """Feed it pieces of a text, then finish it; it returns what they mean. Subclasses write `parse`."""
 
     def __init__(self) -> None:
@@ -78,9 +79,9 @@ class StreamParser:
         self._steps = self._run()
         next(self._steps)
 
+    @abstractmethod
     def parse(self) -> Wait:
         """Read the text to its end."""
-        raise NotImplementedError
 
     def feed(self, text: str) -> list[Event]:
         """What a further piece of text means."""
