@@ -1,10 +1,12 @@
 """Where the time of a decode step goes on the GPU: kernels by name, gaps between them, and the idle share.
 
     python scripts/profile_decode.py --shape qwen3-0.6b --rows 64 --context 128 --steps 64
+    python scripts/profile_decode.py --shape qwen3-0.6b --workload mixed256 --stretches 8
 
 Runs a dummy checkpoint of the shape through `LLM.generate`, traces one repetition with torch's profiler, and looks at the
 stretch in which every request decodes: from the first kernel after the last prompt token to the last kernel. Idle is the
-time in that stretch during which no kernel or copy runs.
+time in that stretch during which no kernel or copy runs. With `--workload`, all of it is traced, and each of so many
+equally long stretches has its own table.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 
 from pagerunner import LLM, SamplingParams
-from pagerunner.bench.workloads import write_model
+from pagerunner.bench.workloads import SHAPES, workload, write_model
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,32 @@ def run(llm: LLM, rows: int, context: int, steps: int, seed: int) -> None:
     llm.generate(prompts, params, use_tqdm=False)
 
 
+def run_workload(llm: LLM, name: str, shape: str, salt: int) -> None:
+    """One of the benchmark's workloads, with fresh tokens for each `salt`."""
+    requests = workload(name, SHAPES[shape].get("vocab_size", 151_936), salt)
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.output_len, detokenize=False)
+        for request in requests
+    ]
+    llm.generate([{"prompt_token_ids": request.prompt_token_ids} for request in requests], params, use_tqdm=False)
+
+
+def print_stretch(title: str, kernels: list[Kernel], top: int) -> None:
+    """Idle share and the longest kernels of one stretch."""
+    span = kernels[-1].end - kernels[0].start
+    print(f"{title}: {span / 1e3:.2f} ms traced, GPU idle {1 - busy_time(kernels) / span:.1%}")
+    for name, calls, time in by_name(kernels)[:top]:
+        print(f"{time / span:7.2%} {calls:6d} x {time / calls:8.2f} us  {name[:100]}")
+
+
+def stretches(kernels: list[Kernel], count: int) -> Iterable[list[Kernel]]:
+    """The kernels of `count` equally long stretches of time, by their start."""
+    first, span = kernels[0].start, kernels[-1].end - kernels[0].start
+    for index in range(count):
+        begin, end = first + span * index / count, first + span * (index + 1) / count
+        yield [kernel for kernel in kernels if begin <= kernel.start < end]
+
+
 def main() -> None:
     """Trace, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,26 +106,45 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--workload", help="a workload of the benchmarks, instead of rows, context and steps")
+    parser.add_argument("--stretches", type=int, default=8)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(args.shape, Path(folder) / args.shape)
-        llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, max_num_seqs=max(args.rows, 8))
-        run(llm, args.rows, args.context, args.steps, seed=1)
+        most_rows = 512 if args.workload else max(args.rows, 8)
+        llm = LLM(
+            str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_num_seqs=most_rows,
+            max_model_len=16384,
+            kv_cache_dtype=args.kv_cache_dtype,
+        )
+
+        def once(seed: int) -> None:
+            if args.workload:
+                run_workload(llm, args.workload, args.shape, seed)
+            else:
+                run(llm, args.rows, args.context, args.steps, seed)
+
+        once(1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            run(llm, args.rows, args.context, args.steps, seed=2)
+            once(2)
             torch.cuda.synchronize()
     kernels = device_events(profiler)
+    if args.workload:
+        print_stretch(f"{args.shape}, {args.workload}", kernels, args.top)
+        for index, stretch in enumerate(stretches(kernels, args.stretches)):
+            print_stretch(f"stretch {index}", stretch, args.top)
+        return
     # The second half of the steps is decoding only, whatever the prompts took.
     middle = kernels[0].start + (kernels[-1].end - kernels[0].start) / 2
     kernels = [kernel for kernel in kernels if kernel.start >= middle]
-    span = kernels[-1].end - kernels[0].start
-    busy = busy_time(kernels)
-    table = by_name(kernels)
-    print(f"{args.shape}, {args.rows} rows: {span / 1e3:.2f} ms traced, GPU idle {1 - busy / span:.1%}")
-    for name, calls, time in table[: args.top]:
-        print(f"{time / span:7.2%} {calls:6d} x {time / calls:8.2f} us  {name[:100]}")
+    print_stretch(f"{args.shape}, {args.rows} rows", kernels, args.top)
     if args.json:
+        span, busy, table = kernels[-1].end - kernels[0].start, busy_time(kernels), by_name(kernels)
         rows = [{"name": name, "calls": calls, "us": time} for name, calls, time in table]
         args.json.write_text(json.dumps({"span_us": span, "busy_us": busy, "kernels": rows}), encoding="utf-8")
 

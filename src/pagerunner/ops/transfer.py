@@ -11,9 +11,8 @@ import torch
 
 def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A list or array as a tensor on `device`; on CUDA through pinned memory, so that the stream isn't synchronised."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    on_host = torch.tensor(values, dtype=dtype)
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
