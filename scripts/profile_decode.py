@@ -64,6 +64,17 @@ def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, int, float]]:
     return sorted(((name, calls[name], time[name]) for name in calls), key=lambda row: -row[2])
 
 
+def longest_gaps(kernels: list[Kernel], count: int) -> list[tuple[float, float, str, str]]:
+    """(microseconds without a kernel, when it began, the kernel before, the kernel behind), the longest first."""
+    found, reached, last = [], kernels[0].end, kernels[0].name
+    for kernel in kernels[1:]:
+        if kernel.start > reached:
+            found.append((kernel.start - reached, reached - kernels[0].start, last, kernel.name))
+        if kernel.end > reached:
+            reached, last = kernel.end, kernel.name
+    return sorted(found, reverse=True)[:count]
+
+
 def run(llm: LLM, rows: int, context: int, steps: int, seed: int) -> None:
     """Generate `steps` tokens for each of `rows` prompts of `context` fresh tokens."""
     ids = random.Random(seed)
@@ -136,6 +147,10 @@ def main() -> None:
     kernels = device_events(profiler)
     if args.workload:
         print_stretch(f"{args.shape}, {args.workload}", kernels, args.top)
+        for gap, at, before, behind in longest_gaps(kernels, args.top):
+            print(
+                f"idle for {gap / 1e3:.2f} ms, {at / 1e3:.0f} ms from the start, between {before[:40]} and {behind[:40]}"
+            )
         for index, stretch in enumerate(stretches(kernels, args.stretches)):
             print_stretch(f"stretch {index}", stretch, args.top)
         return

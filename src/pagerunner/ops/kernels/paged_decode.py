@@ -38,17 +38,32 @@ def load_tile(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.con
     return tile.to(TO)
 
 
+# Two pairs of bytes, in one register, to float16: those at even places in one register, those at odd ones in another.
+_E4M3_PAIRS = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;"
+    " prmt.b32 $0, x, y, 0x5410; prmt.b32 $1, x, y, 0x7632; }"
+)
+_E5M2_PAIRS = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;")  # the upper byte of a float16
+
+
 @triton.jit
-def load_pairs(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
+def load_pairs(
+    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr
+):
     """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO.
 
-    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not.
+    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not. ASM:
+    convert four at a time, which the compiler doesn't find out by itself.
     """
     d = tl.arange(0, DP // 2)
     pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
     x = tl.load(pairs, mask=mask[:, None] & (d < D // 2)[None, :], other=0)
-    even = (x & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(TO)
-    odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+    if ASM and TO == tl.float16:
+        convert: tl.constexpr = _E4M3_PAIRS if FP8 == tl.float8e4nv else _E5M2_PAIRS
+        even, odd = tl.inline_asm_elementwise(convert, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
+    else:
+        even = (x & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+        odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(TO)
     return even, odd
 
 
@@ -174,6 +189,7 @@ def _attend_fp8(
     row_table, width, first, last, oldest, stop, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, even and odd elements apart."""
     n = tl.arange(0, BN)
@@ -185,8 +201,8 @@ def _attend_fp8(
             page = page % width
         entry = tl.load(row_table + page, mask=mask, other=0)
         inside = at % PAGE
-        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
-        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
+        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO, ASM)
+        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO, ASM)
         k_scale = tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)
         v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
         scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
@@ -278,6 +294,7 @@ def _unit_part(
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """`run` tiles of a unit after the first `skipped`: highest score, total weight and weighted values."""
     g = tl.arange(0, M)
@@ -317,7 +334,7 @@ def _unit_part(
         highest, total, even, odd = _attend_fp8(
             q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
             row_table, width, first, first + run * BN, oldest, stop, scale, softcap,
-            D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO,
+            D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
         acc = tl.reshape(tl.join(even, odd), [M, DVP])
     return highest, total, acc
@@ -367,7 +384,7 @@ def decode_kernel(
             q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
             scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
             table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head, tile - begin, run,
-            scale, softcap, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO,
+            scale, softcap, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
         )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
         done = pieces == 1

@@ -17,6 +17,7 @@ from pagerunner.ops.paged_attention import HeadPrep, PagedKV
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _QUERY_BLOCK = 8  # query heads of one program
+_RESCALED = 8192  # numbers of a page that are multiplied at once when its scale grows
 
 
 @triton.jit
@@ -103,18 +104,23 @@ def _put_quantised(
 
 @triton.jit
 def _rescale_page(
-    page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    head = tl.arange(0, ROWS)
+    """SLOTS of them at once: one after the other, each would be waited for."""
+    row = tl.arange(0, SLOTS * ROWS)
     d = tl.arange(0, HALF_P)
-    for slot in range(PAGE):
-        for half in tl.static_range(2):
-            at = page_ptr + slot * stride_s + half * HALF + head[:, None] * stride_h + d[None, :]
-            mask = (head < K)[:, None] & (d < (D - HALF if half else HALF))[None, :]
-            old = tl.load(at, mask=mask, other=0).to(FP8, bitcast=True).to(tl.float32)
-            new = tl.minimum(tl.maximum(old * factor, -FP8_MAX), FP8_MAX).to(FP8)
-            tl.store(at, new.to(tl.uint8, bitcast=True), mask=mask)
+    head = row % ROWS
+    for first in range(0, PAGE, SLOTS):
+        slot = first + row // ROWS
+        at = page_ptr + (slot * stride_s + head * stride_h)[:, None] + d[None, :]
+        there = ((head < K) & (slot < PAGE))[:, None]
+        low = tl.load(at, mask=there & (d < HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
+        high = tl.load(at + HALF, mask=there & (d < D - HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
+        low = tl.minimum(tl.maximum(low * factor, -FP8_MAX), FP8_MAX).to(FP8)
+        high = tl.minimum(tl.maximum(high * factor, -FP8_MAX), FP8_MAX).to(FP8)
+        tl.store(at, low.to(tl.uint8, bitcast=True), mask=there & (d < HALF)[None, :])
+        tl.store(at + HALF, high.to(tl.uint8, bitcast=True), mask=there & (d < D - HALF)[None, :])
 
 
 @triton.jit
@@ -122,57 +128,66 @@ def _store_page_tokens(
     ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr,
     stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
     ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
-    ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, STATIC: tl.constexpr,
+    ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    STATIC: tl.constexpr,
 ):  # fmt: skip
-    """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale."""
+    """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale; nothing
+    if the one before goes there too.
+    """
     entry = tl.load(entry_ptr + token)
-    end = token + 1
+    leads = True
     if STATIC:
         scale = tl.load(scale_ptr)
-    low, high = _heads(
+        old = scale
+    else:
+        before = tl.load(entry_ptr + tl.maximum(token - 1, 0))
+        leads = (token == 0) | (entry < 0) | (before != entry)
+        old = tl.load(scale_ptr + entry * scale_se, mask=entry >= 0, other=0.0)
+    end = token + 1
+    low, high = _heads(  # before `leads` is known, so that it isn't waited for
         ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
         ROWS, D, HALF, HALF_P, NORM, ROPE,
     )  # fmt: skip
     low = low.to(ptr.dtype.element_ty).to(tl.float32)
     high = high.to(ptr.dtype.element_ty).to(tl.float32)
-    if not STATIC:
-        old = tl.load(scale_ptr + entry * scale_se, mask=entry >= 0, other=0.0)
-        largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
-        more = (entry >= 0) & (tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry)
-        while more:
-            x_low, x_high = _heads(
-                ptr, end, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-                ROWS, D, HALF, HALF_P, NORM, ROPE,
-            )  # fmt: skip
-            x_low = x_low.to(ptr.dtype.element_ty).to(tl.float32)
-            x_high = x_high.to(ptr.dtype.element_ty).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
-            end += 1
-            more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
-        scale = _fitting_scale(largest, FP8_MAX)
-        if entry >= 0:
-            if scale > old:
-                if old > 0:
-                    _rescale_page(
-                        page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
-                        PAGE, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
-                    )  # fmt: skip
-                    tl.debug_barrier()
-                tl.store(scale_ptr + entry * scale_se, scale)
-            scale = tl.maximum(scale, old)
-    _put_quantised(
-        ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
-        ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
-    )  # fmt: skip
-    for t in range(token + 1, end):
-        x_low, x_high = _heads(
-            ptr, t, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-            ROWS, D, HALF, HALF_P, NORM, ROPE,
-        )  # fmt: skip
+    if leads:
+        if not STATIC:
+            largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
+            more = (entry >= 0) & (tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry)
+            while more:
+                x_low, x_high = _heads(
+                    ptr, end, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+                    ROWS, D, HALF, HALF_P, NORM, ROPE,
+                )  # fmt: skip
+                x_low = x_low.to(ptr.dtype.element_ty).to(tl.float32)
+                x_high = x_high.to(ptr.dtype.element_ty).to(tl.float32)
+                largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
+                end += 1
+                more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
+            scale = _fitting_scale(largest, FP8_MAX)
+            if entry >= 0:
+                if scale > old:
+                    if old > 0:
+                        _rescale_page(
+                            page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
+                            PAGE, SLOTS, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+                        )  # fmt: skip
+                        tl.debug_barrier()
+                    tl.store(scale_ptr + entry * scale_se, scale)
+                scale = tl.maximum(scale, old)
         _put_quantised(
-            ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, t, x_low, x_high, scale, K,
+            ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
             ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
         )  # fmt: skip
+        for t in range(token + 1, end):
+            x_low, x_high = _heads(
+                ptr, t, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+                ROWS, D, HALF, HALF_P, NORM, ROPE,
+            )  # fmt: skip
+            _put_quantised(
+                ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, t, x_low, x_high,
+                scale, K, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -204,7 +219,7 @@ def _prepare_kernel(
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     entry_ptr, offset_ptr, num_tokens,
     H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, QUERY_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    SLOTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
     DV: tl.constexpr, HALF_V: tl.constexpr, HALF_VP: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
     PDL: tl.constexpr,
@@ -234,25 +249,18 @@ def _prepare_kernel(
                 v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
                 entry_ptr, offset_ptr, token, K, ROWS, DV, HALF_V, HALF_VP, False, False,
             )  # fmt: skip
+    elif part == 0:
+        _store_page_tokens(
+            k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, scales_ptr, scales_se, k_norm_ptr, eps,
+            cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
+            ROWS, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, SLOTS, STATIC,
+        )  # fmt: skip
     else:
-        leads = True
-        if not STATIC:
-            entry = tl.load(entry_ptr + token)
-            before = tl.load(entry_ptr + tl.maximum(token - 1, 0))
-            leads = (token == 0) | (entry < 0) | (before != entry)
-        if leads:
-            if part == 0:
-                _store_page_tokens(
-                    k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, scales_ptr, scales_se, k_norm_ptr, eps,
-                    cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
-                    ROWS, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, STATIC,
-                )  # fmt: skip
-            else:
-                _store_page_tokens(
-                    v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + 1, scales_se, k_norm_ptr, eps,
-                    cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
-                    ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, STATIC,
-                )  # fmt: skip
+        _store_page_tokens(
+            v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + 1, scales_se, k_norm_ptr, eps,
+            cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
+            ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, SLOTS, STATIC,
+        )  # fmt: skip
 
 
 def fp8_type(dtype: torch.dtype) -> tl.dtype | None:
@@ -281,13 +289,15 @@ def _launch(
     q_norm, k_norm = (prep.q_norm_D, prep.k_norm_D) if prep is not None and norm else (k, k)
     cos, sin = (k, k) if prep is None else prep.angles
     query_block = min(_QUERY_BLOCK, padded(max(num_heads, 1)))
+    page = pages.k.shape[1]
+    slots = max(1, min(padded(page), _RESCALED // (padded(num_kv_heads) * padded(max(dim, dim_v)))))
     half, half_v = (dim + 1) // 2, (dim_v + 1) // 2
     _prepare_kernel[(num_tokens, 2 + blocks(num_heads, query_block))](
         k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],
         cos, sin, cos.stride(0), q_norm, k_norm, 0.0 if prep is None else prep.eps,
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales, scales.stride(0),
         write_entry_T, write_offset_T, num_tokens,
-        num_heads, num_kv_heads, padded(num_kv_heads), query_block, pages.k.shape[1],
+        num_heads, num_kv_heads, padded(num_kv_heads), query_block, page, slots,
         dim, half, padded(half), dim_v, half_v, padded(half_v),
         norm, prep is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), pages.static,
         num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
