@@ -139,6 +139,8 @@ class ForwardBatch:
 
     `query_lens` and `seq_lens` are host copies (ints per row) of what the tensors say: tokens run this step, and tokens
     in the sequence including them. In a graph they are those of the capture; what must hold at replay is in `rows`.
+    `last_alone`: nobody asks for the hidden states of other tokens than those of `logits_index`; a model may return these
+    alone, [S, D], instead of all, [T, D].
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -151,3 +153,4 @@ class ForwardBatch:
     kv: tuple[LayerMemory, ...]  # by layer index
     state_saves: tuple[StateSave, ...] = ()
     rows: StepRows = field(kw_only=True)
+    last_alone: bool = False

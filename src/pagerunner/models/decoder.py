@@ -34,6 +34,19 @@ class DecoderLayer(Module):
         self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
         self.mlp.add_(x_TD, self.post_attention_layernorm)
 
+    def last(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """The residual stream behind the last layer, of the tokens that are asked for: of the others, only the keys and
+        values matter any more.
+        """
+        if not batch.last_alone:
+            self.add_(x_TD, angles, batch)
+            return x_TD
+        self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
+        x_SD = x_TD.index_select(0, batch.logits_index)
+        if x_SD.shape[0]:
+            self.mlp.add_(x_SD, self.post_attention_layernorm)
+        return x_SD
+
 
 class Decoder(Module):
     """Embedding, layers that add to the residual stream in place (`add_`), and final norm. All layers have one `rotary`."""
@@ -48,12 +61,17 @@ class Decoder(Module):
         self.rotary = rotary
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
+        """The normed hidden states, [T, D]; [S, D] if the batch says so and the last layer can."""
         angles = self.rotary(batch.positions)
         x_TD = self.embed_tokens(batch.token_ids)
-        for layer in self.layers:
+        *others, last = self.layers
+        for layer in others:
             layer.add_(x_TD, angles, batch)
-        return self.norm(x_TD)
+        if isinstance(last, DecoderLayer):
+            x_TD = last.last(x_TD, angles, batch)
+        else:
+            last.add_(x_TD, angles, batch)
+        return self.norm(x_TD) if x_TD.shape[0] else x_TD
 
 
 class LaggingDecoder(Decoder):
@@ -80,7 +98,7 @@ class CausalLM(Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
+        """The final hidden states, [T, D] or, where the batch allows it, [S, D]."""
         hidden_TD: torch.Tensor = self.model(batch)
         return hidden_TD
 

@@ -6,6 +6,7 @@ Backends that read page tables on the device get the tables of all slots; for th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ class BatchBuilder:
         where = step.where._replace(padded_rows=rows, padded_tokens=tokens)
         build_rows(step.packed, where, self._tables.all, self._last_tokens.tokens, self.tensors)
 
-    def eager(self, step: StagedStep, state_saves: Sequence[StateSave] = ()) -> ForwardBatch:
+    def eager(
+        self, step: StagedStep, state_saves: Sequence[StateSave] = (), *, last_alone: bool = False
+    ) -> ForwardBatch:
         """The batch of a step outside graphs."""
         self.fill(step, step.where.rows, step.where.tokens)
         rows = self._rows(
@@ -116,9 +119,10 @@ class BatchBuilder:
             else self._gathered_group(index, step)
             for index, backend in enumerate(self._backends)
         )
-        return self._batch(
+        batch = self._batch(
             rows, step.query_lens, step.seq_lens, groups, step.query_start_R1, step.logits_index_S, state_saves
         )
+        return replace(batch, last_alone=last_alone)
 
     def captured(self, shape: GraphShape, *, one_token: bool, states: Sequence[Any]) -> ForwardBatch:
         """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.

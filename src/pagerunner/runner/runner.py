@@ -37,7 +37,7 @@ class CausalLM(Protocol):
     """What the runner needs of a model."""
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] of a batch."""
+        """Hidden states [T, D] of a batch; [S, D], if the batch is `last_alone`, where the model can save something."""
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,9 @@ class ModelRunner:
         pooled = self._pooler.rows(step.slots)
         captured = self._graphs.find(step) if step.stores_all and not (scored or pooled) else None
         if captured is None:
-            hidden_TD = self._model(self._builder.eager(step, plan.state_saves))
+            some = len(step.sampled_rows) < step.where.tokens and not (scored or pooled)
+            batch = self._builder.eager(step, plan.state_saves, last_alone=some)
+            hidden_TD = self._model(batch)
             sampled = self._sample(hidden_TD, step, plan.masks)
             prompt_logprobs = self._prompt_logprobs(hidden_TD, step, scored)
             vectors = self._pooler.pool(hidden_TD, step, pooled)
