@@ -266,7 +266,7 @@ def run_store(name: str, shape: Shape) -> None:
 
     def run() -> None:
         for layer in range(shape.layers):
-            prepare_heads_(step.qkv, step.work, step.pages[layer], *step.write)
+            prepare_heads_(step.qkv, step.prep, step.pages[layer], *step.write)
 
     took = graph_time(run, shape.layers)
     moved = step.qkv.numel() * step.qkv.element_size() * 2

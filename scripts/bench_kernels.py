@@ -1,11 +1,9 @@
 """Times the dense kernels on a CUDA device, at the shapes of Qwen3-0.6B and 8B, against the floor by bytes.
 
-    python scripts/bench_kernels.py --sections chain,rows,few,many,ops [--jobs 14]
+    python scripts/bench_kernels.py --sections chain,rows,few,ops [--jobs 14]
 
 `rows` and `few` try block sizes for products of few tokens, one kind of linear layer at a time: a CUDA graph over all
-layers' weights of that kind, so that no weights stay in the cache. `many` does so for 17 to 256 tokens, compares each
-result with float32, shows a whole step with the best blocks, and prints what to put into `linear_many.CHOSEN`. `chain` is
-all products of one step with the norms, gates and additions between them. `ops` are single kernels. With --jobs, that
+layers' weights of that kind, so that no weights stay in the cache. `chain` is all products of one step with the norms, gates and additions between them. `ops` are single kernels. With --jobs, that
 many processes compile what is tried first. Tables show microseconds per call, and for `chain` milliseconds per step.
 """
 
@@ -16,15 +14,13 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels import linear_many
 from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
-from pagerunner.ops.kernels.linear_many import ManyConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts, route_softmax_topk
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
@@ -36,8 +32,6 @@ VOCAB = 151_936
 # (hidden, inner, layers, query heads, key/value heads, head size)
 MODELS = {"0.6b": (1024, 3072, 28, 16, 8, 128), "8b": (4096, 12_288, 36, 32, 8, 128)}
 ROWS = [RowsConfig(*c) for c in itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096), (1, 2, 4, 8))]
-MANY_TOKENS = (32, 64, 128, 256)
-MANY_SHARED = 100 * 1024  # bytes of shared memory of one program, so that its successor fits beside it
 FEW = [FewConfig(*c) for c in itertools.product((16, 32), (64, 128, 256), (4, 8), (3,))]
 
 
@@ -98,35 +92,6 @@ class Kind:
             norm = self.scale if self.norm else None
             kernels.run_few(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
 
-    def many(self, config: ManyConfig) -> None:
-        """Every layer once by the kernel for batches."""
-        for weight in self.weights:
-            norm = self.scale if self.norm else None
-            kernels.run_many(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
-
-    def error(self, config: ManyConfig) -> float:
-        """The distance of the kernel's result from that of float32, relative to its length."""
-        out, norm, weight = torch.randn_like(self.out), self.scale if self.norm else None, self.weights[-1]
-        x = self.x if norm is None else norm(self.x)
-        want = x.float() @ weight.float().t()
-        if self.gated:
-            want = silu_and_mul.twin(want)
-        if self.add:
-            want += out.float()
-        kernels.run_many(self.x, weight, None, out, norm, gated=self.gated, add=self.add, config=config)
-        return float((out.float() - want).norm() / want.norm())
-
-    def separate(self) -> None:
-        """Every layer once by cuBLAS, with kernels of their own for norm and gate."""
-        for weight in self.weights:
-            if self.add:
-                self.out.addmm_(self.x, weight.t())
-                continue
-            x = self.scale(self.x) if self.norm else self.x
-            product = torch.nn.functional.linear(x, weight)
-            if self.gated:
-                silu_and_mul(product)
-
     def library(self) -> None:
         """Every layer once by cuBLAS."""
         for weight in self.weights:
@@ -172,72 +137,6 @@ def few_tasks() -> list[tuple[str, str, int, FewConfig]]:
     ]
 
 
-def many_blocks(inputs: int, features: int, gated: bool, norm: bool, tokens: int) -> Iterator[ManyConfig]:
-    """What `many` tries: as many programs as keep the device busy, in blocks that fit its memory."""
-    sizes = {32: (64,), 64: (64,), 128: (64, 128), 256: (128, 256)}[tokens]
-    for size, block, depth, split in itertools.product(sizes, (16, 32, 64, 128), (64, 128), (1, 2, 4, 8)):
-        programs = -(-features // block) * split * -(-tokens // size)
-        held = (size + block * (2 if gated else 1)) * depth * 2
-        stages = min(6, MANY_SHARED // held)
-        most = 300 if inputs * features <= 2**23 else 800
-        if not 90 <= programs <= most or stages < 3 or inputs // split < 2 * depth or inputs % (split * depth):
-            continue
-        if size * block * (2 if gated else 1) > 128 * 128 or (depth == 64 and block < 64 and size == 64 and not gated):
-            continue
-        warps = 8 if size == 256 or size * block * (2 if gated else 1) >= 128 * 128 else 4
-        for inside in (True, False) if norm else (True,):
-            if not (inside and size == 256):  # too many registers
-                yield ManyConfig(size, block, depth, split, warps, stages, inside)
-
-
-def many_tasks() -> list[tuple[str, str, int, ManyConfig]]:
-    """What `many` tries."""
-    return [
-        (model, name, tokens, config)
-        for model in MODELS
-        for name, (inputs, features, norm, gated, _) in kinds(model).items()
-        if name != "head"
-        for tokens in MANY_TOKENS
-        for config in many_blocks(inputs, features, gated, norm, tokens)
-    ]
-
-
-def many_table() -> None:
-    """The best blocks of each kind and number of tokens beside cuBLAS and the floor, then steps that use them."""
-    chosen: dict[tuple[int, int, bool], list[tuple[int, ManyConfig | None]]] = {}
-    for (model, name, tokens), group in itertools.groupby(many_tasks(), lambda task: task[:3]):
-        kind, found, tried = Kind(model, name, tokens), [], 0
-        for *_, config in group:
-            tried += 1
-            try:
-                error = kind.error(config)
-                if not error < 0.01:
-                    print(f"WRONG by {error:.4f}: {model} {name} T={tokens} {tuple(config)}", flush=True)
-                    continue
-                us = graph_us(lambda kind=kind, config=config: kind.many(config), len(kind.weights))
-                found.append((us, error, config))
-            except Exception as problem:  # a block that needs more registers or shared memory than there is
-                print(model, name, tokens, tuple(config), str(problem)[:80], flush=True)
-        library, separate = (graph_us(run, len(kind.weights)) for run in (kind.library, kind.separate))
-        line = f"{model} {name:8} T={tokens:<3} floor {kind.floor_us:.2f} cublas {library:.2f}, with norm and gate {separate:.2f}"
-        best = sorted(found)[:3]
-        shown = "  ".join(f"{us:.2f} {tuple(config)}" for us, _, config in best)
-        print(f"{line} | {shown} | {tried} tried, error {max((e for _, e, _ in found), default=0):.4f}", flush=True)
-        place = kind.inputs, kind.features, kind.gated
-        won = best and best[0][0] < 0.97 * separate
-        chosen.setdefault(place, []).append((tokens, best[0][2] if won else None))
-    linear_many.CHOSEN = {place: tuple(blocks) for place, blocks in chosen.items()}
-    linear_many.many_config.cache_clear()
-    for place, blocks in linear_many.CHOSEN.items():  # as it goes into the file, but for the names
-        shown = ", ".join(f"({most}, {config and tuple(config)})" for most, config in blocks)
-        print(f"CHOSEN {place}: {shown}", flush=True)
-    for model, tokens in itertools.product(MODELS, MANY_TOKENS):
-        times = [graph_us(step(model, tokens, how), 1000) for how in ("separate", "fused")]
-        print(
-            f"{model} T={tokens:<3} step: separate {times[0]:.3f}  with the best blocks {times[1]:.3f} ms", flush=True
-        )
-
-
 def compile_share(sections: list[str], share: int, jobs: int) -> None:
     """Compile every `jobs`-th task by running it on one layer."""
     tasks: list[tuple[str, str, int, RowsConfig | FewConfig]] = []
@@ -246,11 +145,6 @@ def compile_share(sections: list[str], share: int, jobs: int) -> None:
     for model, name, tokens, config in tasks[share::jobs]:
         kind = Kind(model, name, tokens, 1)
         kind.rows(config) if isinstance(config, RowsConfig) else kind.few(config)
-    several = (
-        {(model, name, config): tokens for model, name, tokens, config in many_tasks()} if "many" in sections else {}
-    )
-    for (model, name, blocks), tokens in list(several.items())[share::jobs]:
-        Kind(model, name, tokens, 1).many(blocks)
     torch.cuda.synchronize()
 
 
@@ -449,8 +343,6 @@ def main() -> None:
         best_table(rows_tasks())
     if "few" in sections:
         best_table(few_tasks())
-    if "many" in sections:
-        many_table()
     if "ops" in sections:
         ops_table()
     if "cold" in sections:

@@ -1,6 +1,6 @@
 """Everything that is measured or checked on a GPU, in one command, which can be split over several:
 
-    python scripts/gpu_check.py [--only many,throughput-0.6b] [--budget 580] [--logs DIR] [--list]
+    python scripts/gpu_check.py [--only tests,throughput-0.6b] [--budget 580] [--logs DIR] [--list]
 
 Each step is a process of its own with a limit of its own; what it printed is in DIR (default: $OUT, or gpu_check), and the
 line that matters most is in the table at the end. `--budget`: seconds for all steps; a step for which less than half its
@@ -67,7 +67,6 @@ def steps() -> dict[str, Step]:
     )
     found = {
         "tests": Step((PYTHON, *pytest, "tests/gpu"), 240),
-        "many": Step(script("bench_kernels.py", "--sections", "many", "--jobs", "12"), 150, 50),
         "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
     }
     for shape in ("0.6b", "8b"):

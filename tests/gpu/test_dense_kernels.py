@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -36,24 +35,6 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 7, 40])
 @pytest.mark.parametrize(("inputs", "features", "dtype"), SHAPES)
 def test_products(inputs, features, tokens, dtype):
-    check_products(inputs, features, tokens, dtype)
-
-
-@pytest.mark.parametrize("tokens", [17, 64, 200])
-@pytest.mark.parametrize(("inputs", "features"), [(1024, 3072), (3072, 1024), (1000, 333)])
-@pytest.mark.parametrize(
-    "blocks", [(64, 32, 128, 1, 4, 3), (64, 64, 64, 4, 4, 4), (128, 32, 64, 8, 4, 5), (256, 16, 64, 2, 8, 3, False)]
-)
-def test_products_of_a_batch(monkeypatch, inputs, features, tokens, blocks):
-    """With the inputs divided between programs, and not."""
-    linear_module = importlib.import_module("pagerunner.ops.kernels.linear")
-    many = importlib.import_module("pagerunner.ops.kernels.linear_many")
-    monkeypatch.setattr(linear_module, "many_config", lambda *shape: many.ManyConfig(*blocks))
-    check_products(inputs, features, tokens, torch.bfloat16)
-    assert many._counters(torch.empty(0, device="cuda").device).eq(0).all()
-
-
-def check_products(inputs: int, features: int, tokens: int, dtype: torch.dtype) -> None:
     """Every product, against float64."""
     torch.backends.cuda.matmul.allow_tf32 = False
     x, weight = random(tokens, inputs).to(dtype), (random(2 * features, inputs) * inputs**-0.5).to(dtype)

@@ -25,10 +25,10 @@ MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Rows of several tiles, cut by slices, and blocks of few queries."""
-    monkeypatch.setattr(kernels, "decode_tiles", lambda row_bytes, group: kernels.Tiles(16, 16, 4, 5, 4))
+@pytest.fixture(autouse=True, params=[(4, 0), (1, 2)], ids=["many slices", "few slices"])
+def small_tiles(request, monkeypatch):
+    """Rows of several tiles, cut by slices, and blocks of few queries; or slices of several rows."""
+    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *request.param))
     monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
     monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
 

@@ -1,7 +1,7 @@
 """Products with a weight matrix for a few tokens; see `ops/linear.py`. Larger ones are cuBLAS's.
 
 `_rows_kernel` (one token): every program holds whole rows of the weights, multiplies and sums in float32 registers.
-`_few_kernel` (up to 16): the same with matrix units; `linear_many.py` has more of it. Norms are applied around the sum: `sum(w * norm_weight * x) / rms(x)`,
+`_few_kernel` (up to 16): the same with matrix units. Norms are applied around the sum: `sum(w * norm_weight * x) / rms(x)`,
 so that x is read once. Both start to read weights before their predecessor has ended (`kernels/launch.py`).
 """
 
@@ -18,9 +18,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_many import many_config, run_many
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
+
+NO_NORM, PLAIN_NORM, OFFSET_NORM = 0, 1, 2
+
+
+@triton.jit
+def norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
+    """A norm's weights, float32; counted from 1 where `NORM` is OFFSET_NORM."""
+    weight = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if NORM == 2:
+        weight += 1.0
+    return weight
+
+
+@triton.jit
+def silu_gate(y, up, dtype: tl.constexpr):
+    """`silu(y) * up` of float32 sums, with the twin's casts."""
+    gate = y.to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return gate * up.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_features"])
@@ -205,7 +222,7 @@ def few_config(inputs: int, behind_norm: bool) -> FewConfig:
     return FewConfig(16, min(128 if behind_norm else 256, max(16, padded(inputs) // 4)), 4, 3)
 
 
-def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor, gated: bool = False) -> bool:
+def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether the kernels here are for so many tokens and weights and read these layouts; cuBLAS is for all."""
     if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
@@ -214,9 +231,7 @@ def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor, gated: bool = False) -> b
         return True
     if x_TI.dtype == torch.float32:
         return False
-    if tokens <= MAX_FEW:
-        return tokens > 0 and weight_OI.numel() <= MAX_FEW_WEIGHTS
-    return many_config(tokens, x_TI.shape[1], weight_OI.shape[0] // (2 if gated else 1), gated) is not None
+    return 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
 
 
 def run_rows(
@@ -277,13 +292,8 @@ def _run(
     gated: bool = False,
     add: bool = False,
 ) -> torch.Tensor:
-    tokens, inputs = x_TI.shape
-    if tokens <= MAX_FEW:
-        run = run_rows if tokens == 1 else run_few
-        return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
-    config = many_config(tokens, inputs, out_TO.shape[1], gated)
-    assert config is not None, "_fits was asked before"
-    return run_many(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add, config=config)
+    run = run_rows if x_TI.shape[0] == 1 else run_few
+    return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -318,7 +328,7 @@ def norm_linear_silu(
     x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    if not _fits(x_TI, weight_2OI, gated=True):
+    if not _fits(x_TI, weight_2OI):
         return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
     return _run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)

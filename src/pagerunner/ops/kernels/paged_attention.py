@@ -25,22 +25,28 @@ _SCHEDULE_BLOCK = 256
 
 
 class Tiles(NamedTuple):
-    """How a kernel is launched: rows and keys of a tile, warps, stages, and programs per multiprocessor."""
+    """How a kernel is launched: rows and keys of a tile, warps, stages, and programs per multiprocessor; and how many
+    tiles' time it takes to go over to another row.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     programs: int = 1
+    entry: int = 0
 
 
-def decode_tiles(row_bytes: int, group: int) -> Tiles:
-    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements.
+def decode_tiles(row_bytes: int, group: int, fp8: bool) -> Tiles:
+    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements; twice that of fp8,
+    where the instructions for a tile are what takes the time.
 
     Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
     """
-    keys = min(max(8192 // row_bytes, 16), 128)
-    return Tiles(max(16, padded(group)), keys, 4, 5, 4)
+    rows = max(16, padded(group))
+    if fp8:
+        return Tiles(rows, min(max(16384 // row_bytes, 32), 128), 4, 4, 3, 1)
+    return Tiles(rows, min(max(8192 // row_bytes, 16), 128), 4, 5, 4, 2)
 
 
 def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
@@ -126,7 +132,10 @@ class _Call:
         self.shared_split = rows.slots_R.shape[0] * self.heads
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
-        self.decode = decode_tiles(self.row_bytes, self.group)
+        self.decode = decode_tiles(self.row_bytes, self.group, self.fp8 is not None)
+        self.slices = max(1, multiprocessors(q.device) * self.decode.programs // self.kv_heads)
+        # with fewer rows than slices, no slice has to go over to many of them
+        self.entry_tiles = self.decode.entry if self.tokens > self.slices else 0
         self.group_padded = padded(self.group)
         self.prefill = prefill_tiles(self.row_bytes, plan.max_query_len, self.group_padded, self.exact)
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
@@ -142,7 +151,7 @@ class _Call:
             rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, self.tokens * self.kv_heads, plan.window, plan.chunk, MIN_SHARED_SAVING,
-            SHARED_SPLITS,
+            SHARED_SPLITS, self.entry_tiles,
             PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -185,13 +194,14 @@ class _Call:
     def run_decode(self, schedule: _Schedule) -> None:
         device, tiles = self.q.device, self.decode
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
-        slices = max(1, multiprocessors(device) * tiles.programs // self.kv_heads)
+        slices = self.slices
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
         rows = self.rows
         decode_kernel[(slices * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, schedule.counters,
+            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, self.entry_tiles,
+            schedule.counters,
             part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],

@@ -290,13 +290,15 @@ def _finish(
 def _unit_part(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
     scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    row_table, width, token, slot, oldest, stop, head, skipped, run, scale, softcap,
+    row_table, width, token, slot, oldest, stop, head, begins, skipped, upto, scale, softcap,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """`run` tiles of a unit after the first `skipped`: highest score, total weight and weighted values."""
+    """Tiles [skipped, upto) of a unit: highest score, total weight and weighted values. `begins`: with these the unit
+    begins, and its own token is here.
+    """
     g = tl.arange(0, M)
     d = tl.arange(0, DP)
     rows = (g < G)[:, None]
@@ -311,7 +313,7 @@ def _unit_part(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     if OWN:
-        if (skipped == 0) & (slot >= 0):
+        if begins & (slot >= 0):
             k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
             v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
             highest, value = _own_value(
@@ -320,11 +322,12 @@ def _unit_part(
             )  # fmt: skip
             total += 1.0
             acc += value[None, :]
-    first = oldest // BN * BN + skipped * BN
+    first = (oldest // BN + skipped) * BN
+    last = (oldest // BN + upto) * BN
     if FP8 is None:
         highest, total, acc = _attend(
             wide_q.to(TO), highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width,
-            first, first + run * BN, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
+            first, last, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
         )  # fmt: skip
     else:
         twos = 2 * tl.arange(0, DP // 2)[None, :]
@@ -333,19 +336,19 @@ def _unit_part(
         even, odd = tl.split(tl.reshape(acc, [M, DVP // 2, 2]))
         highest, total, even, odd = _attend_fp8(
             q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-            row_table, width, first, first + run * BN, oldest, stop, scale, softcap,
+            row_table, width, first, last, oldest, stop, scale, softcap,
             D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
         acc = tl.reshape(tl.join(even, odd), [M, DVP])
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split"])
+@triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split", "entry_tiles"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, counter_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, entry_tiles, counter_ptr,
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
@@ -353,7 +356,8 @@ def decode_kernel(
     SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
-    and one past last key in pages. No slice is shorter than a tile. With OWN, the token itself is read from the
+    and one past last key in pages. `entry_tiles` of a unit, its first, have no keys: they stand for the time that going
+    over to a unit takes, so that slices of many short rows take no longer than others. No slice is shorter than a tile. With OWN, the token itself is read from the
     projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
     unit also stores its key and value.
     """
@@ -380,10 +384,12 @@ def decode_kernel(
             begin_ptr, unit_ptr, unit + 1, num_units
         )
         run = tl.minimum(left, end - tile)
+        skipped = tl.maximum(tile - begin - entry_tiles, 0)
+        upto = tl.maximum(tile - begin + run - entry_tiles, 0)
         highest, total, acc = _unit_part(
             q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
             scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head, tile - begin, run,
+            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head, tile == begin, skipped, upto,
             scale, softcap, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
         )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
