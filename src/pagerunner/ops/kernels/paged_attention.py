@@ -21,6 +21,7 @@ from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
+FEW_ROWS = 16  # fewer do not occupy the device with large tiles
 _SCHEDULE_BLOCK = 256
 
 
@@ -37,13 +38,15 @@ class Tiles(NamedTuple):
     entry: int = 0
 
 
-def decode_tiles(row_bytes: int, group: int, fp8: bool) -> Tiles:
+def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
     """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements; twice that of fp8,
-    where the instructions for a tile are what takes the time.
+    where the instructions for a tile are what takes the time, unless there are but few rows to occupy the device.
 
     Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
     """
     rows = max(16, padded(group))
+    if fp8 and few:
+        return Tiles(rows, min(max(8192 // row_bytes, 32), 64), 4, 5, 2)
     if fp8:
         return Tiles(rows, min(max(16384 // row_bytes, 32), 128), 4, 4, 3, 1)
     return Tiles(rows, min(max(8192 // row_bytes, 16), 128), 4, 5, 4, 2)
@@ -132,7 +135,7 @@ class _Call:
         self.shared_split = rows.slots_R.shape[0] * self.heads
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
-        self.decode = decode_tiles(self.row_bytes, self.group, self.fp8 is not None)
+        self.decode = decode_tiles(self.row_bytes, self.group, self.fp8 is not None, self.tokens < FEW_ROWS)
         self.slices = max(1, multiprocessors(q.device) * self.decode.programs // self.kv_heads)
         # with fewer rows than slices, no slice has to go over to many of them
         self.entry_tiles = self.decode.entry if self.tokens > self.slices else 0
@@ -191,8 +194,9 @@ class _Call:
         )  # fmt: skip
         return acc, sums
 
-    def run_decode(self, schedule: _Schedule) -> None:
+    def run_decode(self, schedule: _Schedule, *, early: bool) -> None:
         device, tiles = self.q.device, self.decode
+        launch = dependent(device)
         shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
         slices = self.slices
         parts = slices * 2 * self.heads
@@ -208,7 +212,7 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.prep is not None,
             self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, **dependent(device),
+            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:
@@ -282,9 +286,10 @@ class _Call:
             return self.run_library()
         key = self.kv_heads, self.own, self.decode, self.prefill
         schedule = self.plan.scratch.get(key)
-        if first_layer or schedule is None:
+        planned = schedule is not None and not first_layer
+        if schedule is None or first_layer:
             schedule = self.plan.scratch[key] = self.schedule()
-        self.run_decode(schedule)
+        self.run_decode(schedule, early=planned and not schedule.shared)
         if self.long:
             self.run_prefill(schedule)
         return self.out

@@ -343,6 +343,28 @@ def _unit_part(
     return highest, total, acc
 
 
+@triton.jit
+def _prefetch_tile(
+    ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
+    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Ask for a tile to be brought into the second-level cache, by lines of 128 bytes."""
+    at = start + tl.arange(0, BN)
+    mask = (at >= oldest) & (at < stop)
+    page = at // PAGE
+    if RING:
+        page = page % width
+    entry = tl.load(row_table + page, mask=mask, other=0)
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    row = tl.cast(ptr, tl.int64) + (entry * stride_e + at % PAGE * stride_s) * SIZE
+    # what isn't there is asked for as the pool's first bytes, which do exist
+    row = tl.where(mask, row, tl.cast(ptr, tl.int64))
+    for line in tl.static_range(0, D * SIZE, 128):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row + line], tl.int32, False, 1
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split", "entry_tiles"])
 def decode_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
@@ -354,16 +376,21 @@ def decode_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
     SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
     and one past last key in pages. `entry_tiles` of a unit, its first, have no keys: they stand for the time that going
     over to a unit takes, so that slices of many short rows take no longer than others. No slice is shorter than a tile. With OWN, the token itself is read from the
     projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
     unit also stores its key and value.
+
+    EARLY: the schedule is complete, because the decode kernel of an earlier layer, which fills the device, waited for it.
+    So it is read, and the first tile brought into the second-level cache, while the predecessor still runs.
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
@@ -379,6 +406,13 @@ def decode_kernel(
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
+    if EARLY:
+        if left > 0:
+            start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
+            row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
+            _prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
+            _prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
+        gdc_wait()
     while left > 0:
         next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
             begin_ptr, unit_ptr, unit + 1, num_units
