@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.device import MIB, collect, counted_graphs, device_llm, free_memory, needs_cuda
+from helpers.device import MIB, all_taken_but, counted_graphs, device_llm, free_memory, needs_cuda
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
@@ -191,19 +189,6 @@ def test_unfinished_requests_end_finish_or_go_on(mode: Any, tmp_path: Path) -> N
             assert reasons == ["length"] * len(texts)
             assert tokens == expected
         assert llm.stats().running == llm.stats().waiting == 0
-
-
-@contextmanager
-def all_taken_but(left: int) -> Iterator[None]:
-    """Inside, `left` bytes of the device are free."""
-    collect()
-    taken = torch.empty(free_memory() - left, dtype=torch.uint8, device="cuda")
-    assert left - 4 * MIB <= free_memory() <= left, "nobody else may use the device meanwhile"
-    try:
-        yield
-    finally:
-        del taken
-        collect()
 
 
 @pytest.mark.alone

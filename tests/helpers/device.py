@@ -91,3 +91,16 @@ def free_memory() -> int:
     wait_for_host_copies()
     torch.cuda.synchronize()
     return int(torch.cuda.mem_get_info()[0])
+
+
+@contextmanager
+def all_taken_but(left: int) -> Iterator[None]:
+    """Inside, `left` bytes of the device are free."""
+    collect()
+    taken = torch.empty(free_memory() - left, dtype=torch.uint8, device="cuda")
+    assert left - 4 * MIB <= free_memory() <= left, "nobody else may use the device meanwhile"
+    try:
+        yield
+    finally:
+        del taken
+        collect()
