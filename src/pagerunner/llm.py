@@ -194,7 +194,7 @@ class LLM:
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
-        self._core.sleep(level, mode)
+        self._advance(self._core.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None)."""

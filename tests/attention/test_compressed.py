@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.recurrent_cases import Memory, Step
 from pagerunner.attention import compressed
 from pagerunner.attention.compressed import CompressedBackend, IndexerQueries, SlotPooling
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
 from pagerunner.memory import specs
+from pagerunner.ops.state_rows import spans
 
 HEADS, DIM, INDEX = 2, 6, 4
 
@@ -67,6 +69,35 @@ def test_pooling_does_not_depend_on_chunks(overlap: bool, cuts: tuple[int, ...])
     found = torch.cat(outputs)[ratio - 1 :: ratio]
     want = torch.cat([pool_densely(x, bias, overlap) for x, bias in zip(inputs, biases, strict=True)], -1)
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pooling_all_rows_at_once_equals_pooling_each(overlap: bool) -> None:
+    """Rows of any length, in any order, with padding, and with states saved inside them and at their ends."""
+    ratio, size = 4, 3
+    step = Step((1, 9, 4, 1, 23), saves=((1, 5), (1, 9), (4, 1), (4, 16), (3, 1)), padding=(2, 3))
+    width, channels = ratio * (1 + overlap), 2 * size * (1 + overlap)
+    shapes = [(width, channels), (width, 2 * channels)]
+    found, wanted = (Memory(step, shapes, [torch.float32] * 2, "cpu") for _ in range(2))
+    inputs = tuple(torch.randn(step.tokens, shape[1]) for shape in shapes)
+    starts = (11, 0, 2, 6, 1000)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, step.lengths, strict=True)] + [torch.ones(3)])
+    pooling = SlotPooling(tuple(torch.randn(ratio, shape[1] // 2) for shape in shapes), overlap)
+
+    out = pooling.rows((*inputs, positions.long()), tuple(found.states), found.rows)
+
+    for span in spans(wanted.rows):
+        for upto, target in (*span.saves, (span.end, None)):
+            part = slice(span.first, upto)
+            states = tuple(state[span.entry] for state in wanted.states)
+            want, after = pooling.chunks((*(x[part] for x in inputs), positions[part].long()), states)
+            done = (positions[part] + 1) % ratio == 0
+            torch.testing.assert_close(out[part][done], want[done])
+            unit = wanted.states[0].stride(0) * 4
+            for state, new in zip(wanted.states, after, strict=True):
+                state[span.entry if target is None else target // unit] = new
+    for mine, other in zip(found.states, wanted.states, strict=True):
+        torch.testing.assert_close(mine, other, equal_nan=True, atol=0, rtol=0)
 
 
 def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, CompressedBackend]:

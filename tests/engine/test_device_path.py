@@ -15,6 +15,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.device import as_on_cuda
+from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine import build
@@ -90,3 +92,14 @@ def test_tokens_are_those_of_the_reference(
     assert outputs[6].prompt_logprobs[1:] is not None
     replayed = sum(graph.replays > 0 for graph in engine.graphs)
     assert replayed >= 4 if graphs else not engine.graphs
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32"])
+def test_groups_that_no_kernel_serves_run_beside_those_that_have_one(name: str, tmp_path: Path) -> None:
+    """Chosen as on a CUDA device: state and keys by tables, chosen or compressed latents by the reference, no graphs."""
+    settings = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 10, "max_num_batched_tokens": 64}
+    path = str(MAKERS[name](tmp_path))
+    expected = LLM(path, **settings).generate(prompts(), params(), use_tqdm=False)
+    with as_on_cuda():
+        llm = LLM(path, **settings)
+    assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == tokens(expected)

@@ -67,3 +67,21 @@ def test_a_bad_prompt_is_refused_and_the_next_one_runs(llm):
     with pytest.raises(InvalidRequestError):
         next(llm.stream("", params()))
     assert list(llm.stream(PROMPT, params()))[-1].finished
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason", "same"), [("abort", "abort", False), ("wait", "stop", True), ("keep", "stop", True)]
+)
+def test_a_suspended_stream_hears_what_sleep_made_of_its_request(mode, reason, same):
+    llm = LLM(str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=4, enable_sleep_mode=True, use_tqdm=False)
+    [whole] = llm.generate([PROMPT], params(), use_tqdm=False)
+    stream = llm.stream(PROMPT, params())
+    next(stream)
+    llm.sleep(1, mode)
+    assert idle(llm) == (mode != "keep")
+    llm.wake_up()
+    last = None
+    for _ in range(len(whole.outputs[0].token_ids) + 2):
+        last = next(stream, None) or last
+    assert last.finished and last.outputs[0].finish_reason == reason
+    assert (last.outputs[0].token_ids == whole.outputs[0].token_ids) == same

@@ -129,6 +129,23 @@ def test_pages_asked_for_by_number_or_bytes_are_exactly_these(
         build_from(resolved, card=fake_card(driver))
 
 
+def test_more_bytes_of_pages_than_there_are_free_are_refused_before_anything_is_loaded(
+    card: DeviceMemory, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = r"kv_cache_memory_bytes={} asks for .* GiB of pages, but of the 0.06 GiB there are, .*; lower it to (\d+)\."
+    with pytest.raises(CapacityError, match=asks.format(2**50)) as caught:
+        resolve(EngineArgs(model=checkpoint, kv_cache_memory_bytes=2**50))
+    most = int(str(caught.value).split()[-1].rstrip("."))
+    assert CARD.free * 0.9 < most < CARD.free
+    resolve(EngineArgs(model=checkpoint, kv_cache_memory_bytes=most))
+
+
+def test_a_cpu_without_the_memory_asked_for_says_what_to_lower(checkpoint: str) -> None:
+    resolved = resolve(EngineArgs(model=checkpoint, device="cpu", kv_cache_memory_bytes=2**50))
+    with pytest.raises(CapacityError, match=r"1024\.00 TiB of host memory .* pages .*lower kv_cache_memory_bytes"):
+        build_from(resolved)
+
+
 def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(card: DeviceMemory, checkpoint: str) -> None:
     with pytest.raises(CapacityError, match=r"weights .*gpu_memory_utilization=0.01 .*60.00 MiB of which are free"):
         resolve(EngineArgs(model=checkpoint, gpu_memory_utilization=0.01))

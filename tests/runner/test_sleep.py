@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
 from helpers.fake_driver import FakeDriver, FakeHost
 from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.runner import sleep
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.host_copy import HostCopy
-from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
+from pagerunner.runner.sleep import Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
+
+MIB = 2**20
 
 
 class _Reload:
@@ -139,6 +143,80 @@ class _Scratch:
         if self.gone:
             raise CapacityError("activations don't fit.")
         self.given = 0
+
+
+class _Allocator:
+    """Torch with an allocator like its own on a device of 100 MiB: tensors up to 1 MiB share segments of 2 MiB."""
+
+    uint8, OutOfMemoryError = torch.uint8, torch.OutOfMemoryError
+
+    class _Tensor:
+        pass
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.others = 0
+        self.reserved = {"small": 0, "large": 0}
+        self.used = {"small": 0, "large": 0}
+
+    def empty(self, size: int, **_: object) -> object:
+        pool = "small" if size <= MIB else "large"
+        wanted = self.used[pool] + size
+        if wanted > self.reserved[pool]:
+            missing = -(-(wanted - self.reserved[pool]) // (2 * MIB)) * 2 * MIB
+            if sum(self.reserved.values()) + self.others + missing > 100 * MIB:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            self.reserved[pool] += missing
+        self.used[pool] = wanted
+        tensor = self._Tensor()
+        weakref.finalize(tensor, self._freed, pool, size)
+        return tensor
+
+    def _freed(self, pool: str, size: int) -> None:
+        self.used[pool] -= size
+
+    def empty_cache(self) -> None:
+        self.reserved = {pool: -(-size // (2 * MIB)) * 2 * MIB for pool, size in self.used.items()}
+
+    def memory_stats(self, _: object) -> dict[str, int]:
+        return {f"reserved_bytes.{pool}_pool.current": size for pool, size in self.reserved.items()}
+
+    def memory_reserved(self, _: object) -> int:
+        return sum(self.reserved.values())
+
+    def mem_get_info(self, _: object) -> tuple[int, int]:
+        return 100 * MIB - self.others - sum(self.reserved.values()), 100 * MIB
+
+
+def test_torchs_cache_is_given_back_and_taken_again_and_does_not_grow_by_sleeping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = _Allocator()
+    monkeypatch.setattr(sleep, "torch", allocator)
+    cache = TorchCache(torch.device("cpu"))
+    kept = allocator.empty(MIB)
+
+    def step() -> None:
+        tensors = [allocator.empty(size) for size in (MIB // 2, MIB // 2, MIB, MIB, 30 * MIB, 7 * MIB)]
+        del tensors
+
+    step()
+    awake = dict(allocator.reserved)
+    for _ in range(3):
+        cache.give_back()
+        assert sum(allocator.reserved.values()) == 2 * MIB
+        cache.take_again()
+        step()
+        assert allocator.reserved == awake
+    cache.give_back()
+    allocator.others = 80 * MIB
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=r"40.00 MiB .*are wanted for the activations .*18.00 MiB of .* free"):
+            cache.take_again()
+    allocator.others = 0
+    cache.take_again()
+    assert allocator.reserved == awake
+    del kept
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -28,6 +28,7 @@ from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
 from pagerunner.memory.specs import LatentKV as LatentSpec
 from pagerunner.memory.specs import Spec
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
+from pagerunner.ops.state_rows import StateRows
 
 BLOCK_QUERIES = 256  # bounds the scores that exist at once
 
@@ -74,6 +75,32 @@ class SlotPooling:
             kept.append(both_C[-width:])
         return torch.cat(outputs, -1), tuple(kept)
 
+    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+        """See Recurrence. Reads the device: which tokens complete slots, and how many states are saved."""
+        *projected, positions_T = inputs
+        done_N = (((positions_T + 1) % self.ratio == 0) & (rows.row_T >= 0)).nonzero().squeeze(-1)
+        lengths_R = rows.query_start_R1.diff()
+        used_R = lengths_R.nonzero().squeeze(-1)
+        entries_R = rows.page_table[rows.slots_R.long(), 0]
+        outputs = []
+        for x_TC, state_EWC, bias in zip(projected, pages, self.biases, strict=True):
+
+            def windows(
+                ends: torch.Tensor, of: torch.Tensor, x: torch.Tensor = x_TC, state: torch.Tensor = state_EWC
+            ) -> torch.Tensor:
+                return _windows(x, state, ends.long(), rows.query_start_R1.long()[of], entries_R[of])
+
+            pooled_ND = self._pool(windows(done_N + 1, rows.row_T[done_N].long()), bias, positions_T[done_N])
+            outputs.append(pooled_ND.new_zeros(x_TC.shape[0], pooled_ND.shape[-1]).index_copy_(0, done_N, pooled_ND))
+            written = [(entries_R[used_R], windows(rows.query_start_R1[1:][used_R], used_R))]
+            if rows.saves is not None and (count := int(rows.saves.start_R1[-1])):
+                row_S = torch.repeat_interleave(rows.saves.start_R1.diff().long(), output_size=count)
+                targets_S = rows.saves.target_N[:count] // (state_EWC.stride(0) * state_EWC.element_size())
+                written.append((targets_S, windows(rows.saves.end_N[:count], row_S)))
+            for entries, states in written:  # all of them were read before
+                state_EWC[entries] = states
+        return torch.cat(outputs, -1)
+
     def _pool(self, x_NWC: torch.Tensor, bias: torch.Tensor, last_N: torch.Tensor) -> torch.Tensor:
         values, gates = x_NWC.chunk(2, -1)
         if not self.overlap:
@@ -83,6 +110,20 @@ class SlotPooling:
         before = (gates[:, :ratio, :half] + bias[:, :half]).masked_fill(first, float("-inf"))
         weights = torch.cat((before, gates[:, ratio:, half:] + bias[:, half:]), 1).softmax(1)
         return (torch.cat((values[:, :ratio, :half], values[:, ratio:, half:]), 1) * weights).sum(1)
+
+
+def _windows(
+    x_TC: torch.Tensor, state_EWC: torch.Tensor, ends_N: torch.Tensor, first_N: torch.Tensor, entries_N: torch.Tensor
+) -> torch.Tensor:
+    """The last W inputs before each of the tokens `ends`, [N, W, C], of rows that begin with tokens `first` from the
+    states `entries` on.
+    """
+    width = state_EWC.shape[1]
+    tokens_NW = ends_N.unsqueeze(-1) + torch.arange(-width, 0, device=ends_N.device)
+    before_NW = (tokens_NW - first_N.unsqueeze(-1) + width).clamp(0, width - 1)  # places in the state
+    inside_NW = tokens_NW >= first_N.unsqueeze(-1)
+    past_NWC = state_EWC[entries_N.unsqueeze(-1), before_NW]
+    return torch.where(inside_NW.unsqueeze(-1), x_TC[tokens_NW.clamp(min=0)], past_NWC)
 
 
 @dataclass(frozen=True, slots=True)

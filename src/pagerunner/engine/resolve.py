@@ -217,9 +217,11 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
 
     if args.num_gpu_blocks_override is not None:
         made = plan(None)
-        _check_override(made, args.num_gpu_blocks_override, weights, memory_bytes)
+        _check_fixed(made, "num_gpu_blocks_override", args.num_gpu_blocks_override, weights, memory_bytes)
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
+        if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
+            _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights, memory_bytes)
     else:
         widest = sum(-(-longest // kernel.get(one, args.block_size)) for one in {spec.lifetime for spec in specs})
         made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
@@ -227,16 +229,16 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     return replace(made, other=other(made.max_model_len, width))
 
 
-def _check_override(plan: MemoryPlan, pages: int, weights: int, memory_bytes: int | None) -> None:
-    """Refuse more pages than the memory holds beside the weights."""
+def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_bytes: int | None) -> None:
+    """Refuse more pages than the memory holds beside the weights; argument `name` asked for them with `asked`."""
     total = available_memory() if memory_bytes is None else memory_bytes
     room = total - weights
     if plan.kv_bytes <= room:
         return
-    most = max(room, 0) * pages // plan.kv_bytes
+    most = max(room, 0) * asked // plan.kv_bytes
     advice = f"lower it to {most}" if most else "take a machine with more memory"
     raise CapacityError(
-        f"num_gpu_blocks_override={pages} asks for {plan.kv_bytes / 2**30:.2f} GiB of pages, but of the "
+        f"{name}={asked} asks for {plan.kv_bytes / 2**30:.2f} GiB of pages, but of the "
         f"{total / 2**30:.2f} GiB there are, {max(room, 0) / 2**30:.2f} GiB are left beside the weights; {advice}."
     )
 

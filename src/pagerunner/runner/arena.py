@@ -12,8 +12,12 @@ from typing import Literal, Protocol
 
 import torch
 
+from pagerunner.errors import CapacityError
+from pagerunner.memory.report import human_bytes
+
 Tag = Literal["weights", "kv"]
 TAGS: tuple[Tag, ...] = ("weights", "kv")
+NAMES: dict[Tag, str] = {"weights": "weights", "kv": "pages"}
 
 
 class Arena(Protocol):
@@ -29,7 +33,7 @@ class Arena(Protocol):
 
         Raises:
             RuntimeError: the tag is reserved already.
-            CapacityError: the device's memory can't back it; nothing is reserved then.
+            CapacityError: memory can't back it; nothing is reserved then.
         """
         ...
 
@@ -66,7 +70,13 @@ class CpuArena:
         """See Arena.reserve."""
         if tag in self._regions:
             raise RuntimeError(f"region {tag!r} is reserved already")
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"The {human_bytes(num_bytes)} of host memory that are wanted for {NAMES[tag]} can't be had: free memory, or "
+                "lower kv_cache_memory_bytes or num_gpu_blocks_override."
+            ) from error
         self._regions[tag] = (buffer, num_bytes)
         return buffer
 

@@ -14,11 +14,10 @@ import torch
 
 from pagerunner.errors import CapacityError
 from pagerunner.memory.report import human_bytes
-from pagerunner.runner.arena import Tag
+from pagerunner.runner.arena import NAMES, Tag
 from pagerunner.runner.cuda_driver import Driver, OutOfDeviceMemory
 
 PIECE_BYTES = 512 * 2**20  # one handle; on an H200 100 GiB map in 0.04 s in pieces of this size, in 0.11 s in 64 MiB
-NAMES: dict[Tag, str] = {"weights": "weights", "kv": "pages"}
 
 
 @dataclass(slots=True)

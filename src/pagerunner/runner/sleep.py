@@ -20,6 +20,7 @@ from pagerunner.runner.host_copy import HostCopy
 SleepState = Literal["running", "parking", "parked", "waking", "failed"]
 _TAG_NAMES: dict[str, Tag] = {"weights": "weights", "kv": "kv", "kv_cache": "kv"}
 LEVELS = (0, 1, 2)
+SMALL_TENSOR = 2**20  # bytes; torch's allocator keeps tensors up to this size in segments of twice as much
 
 
 def parse_tags(tags: Sequence[str] | None) -> tuple[Tag, ...]:
@@ -153,31 +154,43 @@ class NoScratch:
 
 
 class TorchCache:
-    """What torch's allocator keeps for the activations of later steps. Pools of captured graphs are in use and stay."""
+    """What torch's allocator keeps for the activations of later steps. Pools of captured graphs are in use and stay.
+
+    Small tensors lie in segments of their own, which larger ones are no substitute for: taken as one piece, a little more
+    would be held after every sleep.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._given = 0
+        self._small = self._large = 0  # bytes that were given back
 
     def give_back(self) -> None:
         """See Scratch.give_back."""
-        before = torch.cuda.memory_reserved(self._device)
+        small, large = self._reserved()
         torch.cuda.empty_cache()
-        self._given += before - torch.cuda.memory_reserved(self._device)
+        small_left, large_left = self._reserved()
+        self._small += small - small_left
+        self._large += large - large_left
 
     def take_again(self) -> None:
         """See Scratch.take_again. Memory that isn't there is missed now and not in the middle of a step."""
-        if not self._given:
-            return
+        sizes = [SMALL_TENSOR] * (self._small // SMALL_TENSOR) + [self._large] * (self._large > 0)
         try:
-            torch.empty(self._given, dtype=torch.uint8, device=self._device)
+            taken = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
             raise CapacityError(
-                f"{human_bytes(self._given)} of device memory are wanted for the activations of a step, but "
+                f"{human_bytes(sum(sizes))} of device memory are wanted for the activations of a step, but "
                 f"{human_bytes(free)} of the device's {human_bytes(total)} are free."
             ) from error
-        self._given = 0
+        del taken  # into torch's cache
+        self._small = self._large = 0
+
+    def _reserved(self) -> tuple[int, int]:
+        stats = torch.cuda.memory_stats(self._device)
+        small, large = (stats.get(f"reserved_bytes.{pool}_pool.current", 0) for pool in ("small", "large"))
+        return small, large
 
 
 class Sleeper:
