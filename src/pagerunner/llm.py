@@ -16,6 +16,7 @@ from pagerunner.config import engine_args
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
+from pagerunner.engine.garbage import seldom_collected
 from pagerunner.engine.input_processor import POOLING_PARAMS
 from pagerunner.engine.messages import StartUp
 from pagerunner.engine.resolve import resolve
@@ -126,8 +127,8 @@ class LLM:
             "sampling_params", sampling_params or self._frontend.default_sampling_params, len(items)
         )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
-        order = self._submit(items, params, priorities)
-        return self._run(order, use_tqdm)
+        with seldom_collected():
+            return self._run(self._submit(items, params, priorities), use_tqdm)
 
     def chat(
         self,
@@ -157,8 +158,10 @@ class LLM:
                 'The model has no modules.json; say how it is pooled: pooler_config={"pooling_type": "LAST"}.'
             )
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
-        return [pooler.finish(output.pooled or ()).tolist() for output in self._run(order, use_tqdm)]
+        with seldom_collected():
+            order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
+            outputs = self._run(order, use_tqdm)
+        return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
