@@ -24,7 +24,7 @@ from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.sched.scheduler import SchedulerStats
-from pagerunner.types import Pooling, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
 
 Prompt = str | dict[str, Any]
 Message = dict[str, Any]
@@ -128,7 +128,7 @@ class LLM:
         )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
         with seldom_collected():
-            return self._run(self._submit(items, params, priorities), use_tqdm)
+            return self._run(self._submit(items, params, priorities, kind="final_only"), use_tqdm)
 
     def chat(
         self,
@@ -226,6 +226,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         pooling: Pooling | None = None,
+        kind: OutputKind | None = None,
     ) -> list[str]:
         """Queue every prompt or none; returns the request ids in order."""
         batches = []
@@ -237,7 +238,7 @@ class LLM:
         try:
             for request_id, prompt, requests in batches:
                 text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-                self._outputs.add(request_id, text, requests)
+                self._outputs.add(request_id, text, requests, kind)
                 added.append(request_id)
                 for request in requests:
                     self._core.add(request)
