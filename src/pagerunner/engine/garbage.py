@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG = 20_000
+YOUNG = 10_000
 """Containers made and not freed before the youngest generation is looked through: more than steps in flight have."""
 OLD = 100
 """Collections of the middle generation before one of the oldest."""
