@@ -2,8 +2,9 @@
 
 `LLM.generate` runs a benchmark's workload on the CPU with a model that computes nothing and graphs that do nothing: the
 scheduler, the memory manager, staging, the builder, the sampler and the output processor are those of a GPU's engine.
-Prints the processor time of each part of a step: median, the largest with the step where it was, and the sum; and every
-garbage collection that took over a millisecond. `device` are the CPU's twins of what a GPU does in one launch each.
+Prints the processor time of each part of a step: median, 99th percentile, the largest with the step where it was, and the
+sum; and what garbage collections took. `device` are the CPU's twins of what a GPU does in one launch each. With `--coarse`
+nothing is watched but the whole run and the collections.
 """
 
 from __future__ import annotations
