@@ -16,6 +16,7 @@ from pagerunner.config import engine_args
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import SleepMode
 from pagerunner.engine.frontend import build_frontend
+from pagerunner.engine.garbage import seldom_collected
 from pagerunner.engine.input_processor import POOLING_PARAMS
 from pagerunner.engine.messages import StartUp
 from pagerunner.engine.resolve import resolve
@@ -23,7 +24,7 @@ from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.sched.scheduler import SchedulerStats
-from pagerunner.types import Pooling, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
 
 Prompt = str | dict[str, Any]
 Message = dict[str, Any]
@@ -126,8 +127,8 @@ class LLM:
             "sampling_params", sampling_params or self._frontend.default_sampling_params, len(items)
         )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
-        order = self._submit(items, params, priorities)
-        return self._run(order, use_tqdm)
+        with seldom_collected():
+            return self._run(self._submit(items, params, priorities, kind="final_only"), use_tqdm)
 
     def chat(
         self,
@@ -157,8 +158,10 @@ class LLM:
                 'The model has no modules.json; say how it is pooled: pooler_config={"pooling_type": "LAST"}.'
             )
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
-        return [pooler.finish(output.pooled or ()).tolist() for output in self._run(order, use_tqdm)]
+        with seldom_collected():
+            order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
+            outputs = self._run(order, use_tqdm)
+        return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -223,6 +226,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         pooling: Pooling | None = None,
+        kind: OutputKind | None = None,
     ) -> list[str]:
         """Queue every prompt or none; returns the request ids in order."""
         batches = []
@@ -234,7 +238,7 @@ class LLM:
         try:
             for request_id, prompt, requests in batches:
                 text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-                self._outputs.add(request_id, text, requests)
+                self._outputs.add(request_id, text, requests, kind)
                 added.append(request_id)
                 for request in requests:
                     self._core.add(request)

@@ -50,6 +50,13 @@ def test_prompt_forms_agree(llm: LLM) -> None:
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
+def test_generate_returns_whole_outputs_whatever_their_kind(llm: LLM) -> None:
+    whole = llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind="delta")
+    [output] = llm.generate("one", params, use_tqdm=False)
+    assert (output.outputs[0].token_ids, output.outputs[0].text) == (whole.token_ids, whole.text)
+
+
 def test_one_sampling_params_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 5, 3)]
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)

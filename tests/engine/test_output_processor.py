@@ -10,7 +10,7 @@ from engine.tokenizers_for_tests import tokenizer
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.output_processor import OutputProcessor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
+from pagerunner.types import OutputKind, RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
 
 EOS = 1
 TEXT = "the fox and the dog; don't stop"
@@ -72,6 +72,20 @@ def test_deltas_add_up() -> None:
 def test_final_only_comes_once(stop: tuple[str, ...]) -> None:
     [output], _ = feed(start(SamplingParams(output_kind="final_only", stop=stop)), encode(), finish_reason="length")
     assert output.finished and (output.outputs[0].text, output.outputs[0].token_ids) == (TEXT, encode())
+
+
+@pytest.mark.parametrize("wanted", ["cumulative", "delta"])
+def test_another_kind_than_the_requests_own(wanted: OutputKind) -> None:
+    backend = tokenizer("byte_level")
+    one, inputs = (
+        OutputProcessor(backend),
+        InputProcessor(backend, vocab_size=400, max_model_len=1000, eos_token_ids=()),
+    )
+    one.add("r", None, inputs.process([5, 6], SamplingParams(output_kind=wanted), "r"), "final_only")
+    before = backend.num_decodes
+    [output], _ = feed(one, encode(), finish_reason="length")
+    assert output.finished and (output.outputs[0].text, output.outputs[0].token_ids) == (TEXT, encode())
+    assert backend.num_decodes == before + 1
 
 
 def test_final_only_without_stop_strings_decodes_once() -> None:

@@ -200,6 +200,8 @@ class InputProcessor:
                 f"{self._max_model_len} (max_model_len), so a prompt at most {self._max_model_len - 1}.",
                 param="prompt",
             )
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
+            return
         for index, token in enumerate(token_ids):
             if type(token) is not int:
                 raise InvalidRequestError(

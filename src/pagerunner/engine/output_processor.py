@@ -13,6 +13,7 @@ from pagerunner.types import (
     EngineRequest,
     FinishReason,
     Logprob,
+    OutputKind,
     RequestMetrics,
     RequestOutput,
     RequestUpdate,
@@ -32,15 +33,18 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         self._sequences: dict[str, _Sequence] = {}
 
-    def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect updates of `requests`, the sequences of one client request, in the order of their outputs.
+    def add(
+        self, request_id: str, prompt: str | None, requests: list[EngineRequest], kind: OutputKind | None = None
+    ) -> None:
+        """Expect updates of `requests`, the sequences of one client request, in the order of their outputs, which are of
+        the given kind, or of the kind that the request asks for.
 
         Raises:
             InvalidRequestError: the id is in use.
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
-        request = _Request(request_id, prompt, requests, self._table)
+        request = _Request(request_id, prompt, requests, kind or requests[0].params.output_kind, self._table)
         self._requests[request_id] = request
         for engine_request, sequence in zip(requests, request.sequences, strict=True):
             self._sequences[engine_request.request_id] = sequence
@@ -62,12 +66,11 @@ class OutputProcessor:
             if sequence.finish_reason is not None:
                 del self._sequences[update.request_id]
                 request.unfinished -= 1
-            changed[request.request_id] = request
+            if request.unfinished == 0 or request.kind != "final_only":
+                changed[request.request_id] = request
         outputs: list[RequestOutput] = []
         for request in changed.values():
-            output = request.output(now)
-            if output is not None:
-                outputs.append(output)
+            outputs.append(request.output(now))
             if request.unfinished == 0:
                 del self._requests[request.request_id]
         return outputs, to_abort
@@ -107,13 +110,20 @@ class _Request:
         "unfinished",
     )
 
-    def __init__(self, request_id: str, prompt: str | None, requests: list[EngineRequest], table: TokenTable | None):
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineRequest],
+        kind: OutputKind,
+        table: TokenTable | None,
+    ) -> None:
         first = requests[0]
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = first.prompt_token_ids
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.kind = first.params.output_kind
+        self.kind = kind
         self.arrival_time = first.arrival_time
         self.first_token_time: float | None = None
         self.num_cached_tokens = 0
@@ -139,11 +149,9 @@ class _Request:
                 known = (entry for entry in update.prompt_logprobs if entry is not None)
                 self.prompt_logprobs += [_logprob_dict(entry, self.table) for entry in known]
 
-    def output(self, now: float) -> RequestOutput | None:
-        """The request as its output kind shows it now; None if there is nothing to show yet."""
+    def output(self, now: float) -> RequestOutput:
+        """The request as its output kind shows it now."""
         finished = self.unfinished == 0
-        if self.kind == "final_only" and not finished:
-            return None
         if self.kind == "delta":
             outputs = [s.delta() for s in self.sequences if s.changed]
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
@@ -210,7 +218,7 @@ class _Sequence:
         self.skip_special_tokens = params.skip_special_tokens
         has_text = params.detokenize and table is not None
         # With nobody to see the text before the end, and nothing to look for in it, it is decoded once.
-        self.text_at_end = has_text and params.output_kind == "final_only" and not params.stop
+        self.text_at_end = has_text and request.kind == "final_only" and not params.stop
         streams = has_text and not self.text_at_end
         self.detokenizer = Detokenizer(table, params.skip_special_tokens) if streams and table is not None else None
         self.finder = StopFinder(tuple(params.stop), params.include_stop_str_in_output) if params.stop else None

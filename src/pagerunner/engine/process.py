@@ -26,6 +26,7 @@ import zmq
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
+from pagerunner.engine.garbage import set_apart
 from pagerunner.engine.live import LiveState
 from pagerunner.engine.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
@@ -260,7 +261,8 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
         socket.send(encode(wire.StartFailed(wire.WireError.of(error))))
         return 1
     try:
-        CoreLoop(core, socket, launch.stall_seconds).run()
+        with set_apart():
+            CoreLoop(core, socket, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
         traceback.print_exc()
         socket.send(encode(wire.Dead(wire.WireError.of(error))))

@@ -67,16 +67,18 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """The step's tokens and log-probabilities, by row of the plan."""
-        token_ids: list[list[int]] = [[] for _ in self._plan.rows]
+        token_ids: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
+        rows = self._sampled_rows
         if self._sampled is not None:
             tokens, details = self._sampled.read()
-            errors = {self._sampled_rows[index]: error for index, error in self._sampled.errors.items()}
-            for row, token, detail in zip(self._sampled_rows, tokens, details, strict=True):
-                token_ids[row] = [token]
-                if detail is not None:
-                    logprobs[row] = [detail]
+            errors = {rows[index]: error for index, error in self._sampled.errors.items()}
+            logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
+            token_ids = [[token] for token in tokens]
+        if len(rows) < len(self._plan.rows):
+            found = dict(zip(rows, token_ids, strict=True))
+            token_ids = [found.get(row, []) for row in range(len(self._plan.rows))]
         return StepResult(
             step_id=self._plan.step_id,
             token_ids=token_ids,

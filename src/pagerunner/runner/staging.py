@@ -149,8 +149,9 @@ class Staging:
         """Pack a step: its rows, table entries by place, and page copies and fills."""
         slots, starts, query_lens, known, samples = zip(*rows, strict=True)
         num_rows, num_tokens = len(rows), sum(query_lens)
+        from_host = any(known)
         # Of two rows that compute prompts, one may read what the other writes, which steps of one token don't wait for.
-        one_token = num_tokens == num_rows and max(query_lens) == 1 and sum(map(bool, known)) <= 1
+        one_token = num_tokens == num_rows and max(query_lens) == 1 and not (from_host and sum(map(bool, known)) > 1)
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
         sampled, writes = len(sampled_rows), len(table_entries)
@@ -171,7 +172,7 @@ class Staging:
         else:
             query_start[0] = 0
             np.cumsum(query_lens, out=query_start[1:])
-        packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens)
+        packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens) if from_host else -1
         if not one_token:
             packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
         if sampled == num_rows:
@@ -200,10 +201,8 @@ class Staging:
         )
 
 
-def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[int] | int:
-    """The tokens' ids, -1 for what only the device knows; one number where all are the same."""
-    if not any(known):
-        return -1
+def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[int]:
+    """The tokens' ids, -1 for what only the device knows."""
     ids: list[int] = []
     for tokens, length in zip(known, query_lens, strict=True):
         ids += tokens

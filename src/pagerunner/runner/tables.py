@@ -56,7 +56,10 @@ class PageTables:
         """Whether the sequences of these slots may begin with the same pages: they have the same first one."""
         for heads in self._heads:
             first = heads[slots[0]]
-            if all(heads[slot] == first for slot in slots):
+            for slot in slots:
+                if heads[slot] != first:
+                    break
+            else:
                 return True
         return False
 

@@ -36,6 +36,7 @@ from pagerunner.types import (
 )
 
 logger = logging.getLogger(__name__)
+_ON_DEVICE: list[int] = []  # what the host knows of a row whose token the device sampled; never written to
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,28 +243,37 @@ class Scheduler:
 
     def _schedule_running(self, budget: int, rows: list[StepRow], sequences: list[Sequence]) -> int:
         running = self._running
-        at = 0
-        while at < len(running) and budget:
-            sequence = running[at]
+        for sequence in running:  # of which the last ones may be taken away meanwhile
+            if not budget:
+                break
             total = len(sequence.tokens) + sequence.pending
-            start = sequence.scheduled
             if total >= sequence.max_total or sequence.blocked:  # all its tokens are in flight, or the next needs them
-                at += 1
                 continue
-            end = min(total, start + budget)
+            start = sequence.scheduled
+            end = total if total - start <= budget else start + budget
             grant = sequence.grant
             assert grant is not None
-            if end > grant.capacity:
-                end = self.manager.grow(grant, start, end)
-                if not end:
-                    # Rows already in this plan belong to sequences before `at`, so the victim has none.
-                    self._preempt(running.pop())
-                    continue
+            if end > grant.capacity and not (end := self._grow(sequence, grant, start, end)):
+                break
             budget -= end - start
-            rows.append(self._row(sequence, grant, start, end))
+            if start >= sequence.refill and sequence.guide is None:
+                sequence.scheduled = end
+                sequence.in_flight += 1
+                sequence.pending += 1
+                rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
+            else:
+                rows.append(self._row(sequence, grant, start, end))
             sequences.append(sequence)
-            at += 1
         return budget
+
+    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
+        """`KVManager.grow`, if need be with others' pages; 0 if the sequence itself was preempted."""
+        while not (found := self.manager.grow(grant, start, end)):
+            # Rows already in this plan belong to sequences before this one, so the victim has none.
+            self._preempt(victim := self._running.pop())
+            if victim is sequence:
+                return 0
+        return found
 
     def _row(self, sequence: Sequence, grant: Grant, start: int, end: int) -> StepRow:
         """Put positions [start, end) of a sequence into the plan that is being built."""
@@ -273,7 +283,7 @@ class Scheduler:
         sequence.blocked = sequence.guide is not None and end >= sequence.refill
         if start >= sequence.refill:
             sequence.pending += 1
-            return StepRow(grant.slot, start, end - start, [], True)
+            return StepRow(grant.slot, start, end - start, _ON_DEVICE, True)
         samples = end == sequence.refill
         sequence.pending += samples
         if end >= grant.next_publish:
@@ -384,26 +394,33 @@ class Scheduler:
         expected, sequences = self._in_flight.popleft()
         assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
         updates: list[RequestUpdate] = []
-        for number, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
+        more = bool(result.errors or result.prompt_logprobs or result.pooled)
+        logprobs = result.logprobs
+        for number, (row, sequence, token_ids) in enumerate(zip(plan.rows, sequences, result.token_ids, strict=True)):
             sequence.in_flight -= 1
             sequence.pending -= row.samples
             if sequence.finished:
                 continue
-            if number in result.errors:
-                self.manager.distrust(sequence.chain, row.start)
-                updates.append(self._finish(sequence, "error", error=result.errors[number]))
-                continue
             try:
-                if number in result.prompt_logprobs:
-                    sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
-                if number in result.pooled:
-                    updates.append(self._finish(sequence, "stop", pooled=result.pooled[number]))
+                if more and (update := self._end_row(sequence, row, number, result)) is not None:
+                    updates.append(update)
                 elif row.samples:
-                    updates.append(self._append(sequence, result.token_ids[number], result.logprobs.get(number)))
+                    updates.append(self._append(sequence, token_ids, logprobs.get(number) if logprobs else None))
             except Exception as error:
                 self.manager.distrust(sequence.chain, row.start)
                 updates.append(self._fail(sequence, "continued", error))
         return updates
+
+    def _end_row(self, sequence: Sequence, row: StepRow, number: int, result: StepResult) -> RequestUpdate | None:
+        """Take what few rows have: a fault, log-probabilities of the prompt, a vector. The update if that ends the sequence."""
+        if number in result.errors:
+            self.manager.distrust(sequence.chain, row.start)
+            return self._finish(sequence, "error", error=result.errors[number])
+        if number in result.prompt_logprobs:
+            sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
+        if number in result.pooled:
+            return self._finish(sequence, "stop", pooled=result.pooled[number])
+        return None
 
     def take_failed(self) -> list[RequestUpdate]:
         """The last updates of requests that failed while steps were planned."""
@@ -417,15 +434,16 @@ class Scheduler:
     def _append(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestUpdate:
         """Append sampled tokens up to the one that ends the sequence."""
         tokens = sequence.tokens
+        known = len(tokens)
         reason: FinishReason | None = None
         stop: int | None = None
-        for count, token in enumerate(token_ids, 1):
+        for token in token_ids:
             tokens.append(token)
             if token in sequence.stop_ids or len(tokens) >= sequence.max_total:
                 reason, stop = sequence.finish_reason(token)
                 if reason is not None:
-                    token_ids = token_ids[:count]
-                    logprobs = logprobs[:count] if logprobs is not None else None
+                    token_ids = token_ids[: len(tokens) - known]
+                    logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
                     break
         self._generated += len(token_ids)
         grant = sequence.grant

@@ -21,6 +21,7 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.garbage import set_apart
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.answers import ChatOptions
 from pagerunner.server.app import create_app
@@ -185,8 +186,9 @@ async def serve(
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:
                 on_ready(engine, stop)
-            async with logged_stats(metrics, quiet=args.disable_log_stats):
-                await _run(server, listener, engine, stop, drain_seconds, announce=on_ready is None)
+            with set_apart():
+                async with logged_stats(metrics, quiet=args.disable_log_stats):
+                    await _run(server, listener, engine, stop, drain_seconds, announce=on_ready is None)
         finally:
             await engine.shutdown()
     return 0

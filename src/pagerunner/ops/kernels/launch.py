@@ -12,7 +12,6 @@ import os
 from typing import Any
 
 import torch
-import triton
 
 
 @functools.cache
@@ -42,5 +41,5 @@ def blocks(count: int, size: int) -> int:
 
 
 def padded(size: int) -> int:
-    """The power of two that a block needs to hold `size` elements."""
-    return int(triton.next_power_of_2(size))
+    """The power of two that a block needs to hold `size` elements; 0 for none."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0

@@ -95,6 +95,51 @@ def _dot_dtype(q: torch.Tensor, pages: PagedKV) -> torch.dtype:
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+class _Choices(NamedTuple):
+    """What follows from the layers' shapes and dtypes, and from how many and how long the step's rows may be."""
+
+    group: int
+    group_padded: int
+    padded: tuple[int, int]
+    fp8: tl.dtype | None
+    exact: bool
+    dot: tl.dtype
+    row_bytes: int
+    decode: Tiles
+    prefill: Tiles
+    slices: int
+    entry_tiles: int
+
+
+def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -> _Choices:
+    heads, dim = q.shape[1:]
+    kv_heads, dim_v = v.shape[1:]
+    fp8 = fp8_type(pages.k.dtype)
+    dot = _dot_dtype(q, pages)
+    exact = dot == torch.float32
+    held = max(dot.itemsize if exact else 0, pages.k.dtype.itemsize)
+    row_bytes = padded(max(dim, dim_v, 16)) * held
+    least = 16 if fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
+    group, group_padded = heads // kv_heads, padded(heads // kv_heads)
+    tokens = q.shape[0]
+    decode = decode_tiles(row_bytes, group, fp8 is not None, tokens < FEW_ROWS)
+    slices = max(1, multiprocessors(q.device) * decode.programs // kv_heads)
+    return _Choices(
+        group=group,
+        group_padded=group_padded,
+        padded=(max(least, padded(dim)), max(least, padded(dim_v))),
+        fp8=fp8,
+        exact=exact,
+        dot=_TL_DTYPES[dot],
+        row_bytes=row_bytes,
+        decode=decode,
+        prefill=prefill_tiles(row_bytes, plan.max_query_len, group_padded, exact),
+        slices=slices,
+        # with fewer rows than slices, no slice has to go over to many of them
+        entry_tiles=decode.entry if tokens > slices else 0,
+    )
+
+
 class _Call:
     """One layer's launch."""
 
@@ -117,30 +162,20 @@ class _Call:
         self.scale, self.softcap, self.sinks = scale, softcap, sinks
         self.tokens, self.heads, self.dim = q.shape
         self.kv_heads, self.dim_v = v.shape[1:]
-        self.group = self.heads // self.kv_heads
-        self.fp8 = fp8_type(pages.k.dtype)
         self.pages = pages
-        self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
         self.page = pages.k.shape[1]
+        key = q.dtype, pages.k.dtype, self.heads, self.dim, self.kv_heads, self.dim_v
+        choices = plan.scratch.get(key)
+        if choices is None:
+            choices = plan.scratch[key] = _choose(q, v, pages, plan)
+        self.group, self.group_padded, self.padded, self.fp8, self.exact, self.dot, self.row_bytes = choices[:7]
+        self.decode, self.prefill, self.slices, self.entry_tiles = choices[7:]
+        self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
         self.reach = bool(plan.window or plan.chunk)
-        dot = _dot_dtype(q, pages)
-        self.exact = dot == torch.float32
-        self.dot = _TL_DTYPES[dot]
-        widest = max(self.dim, self.dim_v)
-        held = max(dot.itemsize if self.exact else 0, pages.k.dtype.itemsize)
-        self.row_bytes = padded(max(widest, 16)) * held
-        least = 16 if self.fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
-        self.padded = max(least, padded(self.dim)), max(least, padded(self.dim_v))
         self.sharing = shares(rows, plan)
         self.shared_split = rows.slots_R.shape[0] * self.heads
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
-        self.decode = decode_tiles(self.row_bytes, self.group, self.fp8 is not None, self.tokens < FEW_ROWS)
-        self.slices = max(1, multiprocessors(q.device) * self.decode.programs // self.kv_heads)
-        # with fewer rows than slices, no slice has to go over to many of them
-        self.entry_tiles = self.decode.entry if self.tokens > self.slices else 0
-        self.group_padded = padded(self.group)
-        self.prefill = prefill_tiles(self.row_bytes, plan.max_query_len, self.group_padded, self.exact)
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
 
     def schedule(self) -> _Schedule:
@@ -163,13 +198,11 @@ class _Call:
     def page_args(self) -> tuple[torch.Tensor | int, ...]:
         scales = self.kp if self.pages.scales is None else self.pages.scales
         kp, vp = self.kp, self.vp
-        return (
-            kp, kp.stride(0), kp.stride(1), kp.stride(2), vp, vp.stride(0), vp.stride(1), vp.stride(2),
-            scales, scales.stride(0),
-        )  # fmt: skip
+        return kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales, scales.stride(0)
 
     def projection_args(self) -> tuple[torch.Tensor | int, ...]:
-        return tuple(x for t in (self.q, self.k, self.v, self.out) for x in (t, t.stride(0), t.stride(1)))
+        q, k, v, out = self.q, self.k, self.v, self.out
+        return q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, *out.stride()[:2]
 
     def head_args(self) -> tuple[torch.Tensor | int | float, ...]:
         prep, write = self.prep, self.write

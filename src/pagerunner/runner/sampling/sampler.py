@@ -74,11 +74,13 @@ class Sampled:
                 found = to_token_logprobs([tokens[row] for row in rows], lists, self._logprob_rows.top)
                 for row, value in zip(rows, found, strict=True):
                     logprobs[row] = value
-            errors = {
-                row: NO_TOKEN_ALLOWED if value == -math.inf else BAD_LOGITS
-                for row, value in enumerate(best)
-                if not math.isfinite(value)
-            }
+            errors: dict[int, str] = {}
+            if not math.isfinite(sum(best)):  # which no number of finite float32 logits makes infinite
+                errors = {
+                    row: NO_TOKEN_ALLOWED if value == -math.inf else BAD_LOGITS
+                    for row, value in enumerate(best)
+                    if not math.isfinite(value)
+                }
             errors.update(self._known_errors)
             self._read = (tokens, logprobs, errors)
         return self._read

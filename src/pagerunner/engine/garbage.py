@@ -1,0 +1,70 @@
+"""What keeps Python's garbage collector from stopping a running engine.
+
+A collection of the oldest generation looks through every container of the process: with torch and Triton in it half a
+million, for a tenth of a second. A step of many requests makes enough short-lived lists to bring one about every few
+hundred steps, though reference counts free them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+YOUNG = 10_000
+"""Containers made and not freed before the youngest generation is looked through: more than steps in flight have."""
+OLD = 100
+"""Collections of the middle generation before one of the oldest."""
+
+
+class _Seldom:
+    """Thresholds of the whole process, while anybody wants them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._before = (0, 0, 0)
+        self._set = (0, 0, 0)
+
+    def begin(self) -> None:
+        with self._lock:
+            self._wanted += 1
+            if self._wanted == 1:
+                young, middle, old = self._before = gc.get_threshold()
+                if young:  # 0 switches collections off
+                    gc.set_threshold(max(young, YOUNG), middle, max(old, OLD))
+                self._set = gc.get_threshold()
+
+    def end(self) -> None:
+        with self._lock:
+            self._wanted -= 1
+            if not self._wanted and gc.get_threshold() == self._set:  # or somebody has decided otherwise
+                gc.set_threshold(*self._before)
+
+
+_seldom = _Seldom()
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Inside, collections are rarer; afterwards thresholds are what they were. What can be collected is always the same."""
+    _seldom.begin()
+    try:
+        yield
+    finally:
+        _seldom.end()
+
+
+@contextmanager
+def set_apart() -> Iterator[None]:
+    """For a process of the engine's own, once it is ready: inside, collections are rarer, and pass over all that was there
+    before. Not for a user's process, where that may have to be collected.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        with seldom_collected():
+            yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,103 @@
+"""Rarer garbage collections while an engine runs, and none of that left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from pagerunner import LLM, SamplingParams
+from pagerunner.engine.garbage import OLD, YOUNG, seldom_collected, set_apart
+from pagerunner.types import RequestUpdate
+
+USUAL = (700, 10, 10)
+
+
+@pytest.fixture(autouse=True)
+def usual_thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*USUAL)
+    yield
+    gc.set_threshold(*before)
+
+
+class Knot:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.knot = self
+
+
+def test_collections_are_rarer_inside_and_as_before_afterwards() -> None:
+    with seldom_collected():
+        assert gc.get_threshold() == (YOUNG, 10, OLD)
+        assert gc.isenabled()
+    assert gc.get_threshold() == USUAL
+
+
+def test_the_last_of_several_restores_the_thresholds() -> None:
+    first, second = seldom_collected(), seldom_collected()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # threads end in any order
+    assert gc.get_threshold() == (YOUNG, 10, OLD)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == USUAL
+
+
+def test_an_error_restores_the_thresholds() -> None:
+    with pytest.raises(KeyError), seldom_collected():
+        raise KeyError
+    assert gc.get_threshold() == USUAL
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (50_000, 20, 500)])
+def test_what_a_process_has_chosen_is_respected(own: tuple[int, int, int]) -> None:
+    gc.set_threshold(*own)
+    with seldom_collected():
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+def test_a_choice_made_inside_stays() -> None:
+    with seldom_collected():
+        gc.set_threshold(5_000, 5, 5)
+    assert gc.get_threshold() == (5_000, 5, 5)
+
+
+def test_what_is_set_apart_is_passed_over_until_the_end() -> None:
+    garbage = Knot()
+    old = weakref.ref(garbage)
+    with set_apart():
+        del garbage
+        new = weakref.ref(Knot())
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+    gc.collect()
+    assert old() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_before_anything_is_set_apart() -> None:
+    old = weakref.ref(Knot())
+    with set_apart():
+        assert old() is None
+
+
+def test_generating_collects_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(make_checkpoint(tmp_path, "qwen3")), max_model_len=64)
+    step, seen = llm._core.step, []
+
+    def watched() -> list[RequestUpdate]:
+        seen.append(gc.get_threshold())
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", watched)
+    llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert set(seen) == {(YOUNG, 10, OLD)}
+    assert gc.get_threshold() == USUAL
