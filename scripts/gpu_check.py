@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +53,8 @@ def bench(what: str, shape: str) -> tuple[str, ...]:
 
 def steps() -> dict[str, Step]:
     """All steps, in the order in which they run."""
-    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    several = ("-n", "8") if find_spec("xdist") else ()  # compiling kernels is most of the tests' time
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *several)
     # without torch's cache every tensor is an allocation of its own, which the checker knows the end of
     sanitizer = (
         "env",
@@ -66,7 +68,7 @@ def steps() -> dict[str, Step]:
         "all",
     )
     found = {
-        "tests": Step((PYTHON, *pytest, "tests/gpu"), 240),
+        "tests": Step((PYTHON, *pytest, "tests/gpu"), 240, 30),
         "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
     }
     for shape in ("0.6b", "8b"):
@@ -79,7 +81,7 @@ def steps() -> dict[str, Step]:
             script("profile_decode.py", "--shape", f"qwen3-{shape}", "--rows", "64", "--top", "12"), 90, 13
         )
     found["host"] = Step(script("time_steps.py", "--shape", "0.6B", "--batches", "1,64,256"), 60, 4)
-    found["memcheck"] = Step((*sanitizer, PYTHON, *pytest, "-x", *KERNEL_TESTS), 400, 2)
+    found["memcheck"] = Step((*sanitizer, PYTHON, *pytest, *KERNEL_TESTS), 400, 12)
     return found
 
 

@@ -35,6 +35,18 @@ def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
     return PagedKV(same(views.k), same(views.v), scales, views.static), whole
 
 
+def assert_heads_close(got: torch.Tensor, want: torch.Tensor, rel: float, of_head: float) -> None:
+    """NaN in the same places, elsewhere within `rel` of the element and `of_head` of its head's largest one: a rotation
+    leaves small numbers as differences of large ones.
+    """
+    got, want = got.float(), want.float()
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.nan_to_num(0.0), want.nan_to_num(0.0)
+    bound = rel * want.abs() + of_head * want.abs().amax(-1, keepdim=True)
+    excess = (got - want).abs() - bound
+    assert (excess <= 0).all(), f"{int((excess > 0).sum())} of {excess.numel()}, by up to {float(excess.max())}"
+
+
 def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, static: bool = False) -> None:
     """`prepare_heads_` (fused) or `store_kv_`: kernel and twin must leave the same bytes behind, but for the last bits of
     what was normed and rotated.
@@ -71,15 +83,15 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
         assert torch.equal(got, want)
         assert torch.equal(got_memory, want_memory)
         return
-    close = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
+    close, of_head = {torch.float32: (1e-5, 1e-6), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}[case.dtype]
     if case.kv_dtype in FP8:
         close = max(close, 0.13 if case.kv_dtype == torch.float8_e4m3fn else 0.26)  # one step of the format
-    torch.testing.assert_close(got, want, atol=close * 0.02, rtol=close)
+    assert_heads_close(got, want, close, of_head)
     if case.dtype == torch.float32 and case.kv_dtype in FP8:
         assert ((got - want).abs() > 1e-5 * want.abs() + 1e-7).float().mean() < 0.01
     for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):
         if mine is not None:
-            torch.testing.assert_close(mine.float(), twin.float(), atol=close * 0.02, rtol=close, equal_nan=True)
+            assert_heads_close(mine, twin, close, of_head)
     assert ((got_memory == 0xFF) == (want_memory == 0xFF)).float().mean() > 0.99
 
 
@@ -130,4 +142,4 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
     for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):
         if mine is not None:
-            torch.testing.assert_close(mine.float(), twin.float(), atol=atol, rtol=rtol, equal_nan=True)
+            assert_heads_close(mine, twin, rtol, 1e-2 if case.dtype == torch.bfloat16 else atol)
