@@ -97,10 +97,13 @@ def free_memory() -> int:
 def all_taken_but(left: int) -> Iterator[None]:
     """Inside, `left` bytes of the device are free."""
     collect()
-    taken = torch.empty(free_memory() - left, dtype=torch.uint8, device="cuda")
+    taken = []
+    for piece in (2**30, 64 * MIB, 2 * MIB):  # the last bytes can't be had in one piece: the device has page tables too
+        while free_memory() - left >= piece:
+            taken.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
     assert left - 4 * MIB <= free_memory() <= left, "nobody else may use the device meanwhile"
     try:
         yield
     finally:
-        del taken
+        taken.clear()
         collect()

@@ -48,7 +48,9 @@ class FaultyExecutor:
     def _take_pages_away(self) -> None:
         if self._device.type == "cpu":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self._executor._sleeper._arena.unmap("kv")
+        arena = self._executor._sleeper._arena
+        arena.unmap("kv")
+        arena._bytes["kv"][:1024].sum()  # Triton asks for a pointer's device before it launches; torch doesn't
 
 
 def failing_assertion(device: torch.device) -> None:
@@ -62,7 +64,7 @@ def leave_no_memory(device: torch.device) -> None:
     if device.type == "cpu":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.0, device)
+    torch.cuda.set_per_process_memory_fraction(0.0, device.index or 0)
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def no_memory(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, device.index or 0)
 
 
 def build(args: EngineArgs) -> EngineCore:

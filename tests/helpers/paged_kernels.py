@@ -83,7 +83,9 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
         assert torch.equal(got, want)
         assert torch.equal(got_memory, want_memory)
         return
-    close, of_head = {torch.float32: (1e-5, 1e-6), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}[case.dtype]
+    close, of_head = {torch.float32: (1e-5, 1e-6), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}[
+        case.dtype
+    ]
     if case.kv_dtype in FP8:
         close = max(close, 0.13 if case.kv_dtype == torch.float8_e4m3fn else 0.26)  # one step of the format
     assert_heads_close(got, want, close, of_head)

@@ -30,7 +30,7 @@ from pagerunner.memory.report import plan_table
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
 from pagerunner.models.tokenizer import Tokenizer
-from pagerunner.ops.ahead import load_compiler
+from pagerunner.ops.ahead import load_libraries
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -87,7 +87,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         card = Card.first()
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
-    load_compiler(torch.device(config.device))
+    loading = load_libraries(torch.device(config.device))
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     model, weights, fill_weights = _load_model(resolved, arena, meter, progress)
     with meter.phase("pages"):
@@ -97,6 +97,8 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=_kernels_name(resolved))
+        for thread in loading:
+            thread.join()  # no thread may use the device while graphs are captured
         with meter.phase("capture", "graphs"):
             runner.capture()
     if card is not None and memory is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
-from pagerunner.engine.faults import step_fault
+from pagerunner.engine.faults import device_failure, never_free, step_fault
 from pagerunner.engine.live import LiveState, StepLog
 from pagerunner.engine.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
@@ -136,7 +136,10 @@ class EngineCore:
         return updates
 
     def _die(self, error: Exception) -> EngineDeadError:
-        self._death = step_fault(error)
+        failure = device_failure()
+        if failure is not None:
+            never_free(error, self._executor, *self._in_flight)
+        self._death = step_fault(error, failure)
         self._in_flight.clear()
         return EngineDeadError(self._death)
 

@@ -296,4 +296,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status:  # the interpreter's end would free tensors, which aborts where the device has failed
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)

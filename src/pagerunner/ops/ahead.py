@@ -15,18 +15,28 @@ from pagerunner.ops.dispatch import has_triton
 logger = logging.getLogger(__name__)
 
 
-def load_compiler(device: torch.device) -> threading.Thread | None:
-    """Begin to load Triton in the background, where the device needs it: that takes a second which others can use."""
-    if device.type != "cuda" or not has_triton():
-        return None
+def load_libraries(device: torch.device) -> list[threading.Thread]:
+    """Begin to load what a device's steps need beside torch, in threads: Triton and cuDNN take a second each."""
+    if device.type != "cuda":
+        return []
+    loads = [_load_cudnn_attention, *([_load_compiler] if has_triton() else [])]
+    threads = [threading.Thread(target=load, args=(device,), name="load-libraries", daemon=True) for load in loads]
+    for thread in threads:
+        thread.start()
+    return threads
 
-    def load() -> None:
-        with contextlib.suppress(Exception):  # it is met again, and reported, where a kernel is launched
-            importlib.import_module("pagerunner.ops.kernels.ahead").load_driver()
 
-    thread = threading.Thread(target=load, name="load-compiler", daemon=True)
-    thread.start()
-    return thread
+def _load_compiler(device: torch.device) -> None:
+    with contextlib.suppress(Exception):  # it is met again, and reported, where a kernel is launched
+        importlib.import_module("pagerunner.ops.kernels.ahead").load_driver()
+
+
+def _load_cudnn_attention(device: torch.device) -> None:
+    """Its first call of a process, of any size, takes a second."""
+    with contextlib.suppress(Exception), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
+        x_1HTD = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device=device)
+        torch.ops.aten._scaled_dot_product_cudnn_attention(x_1HTD, x_1HTD, x_1HTD, None, False, 0.0, True)
+        torch.cuda.current_stream().synchronize()
 
 
 def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object]) -> int:

@@ -195,7 +195,6 @@ class ModelRunner:
         them whatever may make a kernel another one: numbers of rows and tokens that are 1, a multiple of 16, and not.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
-        yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
         yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
         for rows in (1, 3, 16):
             if rows > most_rows:
@@ -205,6 +204,8 @@ class ModelRunner:
             yield _even_rows(rows, rows, longest, past=True)
         yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
+        # last, as a library serves it that may still be loading
+        yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What graphs do: the hidden states of a mixed step; of a decode step logits, most likely tokens and their logits."""

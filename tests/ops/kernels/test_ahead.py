@@ -125,14 +125,14 @@ def test_a_start_whose_kernels_are_there_has_no_rehearsal(device, monkeypatch):
 
 def test_a_cpu_compiles_nothing():
     assert ops.compile_ahead(torch.device("cpu"), "a", lambda: 1 / 0) == 0
-    assert ops.load_compiler(torch.device("cpu")) is None
+    assert ops.load_libraries(torch.device("cpu")) == []
 
 
-def test_the_compiler_is_loaded_in_the_background(device, monkeypatch):
+def test_libraries_are_loaded_in_the_background(device, monkeypatch):
     monkeypatch.setattr(ops, "has_triton", lambda: True)
     loaded = []
-    monkeypatch.setattr(ahead, "load_driver", lambda: loaded.append(1))
-    thread = ops.load_compiler(CUDA)
-    assert thread is not None
-    thread.join()
-    assert loaded == [1]
+    monkeypatch.setattr(ahead, "load_driver", lambda: loaded.append("compiler"))
+    monkeypatch.setattr(ops, "_load_cudnn_attention", loaded.append)
+    for thread in ops.load_libraries(CUDA):
+        thread.join()
+    assert sorted(map(str, loaded)) == ["compiler", str(CUDA)]

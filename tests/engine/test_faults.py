@@ -1,0 +1,60 @@
+"""A step that fails because the device has: the reason is the device's, and nothing of it is freed any more."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from pagerunner import LLM, SamplingParams
+from pagerunner.demo import demo_path
+from pagerunner.engine import core, faults
+from pagerunner.errors import EngineDeadError
+
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+class Tensors:
+    """Stands for what a failed device's tensors are held by."""
+
+
+def failing_llm(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> tuple[LLM, weakref.ref[Tensors]]:
+    """Its steps fail; `failure` is what the device says about itself. The reference is to what its executor holds."""
+    llm = LLM(str(demo_path()), max_num_seqs=2, max_model_len=64)
+    tensors = Tensors()
+    executor = llm._core._executor
+    executor.tensors = tensors
+
+    def run(plan):
+        raise ValueError("Pointer argument cannot be accessed")
+
+    monkeypatch.setattr(executor, "run", run)
+    monkeypatch.setattr(core, "device_failure", lambda: failure)
+    return llm, weakref.ref(tensors)
+
+
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [(LOST, rf"The device failed in a step \({LOST}\)"), (None, r"A step failed \(ValueError: Pointer argument")],
+)
+def test_the_reason_is_the_devices_where_it_has_one(monkeypatch, failure: str | None, sentence: str) -> None:
+    llm, _ = failing_llm(monkeypatch, failure)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=sentence):
+            llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("failure", [LOST, None])
+def test_tensors_of_a_lost_device_are_never_freed_and_others_are(monkeypatch, failure: str | None) -> None:
+    llm, tensors = failing_llm(monkeypatch, failure)
+    with pytest.raises(EngineDeadError):
+        llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
+    monkeypatch.undo()  # it holds the executor too
+    del llm
+    gc.collect()
+    assert (tensors() is not None) == (failure is not None)
+
+
+def test_a_process_without_a_device_has_not_lost_it() -> None:
+    assert faults.device_failure() is None
