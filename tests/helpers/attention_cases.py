@@ -33,6 +33,7 @@ class Case:
     group: int
     head_dim: int
     gap: int = 0
+    lead: int = 4  # elements before the first page
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     head_dim_v: int = 0
@@ -80,7 +81,7 @@ def _make_pool(case: Case, num_pages: int) -> tuple[torch.Tensor, list[torch.Ten
     scales_at = -(-block * itemsize // 4) * 4 if case.kv_dtype in FP8 else 0
     part = scales_at + 8 if scales_at else block * itemsize  # a layer's share of a page, in bytes
     stride = 2 * part + case.gap * (4 if scales_at else itemsize)  # two layers; the step runs the second
-    lead = 4 * itemsize  # pages don't begin where memory does
+    lead = case.lead * itemsize  # pages don't begin where memory does
     pool = torch.full((num_pages * stride + lead,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
     typed = pool.view(case.kv_dtype)
     kv = []

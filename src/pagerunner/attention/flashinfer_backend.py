@@ -29,10 +29,11 @@ from pagerunner.memory.specs import Spec
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.paged_attention import HeadPrep, PagedKV, prepare_heads_, store_kv_
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for partial results
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for partial results; some launches need more
 LONG_QUERIES = 128  # eager steps with such rows take the kernels made for them
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = (512, 64)
+_ROUNDING = 1024  # bytes lost where parts of the workspace begin on round addresses
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -66,16 +67,48 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def partial_bytes(use: Use, shape: GraphShape | None, processors: int) -> int:
+    """The most that "fa2" asks for, when it plans, for the partial results of rows whose keys are divided.
+
+    These are float32 [blocks, heads, queries of a block, elements + 1]. In a graph there are as many blocks as its tokens
+    could ever need; in eager steps, which divide keys only where processors would idle, two for each processor.
+    """
+    group, blocks, tile = (
+        use.num_heads // use.num_kv_heads,
+        2 * processors // use.num_kv_heads,
+        _most_queries(use, None),
+    )
+    if shape is not None:
+        tile = _most_queries(use, (shape.tokens - shape.rows + 1) * group)
+        blocks = max(blocks, -(-shape.tokens * group // tile) + shape.rows - 1)
+    return blocks * use.num_heads * tile * (use.head_dim + 1) * 4 + _ROUNDING
+
+
+def _most_queries(use: Use, packed: int | None) -> int:
+    """Queries of all heads of a group that a block of "fa2" takes, if the longest row has `packed` of them."""
+    if packed is not None and packed <= 16:
+        return 16
+    return 64 if use.head_dim >= 256 or (packed is not None and packed <= 64) else 128
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 0
+
+
 class Workspace:
     """Where kernels leave partial results of one launch. Steps run one after another, so that all states share one."""
 
     def __init__(self) -> None:
         self._made: torch.Tensor | None = None
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The memory, uint8 [WORKSPACE_BYTES], taken when it is first asked for."""
-        if self._made is None:
-            self._made = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def on(self, device: torch.device, needed: int = 0) -> torch.Tensor:
+        """Memory of at least `needed` and WORKSPACE_BYTES bytes, uint8; states that had less keep what they had."""
+        if self._made is None or self._made.numel() < needed:
+            self._made = torch.zeros(max(needed, WORKSPACE_BYTES), dtype=torch.uint8, device=device)
         return self._made
 
 
@@ -88,7 +121,7 @@ class PlanState:
     wrappers: dict[Any, tuple[Any, PinnedTurn]] = field(default_factory=dict)
 
     def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PinnedTurn]:
-        """That of `key`, made by `make(workspace, graph buffers)` when it is first asked for."""
+        """That of `key`, made by `make(self.workspace, graph buffers)` when it is first asked for."""
         found = self.wrappers.get(key)
         if found is None:
             device = inputs.page_table.device
@@ -97,7 +130,7 @@ class PlanState:
                 rows = self.shape.rows
                 sizes = (rows + 1, rows + 1, max_pages(inputs, rows), rows)
                 buffers = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-            found = self.wrappers[key] = (make(self.workspace.on(device), buffers), PinnedTurn(device))
+            found = self.wrappers[key] = (make(self.workspace, buffers), PinnedTurn(device))
         return found
 
     def pages(self, inputs: PlanInputs) -> HostPages:
@@ -228,15 +261,16 @@ class FlashInferBackend(_HostPlanned):
     def _planned(self, use: Use, plan: StepPlan) -> Any:
         library, inputs, pages = importlib.import_module("flashinfer"), plan.inputs, plan.pages
         assert pages is not None, "a step that FlashInfer doesn't serve is not planned"
-        hopper = inputs.page_table.is_cuda and torch.cuda.get_device_capability()[0] == 9
-        long = plan.state.shape is None and hopper and inputs.rows.max_query_len >= LONG_QUERIES
+        device, shape = inputs.page_table.device, plan.state.shape
+        long = shape is None and inputs.rows.max_query_len >= LONG_QUERIES and _is_hopper(device)
         kernels = "fa3" if long else "fa2"
 
-        def make(workspace: torch.Tensor, buffers: tuple[torch.Tensor, ...] | None) -> Any:
+        def make(workspace: Workspace, buffers: tuple[torch.Tensor, ...] | None) -> Any:
             kind = library.BatchPrefillWithPagedKVCacheWrapper
+            memory = workspace.on(device, 0 if long else partial_bytes(use, shape, _processors(device)))
             if buffers is None:
-                return kind(workspace, "NHD", backend=kernels)
-            return kind(workspace, "NHD", True, *buffers, backend=kernels)
+                return kind(memory, "NHD", backend=kernels)
+            return kind(memory, "NHD", True, *buffers, backend=kernels)
 
         wrapper, turn = plan.state.wrapper((use, kernels), make, inputs)
         with turn:
@@ -254,6 +288,7 @@ class FlashInferBackend(_HostPlanned):
                 logits_soft_cap=use.softcap,
                 q_data_type=use.dtype,
                 kv_data_type=use.dtype,
+                max_token_per_sequence=inputs.rows.max_query_len,  # else it looks at every row
             )
         return wrapper
 
@@ -311,9 +346,9 @@ class FlashInferLatentBackend(_HostPlanned):
         library, inputs, pages = importlib.import_module("flashinfer"), plan.inputs, plan.pages
         assert pages is not None, "a step that FlashInfer doesn't serve is not planned"
 
-        def make(workspace: torch.Tensor, buffers: tuple[torch.Tensor, ...] | None) -> Any:
-            kind = library.BatchMLAPagedAttentionWrapper
-            return kind(workspace) if buffers is None else kind(workspace, True, *buffers)
+        def make(workspace: Workspace, buffers: tuple[torch.Tensor, ...] | None) -> Any:
+            kind, memory = library.BatchMLAPagedAttentionWrapper, workspace.on(inputs.page_table.device)
+            return kind(memory) if buffers is None else kind(memory, True, *buffers)
 
         wrapper, turn = plan.state.wrapper(use, make, inputs)
         # Padding counts as rows of one query without keys: how its kernels are launched depends on the mean number of
