@@ -245,7 +245,7 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.prep is not None,
             self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8, EARLY=early and launch["PDL"], **launch,
+            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:
