@@ -9,8 +9,9 @@ import pytest
 
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
-from pagerunner.engine import core, faults
+from pagerunner.engine import core
 from pagerunner.errors import EngineDeadError
+from pagerunner.ops.lost_device import device_failure
 
 LOST = "CUDA error: an illegal memory access was encountered"
 
@@ -57,4 +58,4 @@ def test_tensors_of_a_lost_device_are_never_freed_and_others_are(monkeypatch, fa
 
 
 def test_a_process_without_a_device_has_not_lost_it() -> None:
-    assert faults.device_failure() is None
+    assert device_failure() is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +14,8 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.fake_driver import FakeDriver, fake_card
 from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine import build
 from pagerunner.engine import resolve as resolving
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import EngineCore
@@ -226,3 +230,12 @@ def test_an_engine_whose_memory_was_taken_while_it_slept_wakes_when_it_is_back(
     driver.others -= 20 * MIB
     core.wake_up()
     assert generate(core, prompt) == expected
+
+
+def test_where_a_model_lies_does_not_decide_which_kernels_it_needs(tmp_path: Path) -> None:
+    names = set()
+    for folder in ("a", "b"):
+        shutil.copytree(demo_path(), tmp_path / folder)
+        resolved = resolve(EngineArgs(model=str(tmp_path / folder), device="cpu", max_model_len=128))
+        names.add(build._kernels_name(resolved))
+    assert len(names) == 1

@@ -20,6 +20,7 @@ from helpers.graphs import RecordedGraphs
 from pagerunner import LLM
 from pagerunner.attention import select
 from pagerunner.engine import build
+from pagerunner.runner.cuda_driver import CudaDriver
 from pagerunner.runner.graphs import CudaGraphs, StepGraphs
 
 DEVICE = os.environ.get("PAGERUNNER_TEST_DEVICE", "cuda")
@@ -97,13 +98,15 @@ def free_memory() -> int:
 def all_taken_but(left: int) -> Iterator[None]:
     """Inside, `left` bytes of the device are free."""
     collect()
-    taken = []
-    for piece in (2**30, 64 * MIB, 2 * MIB):  # the last bytes can't be had in one piece: the device has page tables too
-        while free_memory() - left >= piece:
-            taken.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
-    assert left - 4 * MIB <= free_memory() <= left, "nobody else may use the device meanwhile"
+    driver = CudaDriver()  # torch would round up, and keep some for itself
+    taken: list[Any] = []
     try:
+        for piece in (2**30, driver.granularity):  # the last bytes can't be had in one piece: there are page tables too
+            while free_memory() - left >= piece:
+                taken.append(driver.create(piece))
+        assert left - 4 * MIB <= free_memory() <= left, "nobody else may use the device meanwhile"
         yield
     finally:
-        taken.clear()
+        for handle in taken:
+            driver.release(handle)
         collect()

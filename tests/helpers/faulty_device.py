@@ -38,12 +38,16 @@ class FaultyExecutor:
         faults: dict[int, Callable[[], None]] = {
             ASSERT: lambda: failing_assertion(self._device),
             ILLEGAL: self._take_pages_away,
-            OUT_OF_MEMORY: lambda: leave_no_memory(self._device),
+            OUT_OF_MEMORY: self._ask_for_too_much,
         }
         for row in plan.rows:
             for token in faults.keys() & set(row.tokens):
                 faults[token]()
         return self._executor.run(plan)
+
+    def _ask_for_too_much(self) -> None:
+        leave_no_memory(self._device)
+        torch.empty(2**28, dtype=torch.uint8, device=self._device)
 
     def _take_pages_away(self) -> None:
         if self._device.type == "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,7 +173,8 @@ def _kernels_name(resolved: Resolved) -> str:
     choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
     graphs = (config.enforce_eager, config.cudagraph_capture_sizes)
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
-    return repr((resolved.model, sizes, choices, graphs, pages, bool(resolved.kv_scales)))
+    model = replace(resolved.model, path="")  # where it lies changes nothing
+    return repr((model, sizes, choices, graphs, pages, bool(resolved.kv_scales)))
 
 
 def _load_model(

@@ -11,12 +11,13 @@ import msgspec
 
 from pagerunner.config import one_of
 from pagerunner.engine.executors.base import Executor, Pending
-from pagerunner.engine.faults import device_failure, never_free, step_fault
+from pagerunner.engine.faults import step_fault
 from pagerunner.engine.live import LiveState, StepLog
 from pagerunner.engine.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
+from pagerunner.ops.lost_device import device_failure, never_free
 from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler, SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan

@@ -22,6 +22,7 @@ import torch
 
 from pagerunner.attention.base import GraphShape
 from pagerunner.batch import ForwardBatch
+from pagerunner.ops.lost_device import never_free
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave
@@ -68,6 +69,7 @@ class CudaGraphs:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # which says only that the capture has failed
                     graph.capture_end()
+                never_free(graph)  # torch ends the process when it frees a graph whose capture has failed
                 raise
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)

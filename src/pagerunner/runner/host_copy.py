@@ -138,9 +138,12 @@ class HostCopy:
             self._thread.join()
 
     def drop(self) -> None:
-        """Stop, and give the host memory back in the background: unlocking takes the driver's lock, 0.1 s a GB."""
+        """Stop, and give the host memory back in the background: unlocking takes the driver's lock, 0.1 s a GB.
+
+        The interpreter waits for it: a thread that returns from the driver to an interpreter that is gone aborts.
+        """
         self.stop()
-        threading.Thread(target=self._free, name="pagerunner-host-copy-free", daemon=True).start()
+        threading.Thread(target=self._free, name="pagerunner-host-copy-free").start()
 
     def _run(self) -> None:
         try:
@@ -194,7 +197,7 @@ def _unpin(memory: HostMemory, pinned: list[torch.Tensor]) -> None:
 
 def _buffer(size: int) -> torch.Tensor:
     """Host memory of its own pages, large ones where the system has them."""
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory rarely has large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
