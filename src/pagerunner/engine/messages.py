@@ -24,6 +24,7 @@ from pagerunner.errors import (
 )
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.report import human_bytes
+from pagerunner.memory.residency import Residency
 from pagerunner.sched.live import Wait
 from pagerunner.sched.scheduler import GroupUsage
 from pagerunner.types import RequestUpdate
@@ -149,7 +150,8 @@ Answer = bool | MemoryState | LiveState | None
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
 
-    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose.
+    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are
+    the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose; `residency` is there where pages are sampled.
     """
 
     running: int = 0
@@ -164,6 +166,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupUsage] = []
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
+    residency: Residency | None = None
 
 
 class StartUp(msgspec.Struct, frozen=True):

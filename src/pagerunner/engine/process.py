@@ -152,6 +152,7 @@ class CoreLoop:
             groups=stats.groups,
             kv_fragmentation=stats.kv_fragmentation,
             kv_waste=stats.kv_waste,
+            residency=stats.residency,
         )
 
     def _handle(self, message: wire.ToCore) -> None:
