@@ -12,14 +12,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from helpers import fake_core
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import CoreClient, launch_core
+from pagerunner.engine.input_processor import InputProcessor
+from pagerunner.engine.process import CoreLoop
 from pagerunner.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 
@@ -38,6 +42,43 @@ def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
 
 def add(*requests: EngineRequest) -> wire.Add:
     return wire.Add([one.request_id for one in requests], msgspec.Raw(msgspec.msgpack.encode(list(requests))))
+
+
+def family(count: int, **params: Any) -> list[EngineRequest]:
+    """The sequences of one request with `n` of `count`, as the frontend makes them."""
+    inputs = InputProcessor(None, vocab_size=300_000, max_model_len=100_000, eos_token_ids=(1,))
+    wanted = SamplingParams(n=count, max_tokens=4, output_kind="delta", **params)
+    return inputs.process([5] * 30_000, wanted, "r", priority=3, cache_salt="s")
+
+
+class Adds:
+    """A core that keeps what is added."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+
+
+def test_siblings_travel_once_and_arrive_as_they_were() -> None:
+    requests = family(128, prompt_logprobs=2, allowed_token_ids=list(range(1000)))
+    message = msgspec.msgpack.encode(wire.Add.of(requests))
+    assert len(message) < len(msgspec.msgpack.encode(wire.Add.of(requests[:1]))) + 128 * 50
+    core: Any = Adds()
+    loop = CoreLoop(core, socket=None, stall_seconds=60)  # type: ignore[arg-type]
+    loop._add(msgspec.msgpack.decode(message, type=wire.Add))
+    assert core.requests == requests
+    assert [one.params.prompt_logprobs for one in core.requests[:2]] == [2, None]
+
+
+def test_what_one_request_asks_for_holds_the_core_up_once_and_not_n_times() -> None:
+    message = wire.Add.of(family(128, allowed_token_ids=list(range(limits.MAX_ALLOWED_TOKEN_IDS))))
+    core: Any = Adds()
+    started = time.process_time()
+    CoreLoop(core, socket=None, stall_seconds=60)._add(message)  # type: ignore[arg-type]
+    assert time.process_time() - started < 1.0, "it was 20 s"
+    assert len(core.requests) == 128
 
 
 class Frontend:

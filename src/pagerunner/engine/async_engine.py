@@ -49,7 +49,6 @@ class AsyncEngine:
         self._desk = OutputDesk(frontend.outputs, observer)
         self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
         self._stall_seconds = stall_seconds
-        self._encoder = msgspec.msgpack.Encoder()
         self._asleep = False
         self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
@@ -318,7 +317,7 @@ class AsyncEngine:
 
     def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
         try:
-            message = wire.Add([one.request_id for one in requests], msgspec.Raw(self._encoder.encode(requests)))
+            message = wire.Add.of(requests)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
         stream = self._desk.add(request_id, text, requests, requests[0].params.output_kind == "delta", arrival)

@@ -114,28 +114,22 @@ class InputProcessor:
             params = msgspec.structs.replace(params, structured_outputs=None)
         seed = self._next_seed() if params.seed is None else params.seed
         arrival = time.monotonic()
-        # The prompt is scored once, not n times.
-        sibling_params = params
-        if params.n > 1 and params.prompt_logprobs is not None:
-            sibling_params = msgspec.structs.replace(params, prompt_logprobs=None)
-        return [
-            EngineRequest(
-                request_id=request_id if params.n == 1 else f"{request_id}_{index}",
-                prompt_token_ids=token_ids,
-                params=params if index == 0 else sibling_params,
-                seed=_wrap(seed + index),
-                max_tokens=max_tokens,
-                eos_token_ids=self._eos_token_ids,
-                bad_words_ids=bad_words,
-                priority=priority,
-                arrival_time=arrival,
-                cache_salt=salt or cache_salt,
-                family=request_id,
-                pooling=pooling,
-                grammar=grammar,
-            )
-            for index in range(params.n)
-        ]
+        first = EngineRequest(
+            request_id=request_id if params.n == 1 else f"{request_id}_0",
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=_wrap(seed),
+            max_tokens=max_tokens,
+            eos_token_ids=self._eos_token_ids,
+            bad_words_ids=bad_words,
+            priority=priority,
+            arrival_time=arrival,
+            cache_salt=salt or cache_salt,
+            family=request_id,
+            pooling=pooling,
+            grammar=grammar,
+        )
+        return [first, *first.siblings([(f"{request_id}_{n}", _wrap(seed + n)) for n in range(1, params.n)])]
 
     def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[list[int], str]:
         salt: object = ""

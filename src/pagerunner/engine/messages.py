@@ -6,6 +6,7 @@ standard input as one line of JSON; everything later goes over the socket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
@@ -27,7 +28,7 @@ from pagerunner.memory.report import human_bytes
 from pagerunner.memory.residency import Residency
 from pagerunner.sched.live import Wait
 from pagerunner.sched.scheduler import GroupUsage
-from pagerunner.types import RequestUpdate
+from pagerunner.types import EngineRequest, RequestUpdate
 
 _KINDS: dict[str, type[PagerunnerError]] = {
     kind.__name__: kind
@@ -82,11 +83,25 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Queue the sequences of one request, all or none. `requests` is a MessagePack list of EngineRequest.
 
-    It is decoded on its own, so that values that the core refuses fail this request and not the connection.
+    It is decoded on its own, so that values that the core refuses fail this request and not the connection. `siblings` are the
+    ids and seeds of more sequences that are like the first one of them (`EngineRequest.siblings`).
     """
 
     request_ids: list[str]
     requests: msgspec.Raw
+    siblings: list[tuple[str, int]] = []
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> Add:
+        """What queues the sequences of one request, the first of which is made of what the others share.
+
+        Raises:
+            OverflowError, TypeError, ValueError: a value can't travel.
+        """
+        first, *others = requests
+        names = [one.request_id for one in requests]
+        shared = msgspec.Raw(msgspec.msgpack.encode([first]))
+        return cls(names, shared, [(one.request_id, one.seed) for one in others])
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -169,7 +169,10 @@ class CoreLoop:
     def _add(self, message: wire.Add) -> None:
         added: list[str] = []
         try:
-            for request in self._requests.decode(message.requests):
+            requests = self._requests.decode(message.requests)
+            if message.siblings:
+                requests += requests[0].siblings(message.siblings)
+            for request in requests:
                 self._core.add(request)
                 added.append(request.request_id)
         except Exception as error:  # whatever it is, it must end this request only
