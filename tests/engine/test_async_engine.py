@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -321,3 +322,24 @@ def test_observers_hear_of_sequences_and_of_sleep(model: Path) -> None:
     assert listener.heard[:2] == [("started", "a_0"), ("started", "a_1")]
     assert sorted(map(str, listener.heard[2:4])) == ["('length', 'a_0', True)", "('length', 'a_1', False)"]
     assert listener.heard[4:] == [("started", "b"), ("dropped", "b"), 1, None]
+
+
+def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        places: list[bool] = []
+        tokenizer = engine.tokenizer
+        encode = type(tokenizer).encode
+
+        def watched(self: Any, text: str, **how: Any) -> list[int]:
+            places.append(threading.current_thread() is threading.main_thread())
+            return encode(self, text, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(tokenizer), "encode", watched)
+            await last(engine, "few", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab"])
+            assert all(places) and places
+            places.clear()
+            await last(engine, "many", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab" * 500] * 8)
+            assert places and not any(places)
+
+    with_engine(model, test)

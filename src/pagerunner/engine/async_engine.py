@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.desk import OutputDesk
 from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.engine.input_processor import check_text
 from pagerunner.engine.live import LiveState
 from pagerunner.engine.observer import EngineObserver
 from pagerunner.engine.stream import OutputStream
@@ -162,7 +164,7 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         await self._frontend.inputs.prepare(params)
         requests = await self._text_work(
-            len(text) if isinstance(text, str) else 0,
+            (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words or ())),
             lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
         )
         if self._stopped:  # meanwhile
@@ -218,11 +220,16 @@ class AsyncEngine:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or takes too long for it.
+            InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
         tokenizer = self._frontend.require_tokenizer()
-
+        if len(messages) > limits.MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"The conversation has {len(messages)} messages; at most {limits.MAX_MESSAGES} are allowed "
+                f"{limits.knob('MAX_MESSAGES')}.",
+                param="messages",
+            )
         if self._renderer is None:
             raise RuntimeError("there is a tokenizer and no renderer")
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -232,8 +239,14 @@ class AsyncEngine:
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises ConfigError when the engine has no tokenizer."""
+        """The token ids of a text.
+
+        Raises:
+            InvalidRequestError: it is longer than a prompt may be, or no valid Unicode.
+            ConfigError: the engine has no tokenizer.
+        """
         tokenizer = self._frontend.require_tokenizer()
+        check_text(text)
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -35,6 +35,22 @@ def prompt_text(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
+    if len(text) > limits.MAX_PROMPT_CHARS:
+        raise InvalidRequestError(
+            f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
+            f"{limits.knob('MAX_PROMPT_CHARS')}.",
+            param="prompt",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
+        ) from None
+
+
 class InputProcessor:
     """Makes engine requests for one model.
 
@@ -170,18 +186,7 @@ class InputProcessor:
             )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
-        if len(text) > limits.MAX_PROMPT_CHARS:
-            raise InvalidRequestError(
-                f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
-                f"{limits.knob('MAX_PROMPT_CHARS')}.",
-                param="prompt",
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
-            ) from None
+        check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:

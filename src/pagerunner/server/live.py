@@ -116,6 +116,10 @@ def frame(state: LiveState, last: LiveState | None) -> dict[str, Any]:
     return changed
 
 
+def _crowded() -> HttpError:
+    return HttpError(429, f"{MAX_VIEWERS} viewers watch the engine already; no more are served.")
+
+
 class LiveFeed:
     """Samples the engine for its viewers. `closing` ends every stream: the server is about to stop."""
 
@@ -141,10 +145,13 @@ class LiveFeed:
     def view(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events until the viewer leaves. Raises HttpError 429 when too many look already."""
         if self._viewers >= MAX_VIEWERS:
-            raise HttpError(429, f"{MAX_VIEWERS} viewers watch the engine already; no more are served.")
+            raise _crowded()
         return self._events()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        if self._viewers >= MAX_VIEWERS:  # several have come between `view` and this
+            yield sse({"error": str(_crowded())})
+            return
         self._viewers += 1
         seen = -1
         closing = asyncio.ensure_future(self._closing.wait())
