@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,16 @@ SETTLE_SECONDS = 0.3
 def cpu_seconds(pid: int) -> float:
     """CPU time of all threads of a process, to the nanosecond."""
     return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def spread(core: int, others: Iterable[int]) -> None:
+    """Give the core's process a processor of its own, so that the client's and the server's work doesn't move it about."""
+    *rest, last = sorted(os.sched_getaffinity(0))
+    if not rest:
+        return
+    for pid, places in ((core, {last}), *((other, set(rest)) for other in others)):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), places)
 
 
 async def generated(port: int) -> float:
@@ -133,6 +144,7 @@ def serve(directory: Path, options: argparse.Namespace) -> None:
         assert server.stdout
         port = int(server.stdout.readline().rsplit(":", 1)[1])
         pids = {"core": children(server.pid)[0], "server": server.pid}
+        spread(pids["core"], (server.pid, os.getpid()))
         asyncio.run(measure(port, pids, options))
     finally:
         server.terminate()

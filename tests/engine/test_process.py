@@ -24,7 +24,14 @@ from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import CoreClient, launch_core
 from pagerunner.engine.input_processor import InputProcessor
 from pagerunner.engine.process import CoreLoop
-from pagerunner.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from pagerunner.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 
 ARGS = EngineArgs(model="none")
@@ -177,6 +184,47 @@ def test_values_the_core_cannot_accept_or_a_bug_in_add_end_only_that_request() -
             assert kinds == [InvalidRequestError, InvalidRequestError, RequestFailedError]
             client.send(add(request("good", [5], max_tokens=1)))
             await frontend.until(lambda: frontend.finished("good"))
+
+    asyncio.run(main())
+
+
+def test_while_a_sleep_waits_for_requests_their_readers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("short", [5], max_tokens=20), request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("short"))
+            asleep = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait")))
+            await frontend.until(lambda: frontend.finished("short"))
+            assert len(frontend.updates("short")) == 20 and not asleep.done()
+            client.send(add(request("late", [5])))
+            await frontend.until(frontend.refused)
+            assert isinstance(frontend.refused()[0].error.exception(), EngineSleepingError)
+            awake = asyncio.create_task(client.call(lambda call_id: wire.WakeUp(call_id, None)))
+            assert not await client.call(wire.IsSleeping) and not awake.done()
+            client.send(wire.Abort(["endless"]))
+            async with asyncio.timeout(2):
+                await asleep
+                await awake
+            assert frontend.finished("endless") and not await client.call(wire.IsSleeping)
+            client.send(add(request("next", [5], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("next"))
+
+    asyncio.run(main())
+
+
+def test_a_sleep_that_must_be_refused_doesnt_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("endless"))
+            with pytest.raises(ConfigError, match="sleep level"):
+                await client.call(lambda call_id: wire.Sleep(call_id, 7, "wait"))
+            client.send(add(request("next", [5], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("next"))
 
     asyncio.run(main())
 

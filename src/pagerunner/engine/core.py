@@ -197,6 +197,14 @@ class EngineCore:
         """The level the engine sleeps at, None while it runs."""
         return self._executor.sleep_level
 
+    def prepare_sleep(self, level: int, mode: str) -> None:
+        """Raise now what `sleep` would refuse, and make sure that the weights will outlive it; requests go on."""
+        if not self._enable_sleep_mode:
+            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
+        one_of("sleep mode", mode, ("abort", "wait", "keep"))
+        self._check_alive()
+        self._executor.prepare_sleep(level)
+
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
@@ -206,11 +214,7 @@ class EngineCore:
 
         Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
         """
-        if not self._enable_sleep_mode:
-            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
-        one_of("sleep mode", mode, ("abort", "wait", "keep"))
-        self._check_alive()
-        self._executor.prepare_sleep(level)
+        self.prepare_sleep(level, mode)
         updates: list[RequestUpdate] = []
         if mode == "wait":
             while self.has_work:
