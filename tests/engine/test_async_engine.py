@@ -18,11 +18,19 @@ import pytest
 from helpers import fake_core
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
+from pagerunner.engine import grammar_door
 from pagerunner.engine.async_engine import AsyncEngine
 from pagerunner.engine.frontend import Frontend, build_frontend
 from pagerunner.engine.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
-from pagerunner.types import EngineRequest, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import (
+    EngineRequest,
+    Grammar,
+    RequestOutput,
+    RequestUpdate,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 
 @pytest.fixture(scope="module")
@@ -341,5 +349,28 @@ def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
             places.clear()
             await last(engine, "many", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab" * 500] * 8)
             assert places and not any(places)
+
+    with_engine(model, test)
+
+
+def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_door, "KEPT", 2)
+    checks: list[str] = []
+    check = grammar_door.GrammarDoor._check
+
+    def counted(self: Any, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
+        checks.append(str(wanted.regex))
+        return check(self, line, wanted)
+
+    monkeypatch.setattr(grammar_door.GrammarDoor, "_check", counted)
+
+    async def test(engine: AsyncEngine) -> None:
+        wanted = [StructuredOutputsParams(regex=f"a{{{count}}}") for count in range(1, 8)]
+        await asyncio.gather(
+            *(last(engine, str(one.regex), "ab", max_tokens=1, structured_outputs=one) for one in wanted)
+        )
+        assert sorted(checks) == sorted(str(one.regex) for one in wanted), "each once, none while the loop waits"
 
     with_engine(model, test)

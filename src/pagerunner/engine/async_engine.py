@@ -162,10 +162,11 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        await self._frontend.inputs.prepare(params)
+        inputs = self._frontend.inputs
+        grammar = await inputs.prepare(params)
         requests = await self._text_work(
             (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words or ())),
-            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
+            lambda: inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
         )
         if self._stopped:  # meanwhile
             raise EngineDeadError("The server is shutting down and takes no more requests.")

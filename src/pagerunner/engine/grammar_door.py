@@ -64,9 +64,9 @@ class GrammarDoor:
         """
         return self._start(wanted).result()
 
-    async def prepare(self, wanted: StructuredOutputsParams) -> None:
-        """Wait on an event loop until `check` will not wait. Raises like it."""
-        await asyncio.shield(asyncio.wrap_future(self._start(wanted)))
+    async def prepare(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The same as `check`, for an event loop. Raises like it."""
+        return await asyncio.shield(asyncio.wrap_future(self._start(wanted)))
 
     def _start(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
         try:

@@ -13,7 +13,7 @@ import msgspec
 from pagerunner import limits
 from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import EngineRequest, Pooling, SamplingParams, show
+from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
@@ -84,10 +84,11 @@ class InputProcessor:
         self._seed = seed
         self._unseeded = itertools.count()
 
-    async def prepare(self, params: SamplingParams) -> None:
+    async def prepare(self, params: SamplingParams) -> Grammar | None:
         """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
-        if params.structured_outputs is not None and self._grammars is not None:
-            await self._grammars.prepare(params.structured_outputs)
+        if params.structured_outputs is None or self._grammars is None:
+            return None
+        return await self._grammars.prepare(params.structured_outputs)
 
     def process(
         self,
@@ -99,6 +100,7 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
+        grammar: Grammar | None = None,
     ) -> list[EngineRequest]:
         """The n sequences of one request, in output order.
 
@@ -108,6 +110,7 @@ class InputProcessor:
             request_id: unique among running requests; sequences are named after it.
             add_special_tokens: False for a text that a chat template made.
             pooling: asks for one vector of the prompt and no tokens.
+            grammar: what `prepare` has made of the structured outputs; without it they are checked here.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
@@ -122,11 +125,10 @@ class InputProcessor:
         if self._tokenizer is None and params.stop:
             raise InvalidRequestError("stop needs a tokenizer, and this engine has none.", param="stop")
         bad_words = self._encode_bad_words(params)
-        grammar = None
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise InvalidRequestError("structured_outputs needs a tokenizer.", param="structured_outputs")
-            grammar = self._grammars.check(params.structured_outputs)
+            grammar = grammar or self._grammars.check(params.structured_outputs)
             params = msgspec.structs.replace(params, structured_outputs=None)
         seed = self._next_seed() if params.seed is None else params.seed
         arrival = time.monotonic()
