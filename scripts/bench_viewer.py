@@ -4,8 +4,11 @@
 
 The viewer reads `GET /ui/live` as the page does. Streams of random lengths run all the time; windows of a few seconds with a viewer
 and without alternate, in changing order, and what counts is CPU time per generated token: medians over pairs of neighbouring
-windows, with the 95 % confidence interval of the median and the quartiles. Before that, the parts of a frame are timed one by one
-in this process, on an engine with as many requests.
+windows, with the 95 % confidence interval of the median and the quartiles.
+
+On a machine that does other things too that says little, because a token's CPU time varies by several percent then. Two
+measurements before it don't depend on that: what the parts of a frame take, timed one by one in this process on an engine with as
+many requests; and what a viewer costs an engine that has nothing else to do, whole processes with sockets and all.
 """
 
 from __future__ import annotations
@@ -115,7 +118,25 @@ def summary(ratios: list[float]) -> str:
     return f"{statistics.median(ranked):+.2f} % (95 % of the median {low:+.2f} to {high:+.2f}, quartiles {quarter:+.2f} {rest:+.2f})"
 
 
+async def idle(port: int, pids: dict[str, int], pairs: int = 5, seconds: float = 3.0) -> None:
+    """Print what a viewer costs while nothing runs."""
+    extra: dict[str, list[float]] = {name: [] for name in pids}
+    for _ in range(pairs):
+        spent: dict[bool, dict[str, float]] = {}
+        for watched in (False, True):
+            async with viewer(port) if watched else contextlib.nullcontext():
+                await asyncio.sleep(SETTLE_SECONDS)
+                before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+                await asyncio.sleep(seconds)
+                spent[watched] = {name: (cpu_seconds(pid) - before[name]) / seconds for name, pid in pids.items()}
+        for name in pids:
+            extra[name].append(spent[True][name] - spent[False][name])
+    for name, shares in extra.items():
+        print(f"a viewer of an idle engine takes the {name} {statistics.median(shares):.2%} of a core", flush=True)
+
+
 async def measure(port: int, pids: dict[str, int], options: argparse.Namespace) -> None:
+    await idle(port, pids)
     salts = itertools.count()
     more = options.streams + options.streams // 4  # some always wait, so that all steps are full
     streams = [asyncio.create_task(load(port, salts)) for _ in range(more)]
