@@ -374,3 +374,21 @@ def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
         assert sorted(checks) == sorted(str(one.regex) for one in wanted), "each once, none while the loop waits"
 
     with_engine(model, test)
+
+
+def test_a_lighter_sleep_while_asleep_leaves_the_state_that_it_is(model: Path) -> None:
+    """As the core does it: what level 2 has freed stays freed."""
+    levels: list[int | None] = []
+
+    class Noted(EngineObserver):
+        def on_sleep(self, level: int | None) -> None:
+            levels.append(level)
+
+    async def test(engine: AsyncEngine) -> None:
+        for level in (1, 2, 1):
+            await engine.sleep(level)
+        await engine.wake_up()
+        await engine.sleep(1)
+
+    with_engine(model, test, observer=Noted())
+    assert levels == [1, 2, 2, None, 1]

@@ -51,7 +51,7 @@ class AsyncEngine:
         self._desk = OutputDesk(frontend.outputs, observer)
         self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
         self._stall_seconds = stall_seconds
-        self._asleep = False
+        self._level = -1  # that the core sleeps at
         self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
@@ -278,15 +278,15 @@ class AsyncEngine:
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
         await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        self._asleep = True
-        self._observer.on_sleep(level)
+        self._level = max(level, self._level)  # a lighter one while asleep changes nothing
+        self._observer.on_sleep(self._level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None)."""
         await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
         self._desk.progress.touch()
-        self._asleep = await self.is_sleeping()
-        if not self._asleep:
+        if not await self.is_sleeping():
+            self._level = -1
             self._observer.on_sleep(None)
 
     async def is_sleeping(self) -> bool:
@@ -351,7 +351,7 @@ class AsyncEngine:
             self._client.send(wire.Abort(sequence_ids))
 
     def _stalled_seconds(self) -> float:
-        return 0.0 if self._asleep else self._desk.progress.stalled_seconds()
+        return 0.0 if self._level >= 0 else self._desk.progress.stalled_seconds()
 
     async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= _INLINE_CHARS:
