@@ -33,6 +33,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/pooling.py).
+    `kv_cache_metrics_sample` is the share of pages of which is measured how long they stay, 0 for none.
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """
 
@@ -65,6 +66,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     chat_template: str | None = None
     pooler_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
+    kv_cache_metrics_sample: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("auto", "half", "float16", "bfloat16", "float", "float32"))
@@ -91,6 +93,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
+        if not 0 <= self.kv_cache_metrics_sample <= 1:
+            raise ConfigError(f"kv_cache_metrics_sample must be in [0, 1], got {self.kv_cache_metrics_sample}.")
         if self.block_size not in (1, 2, 4, 8) and (self.block_size < 16 or self.block_size % 16):
             raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of 16, got {self.block_size}.")
         length = self.max_model_len
@@ -131,6 +135,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_in_flight: int
     poison_fresh_pages: bool
     attention_backend: str
+    kv_cache_metrics_sample: float
 
 
 def engine_args(**values: object) -> EngineArgs:

@@ -5,7 +5,9 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -78,8 +80,10 @@ def _token_ids(param: str, value: object, limit: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise InvalidRequestError(f"{param} must be a list of token ids, got {show(value)}.", param=param)
     _at_most(len(value), limit, param, f"has {len(value)} entries")
-    for token in value:
-        _require(_is_int(token) and token >= 0, param, f"must hold token ids (integers from 0), got {show(token)}.")
+    # At once where all is well: there may be very many.
+    if not set(map(type, value)) <= {int} or not 0 <= min(value, default=0) <= max(value, default=0) < 2**63:
+        for token in value:
+            _require(_is_int(token) and token >= 0, param, f"must hold token ids (integers from 0), got {show(token)}.")
     return tuple(value)
 
 
@@ -347,6 +351,21 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
         total = sum(map(len, words))
         _require(not words or min(map(len, words)) > 0, "bad_words", "holds a word without tokens.")
         _at_most(total, "MAX_BAD_WORD_TOKENS", "bad_words", f"has {total} tokens in all")
+
+    def siblings(self, others: Sequence[tuple[str, int]]) -> list[EngineRequest]:
+        """More sequences of the same request, by id and seed. They share what this one holds, which isn't checked again, and the
+        prompt is scored once only.
+        """
+        params, made = self.params, []
+        if others and params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        for name, seed in others:
+            _require(_is_int(seed), "seed", f"must be an integer of at most 64 bits, got {show(seed)}.")
+            other = copy.copy(self)
+            for field, value in (("request_id", name), ("seed", seed), ("params", params)):
+                msgspec.structs.force_setattr(other, field, value)
+            made.append(other)
+        return made
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -163,6 +163,32 @@ def test_vllms_flags_for_what_is_not_there_are_refused(parse, words, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "text", "share"),
+    [
+        ((), None, 0.0),
+        (("--kv-cache-metrics",), None, 0.01),
+        (("--kv-cache-metrics", "--kv-cache-metrics-sample", "0.2"), None, 0.2),
+        (("--kv_cache_metrics_sample=0.2", "--kv_cache_metrics"), None, 0.2),
+        (("--no-kv-cache-metrics",), None, 0.0),
+        ((), "kv-cache-metrics: true", 0.01),
+        ((), "kv-cache-metrics: false", 0.0),
+        ((), "kv-cache-metrics: true\nkv-cache-metrics-sample: 0.2", 0.2),
+        ((), "kv-cache-metrics-sample: 0.2\nkv-cache-metrics: true", 0.2),
+        (("--kv-cache-metrics",), "kv-cache-metrics-sample: 0.2", 0.2),
+        (("--kv-cache-metrics-sample=0.3",), "kv-cache-metrics: true", 0.3),
+    ],
+)
+def test_vllms_switch_for_sampling_pages_has_vllms_default(parse, words, text, share):
+    assert engine_args(parse("dir", *words, text=text), "dir").kv_cache_metrics_sample == share
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_sample_is_a_share(parse, share):
+    with pytest.raises(ConfigError, match="kv_cache_metrics_sample must be in"):
+        engine_args(parse("dir", f"--kv-cache-metrics-sample={share}"), "dir")
+
+
 def test_no_flag_of_ours_is_refused():
     own = set(serve.build_parser().option_names())
     assert not own & (REFUSED.keys() | ALWAYS) and NEUTRAL.keys() <= REFUSED.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -17,11 +18,19 @@ import pytest
 from helpers import fake_core
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
+from pagerunner.engine import grammar_door
 from pagerunner.engine.async_engine import AsyncEngine
 from pagerunner.engine.frontend import Frontend, build_frontend
 from pagerunner.engine.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
-from pagerunner.types import EngineRequest, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import (
+    EngineRequest,
+    Grammar,
+    RequestOutput,
+    RequestUpdate,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 
 @pytest.fixture(scope="module")
@@ -321,3 +330,65 @@ def test_observers_hear_of_sequences_and_of_sleep(model: Path) -> None:
     assert listener.heard[:2] == [("started", "a_0"), ("started", "a_1")]
     assert sorted(map(str, listener.heard[2:4])) == ["('length', 'a_0', True)", "('length', 'a_1', False)"]
     assert listener.heard[4:] == [("started", "b"), ("dropped", "b"), 1, None]
+
+
+def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        places: list[bool] = []
+        tokenizer = engine.tokenizer
+        encode = type(tokenizer).encode
+
+        def watched(self: Any, text: str, **how: Any) -> list[int]:
+            places.append(threading.current_thread() is threading.main_thread())
+            return encode(self, text, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(tokenizer), "encode", watched)
+            await last(engine, "few", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab"])
+            assert all(places) and places
+            places.clear()
+            await last(engine, "many", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab" * 500] * 8)
+            assert places and not any(places)
+
+    with_engine(model, test)
+
+
+def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_door, "KEPT", 2)
+    checks: list[str] = []
+    check = grammar_door.GrammarDoor._check
+
+    def counted(self: Any, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
+        checks.append(str(wanted.regex))
+        return check(self, line, wanted)
+
+    monkeypatch.setattr(grammar_door.GrammarDoor, "_check", counted)
+
+    async def test(engine: AsyncEngine) -> None:
+        wanted = [StructuredOutputsParams(regex=f"a{{{count}}}") for count in range(1, 8)]
+        await asyncio.gather(
+            *(last(engine, str(one.regex), "ab", max_tokens=1, structured_outputs=one) for one in wanted)
+        )
+        assert sorted(checks) == sorted(str(one.regex) for one in wanted), "each once, none while the loop waits"
+
+    with_engine(model, test)
+
+
+def test_a_lighter_sleep_while_asleep_leaves_the_state_that_it_is(model: Path) -> None:
+    """As the core does it: what level 2 has freed stays freed."""
+    levels: list[int | None] = []
+
+    class Noted(EngineObserver):
+        def on_sleep(self, level: int | None) -> None:
+            levels.append(level)
+
+    async def test(engine: AsyncEngine) -> None:
+        for level in (1, 2, 1):
+            await engine.sleep(level)
+        await engine.wake_up()
+        await engine.sleep(1)
+
+    with_engine(model, test, observer=Noted())
+    assert levels == [1, 2, 2, None, 1]

@@ -12,15 +12,26 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from helpers import fake_core
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import CoreClient, launch_core
-from pagerunner.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from pagerunner.engine.input_processor import InputProcessor
+from pagerunner.engine.process import CoreLoop
+from pagerunner.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 
 ARGS = EngineArgs(model="none")
@@ -38,6 +49,43 @@ def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
 
 def add(*requests: EngineRequest) -> wire.Add:
     return wire.Add([one.request_id for one in requests], msgspec.Raw(msgspec.msgpack.encode(list(requests))))
+
+
+def family(count: int, **params: Any) -> list[EngineRequest]:
+    """The sequences of one request with `n` of `count`, as the frontend makes them."""
+    inputs = InputProcessor(None, vocab_size=300_000, max_model_len=100_000, eos_token_ids=(1,))
+    wanted = SamplingParams(n=count, max_tokens=4, output_kind="delta", **params)
+    return inputs.process([5] * 30_000, wanted, "r", priority=3, cache_salt="s")
+
+
+class Adds:
+    """A core that keeps what is added."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+
+
+def test_siblings_travel_once_and_arrive_as_they_were() -> None:
+    requests = family(128, prompt_logprobs=2, allowed_token_ids=list(range(1000)))
+    message = msgspec.msgpack.encode(wire.Add.of(requests))
+    assert len(message) < len(msgspec.msgpack.encode(wire.Add.of(requests[:1]))) + 128 * 50
+    core: Any = Adds()
+    loop = CoreLoop(core, socket=None, stall_seconds=60)  # type: ignore[arg-type]
+    loop._add(msgspec.msgpack.decode(message, type=wire.Add))
+    assert core.requests == requests
+    assert [one.params.prompt_logprobs for one in core.requests[:2]] == [2, None]
+
+
+def test_what_one_request_asks_for_holds_the_core_up_once_and_not_n_times() -> None:
+    message = wire.Add.of(family(128, allowed_token_ids=list(range(limits.MAX_ALLOWED_TOKEN_IDS))))
+    core: Any = Adds()
+    started = time.process_time()
+    CoreLoop(core, socket=None, stall_seconds=60)._add(message)  # type: ignore[arg-type]
+    assert time.process_time() - started < 1.0, "it was 20 s"
+    assert len(core.requests) == 128
 
 
 class Frontend:
@@ -136,6 +184,47 @@ def test_values_the_core_cannot_accept_or_a_bug_in_add_end_only_that_request() -
             assert kinds == [InvalidRequestError, InvalidRequestError, RequestFailedError]
             client.send(add(request("good", [5], max_tokens=1)))
             await frontend.until(lambda: frontend.finished("good"))
+
+    asyncio.run(main())
+
+
+def test_while_a_sleep_waits_for_requests_their_readers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("short", [5], max_tokens=20), request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("short"))
+            asleep = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait")))
+            await frontend.until(lambda: frontend.finished("short"))
+            assert len(frontend.updates("short")) == 20 and not asleep.done()
+            client.send(add(request("late", [5])))
+            await frontend.until(frontend.refused)
+            assert isinstance(frontend.refused()[0].error.exception(), EngineSleepingError)
+            awake = asyncio.create_task(client.call(lambda call_id: wire.WakeUp(call_id, None)))
+            assert not await client.call(wire.IsSleeping) and not awake.done()
+            client.send(wire.Abort(["endless"]))
+            async with asyncio.timeout(2):
+                await asleep
+                await awake
+            assert frontend.finished("endless") and not await client.call(wire.IsSleeping)
+            client.send(add(request("next", [5], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("next"))
+
+    asyncio.run(main())
+
+
+def test_a_sleep_that_must_be_refused_doesnt_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("endless"))
+            with pytest.raises(ConfigError, match="sleep level"):
+                await client.call(lambda call_id: wire.Sleep(call_id, 7, "wait"))
+            client.send(add(request("next", [5], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("next"))
 
     asyncio.run(main())
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagerunner.engine.stop_strings import StopFinder
+from pagerunner import limits
+from pagerunner.engine.stop_strings import StopAutomaton, StopFinder
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
@@ -99,3 +103,20 @@ def test_a_string_that_may_not_stop_yet_is_not_held_back() -> None:
     assert finder.feed("xab", armed=False) == ("x", None)  # may become abcd
     assert finder.feed("cd", armed=False) == ("abcd", None)
     assert StopFinder(("ab",), False).feed("xab", armed=False) == ("xab", None)
+
+
+def test_as_many_stop_strings_as_a_request_may_have_take_little_memory() -> None:
+    source = random.Random(0)
+    size = limits.MAX_STOP_STRING_CHARS
+    strings = tuple("".join(source.choices("abcdefgh\u4e00", k=size)) for _ in range(limits.MAX_STOP_STRINGS))
+    tracemalloc.start()
+    try:
+        machine = StopAutomaton(strings)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 4 * 2**20, "it was 17 MiB, for a body of 64 KiB"
+    state = 0
+    for char in f"abc{strings[7]}":
+        state = machine.step(state, char)
+    assert machine.longest[state] == strings[7]

@@ -16,10 +16,10 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
-from pagerunner.engine import build
+from pagerunner.engine import build, grammar_door
 from pagerunner.engine import grammar as module
 from pagerunner.engine.grammar_door import GrammarDoor
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Grammar
 
@@ -341,6 +341,41 @@ def test_the_door_checks_once_and_gives_up_in_time(checkpoint: Path, monkeypatch
         asyncio.run(door.prepare(slow))
     monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 5.0)
     asyncio.run(door.prepare(StructuredOutputsParams(regex="b+")))
+
+
+def test_a_grammar_that_a_busy_machine_made_late_may_be_tried_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
+    good = StructuredOutputsParams(regex="[ab]{7}")
+    asyncio.run(door.prepare(StructuredOutputsParams(regex="a+")))
+    with monkeypatch.context() as busy:
+        busy.setattr(limits, "MAX_GRAMMAR_SECONDS", 1e-6)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="seconds to compile"):
+                asyncio.run(door.prepare(good))
+    assert asyncio.run(door.prepare(good)).text == door.check(good).text
+    fresh = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
+    with monkeypatch.context() as busy:
+        busy.setattr(grammar_door, "TOKENIZER_SECONDS", 1e-6)
+        with pytest.raises(RequestFailedError, match="didn't start"):
+            asyncio.run(fresh.prepare(good))
+    assert asyncio.run(fresh.prepare(good)).text
+    asked: list[bytes] = []
+    monkeypatch.setattr(grammar_door._Checker, "ask", lambda self, line, seconds: asked.append(line))
+    for _ in range(2):
+        assert door.check(good).text
+    assert not asked, "what was settled is remembered"
+
+
+def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_door.GrammarDoor, "_check", lambda *args: pytest.fail("it reached the compiler"))
+    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20_000)}}
+    with pytest.raises(InvalidRequestError, match="at most 262,144 are allowed"):
+        asyncio.run(door.prepare(StructuredOutputsParams(json=schema)))
 
 
 def test_a_tokenizer_that_llguidance_does_not_know(checkpoint: Path) -> None:

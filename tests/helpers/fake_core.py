@@ -182,10 +182,15 @@ class FakeCore:
             last_step_tokens=running,
         )
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:
+    def prepare_sleep(self, level: int, mode: str) -> None:
         if level not in (0, 1, 2):
             raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:
+        self.prepare_sleep(level, mode)
         updates = self.abort(list(self._requests)) if mode == "abort" else []
+        while mode == "wait" and self._requests:
+            updates += self.step()
         self._level = level
         return updates
 

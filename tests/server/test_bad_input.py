@@ -204,3 +204,33 @@ def test_broken_http_does_no_harm(server: RunningServer, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(data)
     assert_serves(server)
+
+
+LONG = "a" * (limits.MAX_PROMPT_CHARS + 1)
+MANY = [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/tokenize", {"prompt": LONG}, "MAX_PROMPT_CHARS"),
+        (COMPLETIONS, {"prompt": LONG, "add_special_tokens": False}, "MAX_PROMPT_CHARS"),
+        (COMPLETIONS, {"prompt": LONG, "echo": True, "max_tokens": 0}, "MAX_PROMPT_CHARS"),
+        (CHAT, {"messages": MANY}, "MAX_MESSAGES"),
+        ("/tokenize", {"messages": MANY}, "MAX_MESSAGES"),
+        ("/v1/responses", {"input": MANY}, "MAX_MESSAGES"),
+    ],
+    ids=["tokenize", "add_special_tokens", "echo", "chat", "tokenize messages", "responses"],
+)
+def test_a_limit_holds_whichever_way_a_text_comes_in(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], limit: str
+) -> None:
+    encoded: list[int] = []
+    tokenizer = server.engine.tokenizer
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text, **how: encoded.append(len(text)) or encode(self, text, **how)
+    )
+    error = error_of(server.post(path, body), 400)
+    assert f"PAGERUNNER_LIMIT_{limit} " in error["message"] and not encoded
+    assert_serves(server)

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 import msgspec
 import pytest
 
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import CapacityError, InvalidRequestError
+from pagerunner.server.errors import error_body
 from pagerunner.server.fanout import TokenCounter, merged
 from pagerunner.server.http import decode_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, chat_logprobs, joined, prompt_logprobs
@@ -80,6 +81,11 @@ def test_best_of_equal_to_n_changes_nothing() -> None:
     assert completion_params(CompletionRequest(prompt="a", n=2, best_of=2), SamplingParams()).n == 2
     with pytest.raises(InvalidRequestError, match="best_of=3 is not supported"):
         completion_params(CompletionRequest(prompt="a", n=2, best_of=3), SamplingParams())
+
+
+def test_memory_that_cant_be_had_now_is_no_fault_of_the_server() -> None:
+    error = error_body(CapacityError("another process has the memory")).error
+    assert (error.code, error.type) == (503, "ServiceUnavailableError")
 
 
 def output(name: str, tokens: int, cached: int = 0) -> RequestOutput:

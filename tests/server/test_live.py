@@ -270,6 +270,20 @@ def test_there_is_a_limit_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, main)
 
 
+def test_the_limit_holds_for_viewers_who_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(live, "MAX_VIEWERS", 2)
+        feed = feed_of(FakeEngine())
+        views = [feed.view() for _ in range(3)]
+        assert "error" not in await read(views[0]) and "error" not in await read(views[1])
+        assert "2 viewers watch" in (await read(views[2]))["error"] and feed.viewers == 2
+        for view in views:
+            await view.aclose()
+        assert feed.viewers == 0
+
+    run(monkeypatch, main)
+
+
 def test_steps_are_kept_only_after_somebody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     log = StepLog()
     plan = StepPlan(

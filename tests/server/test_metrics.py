@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.serving import MODEL, RunningServer
 from pagerunner.engine.messages import EngineStats
 from pagerunner.engine.observer import FinishedSequence
+from pagerunner.memory.residency import Residency
 from pagerunner.sched.scheduler import GroupUsage
 from pagerunner.server import stats_log
 from pagerunner.server.metrics import Metrics
@@ -185,6 +186,44 @@ def test_waiting_requests_count_under_what_the_first_waits_for() -> None:
     assert 'vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0' in text
     assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="slot"} 3.0' in text
     assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="pages"} 0.0' in text
+
+
+def test_how_long_pages_stay_is_shown_as_the_core_counted_it() -> None:
+    metrics = Metrics("m")
+    assert "kv_block" not in metrics.render().decode(), "vLLM has these only when asked"
+    metrics.show_residency()
+    assert 'vllm:kv_block_lifetime_seconds_count{engine="0",model_name="m"} 0.0' in metrics.render().decode()
+    residency = Residency()
+    for seconds in (0.0005, 3, 4, 5000):
+        residency.lifetime.add(seconds)
+    residency.reuse_gap.add(1)
+    metrics.on_stats(EngineStats(residency=residency))
+    families = {one.name: one for one in text_string_to_metric_families(metrics.render().decode())}
+    lifetime = families["vllm:kv_block_lifetime_seconds"]
+    assert lifetime.type == "histogram"
+    values = {(one.name.rpartition("_")[2], one.labels.get("le")): one.value for one in lifetime.samples}
+    assert values["bucket", "0.001"] == values["bucket", "2.0"] == 1 and values["bucket", "5.0"] == 3
+    assert values["bucket", "1800.0"] == 3 and values["bucket", "+Inf"] == values["count", None] == 4
+    assert values["sum", None] == 5007.0005
+    assert all(one.labels["model_name"] == "m" and one.labels["engine"] == "0" for one in lifetime.samples)
+    gaps = families["vllm:kv_block_reuse_gap_seconds"]
+    assert {one.value for one in gaps.samples if one.labels.get("le") in ("0.5", "1.0")} == {0, 1}
+    assert "vllm:kv_block_idle_before_evict_seconds" in families
+
+
+def test_a_groups_hit_rate_has_its_queries() -> None:
+    def stats(queries: int, hits: int) -> EngineStats:
+        group = GroupUsage(
+            name="full", pages_in_use=0, pages_cached=0, evictions=0, queries_total=queries, hits_total=hits
+        )
+        return EngineStats(groups=[group])
+
+    metrics = Metrics("m")
+    metrics.on_stats(stats(100, 16))
+    metrics.on_stats(stats(300, 112))
+    text = metrics.render().decode()
+    assert 'pagerunner:group_prefix_queries_total{engine="0",group="full",model_name="m"} 300.0' in text
+    assert 'pagerunner:group_prefix_hits_total{engine="0",group="full",model_name="m"} 112.0' in text
 
 
 def test_sleep_is_a_state() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from helpers import fake_core
 from helpers.serving import MODEL, RunningServer
 from pagerunner.models.tokenizer import Tokenizer
 
@@ -263,3 +264,11 @@ def test_thirty_two_streams_at_once(server: RunningServer, tokenizer: Tokenizer)
         ids = tokenizer.encode(f"stream {number} says hello")
         assert text == tokenizer.decode([ids[index % len(ids)] for index in range(30)])
     server.wait_idle()
+
+
+def test_a_prompt_that_is_only_scored_ends_by_its_length(server: RunningServer) -> None:
+    """Whatever the token is that the engine makes beside it, here one that ends the text."""
+    body = {"prompt": [fake_core.SCRIPT, fake_core.SCRIPT_END], "max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert len(choice["logprobs"]["tokens"]) == 2

@@ -269,6 +269,21 @@ def test_nothing_sticks_out_and_everything_has_a_name(
 
 
 @browser_test
+def test_several_groups_have_their_own_hit_rates(page: Browser) -> None:
+    words = page.js(
+        """const {model} = pagerunner, {groups, stats} = model, [one] = groups;
+        model.groups = ['full', 'window', 'state'].map((name) => Object.assign(Object.create(one), {name}));
+        model.stats = {...stats, groups: [[800, 600], [600, 150], [0, 0]].map(([queries_total, hits_total]) => ({queries_total, hits_total}))};
+        document.querySelector('#paint').dispatchEvent(new Event('change'));
+        const words = document.querySelector('#legend').textContent;
+        Object.assign(model, {groups, stats});
+        document.querySelector('#paint').dispatchEvent(new Event('change'));
+        return words;"""
+    )
+    assert words.endswith("group full, prefix hits 75.0 %group window, prefix hits 25.0 %group state"), words
+
+
+@browser_test
 def test_50000_pages_and_256_requests_are_drawn_in_a_frame(page: Browser) -> None:
     """A synthetic state of that size, with every page held by somebody: taking it in and drawing it."""
     spent = page.js(

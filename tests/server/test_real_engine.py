@@ -45,7 +45,8 @@ def expected(offline: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def real_server(checkpoint: Path) -> Iterator[RunningServer]:
-    with running_server(EngineArgs(model=str(checkpoint), **OPTIONS), core_factory=DEFAULT_FACTORY) as server:
+    args = EngineArgs(model=str(checkpoint), **OPTIONS, kv_cache_metrics_sample=1.0)
+    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
         yield server
 
 
@@ -198,6 +199,22 @@ def test_memory_shows_whose_pages_are_in_use_while_a_stream_runs(real_server: Ru
     text = real_server.get("/metrics").text
     assert 'pagerunner:group_pages_in_use{engine="0",group="full",model_name="tiny"} 0.0' in text
     assert "pagerunner:group_prefix_hits_total" in text
+
+
+def test_evictions_are_counted_with_how_long_their_pages_stayed(real_server: RunningServer) -> None:
+    def evictions() -> tuple[float, float]:
+        lines = dict(line.rsplit(" ", 1) for line in real_server.get("/metrics").text.splitlines())
+        labels = 'engine="0",group="full",model_name="tiny"'
+        counted = lines['vllm:kv_block_idle_before_evict_seconds_count{engine="0",model_name="tiny"}']
+        return float(lines[f"pagerunner:group_evictions_total{{{labels}}}"]), float(counted)
+
+    before = evictions()
+    for number in range(200):
+        real_server.openai().completions.create(model=MODEL, prompt=[number % 50, *range(90)], max_tokens=1)
+        after = evictions()
+        if after[0] > before[0]:
+            break
+    assert after[0] - before[0] == after[1] - before[1] > 0
 
 
 def test_metrics_count_exactly_what_was_sent(real_server: RunningServer) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from helpers.serving import running_server
 from pagerunner.config import EngineArgs
@@ -46,7 +48,6 @@ def sequence(reason: str, tokens: int) -> FinishedSequence:
 
 
 def test_a_span_says_what_the_sequence_did() -> None:
-    trace = pytest.importorskip("opentelemetry.trace", reason="opentelemetry-api is not installed")
     tracer: Any = FakeTracer()
     spans = Spans(tracer)
     one = sequence("stop", 21)
@@ -80,7 +81,6 @@ def test_a_span_says_what_the_sequence_did() -> None:
 
 
 def test_failures_are_marked_and_what_never_ran_leaves_nothing() -> None:
-    trace = pytest.importorskip("opentelemetry.trace", reason="opentelemetry-api is not installed")
     tracer: Any = FakeTracer()
     spans = Spans(tracer)
     one = sequence("error", 0)
@@ -134,11 +134,6 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 def test_a_collector_gets_the_spans_of_what_was_answered(
     text_side: Path, collector: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `tracing` is not installed")
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # type: ignore[import-not-found]
-        ExportTraceServiceRequest,
-    )
-
     url, bodies = collector
     with running_server(EngineArgs(model=str(text_side)), otlp_traces_endpoint=url) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 4, "n": 2}

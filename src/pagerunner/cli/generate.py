@@ -38,7 +38,9 @@ def build_parser() -> Parser:
     parser.add_argument("--n", type=reported(parse_number), metavar="N", default=1, help="completions of each prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_options(parser, max_tokens=128)
-    add_engine_options(parser, without=("served_model_name", "enable_sleep_mode", "pooler_config"))
+    add_engine_options(
+        parser, without=("served_model_name", "enable_sleep_mode", "pooler_config", "kv_cache_metrics_sample")
+    )
     add_common_options(parser)
     return parser
 

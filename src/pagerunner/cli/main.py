@@ -33,7 +33,8 @@ def usage() -> str:
     width = max(map(len, VERBS))
     lines = ["usage: pagerunner VERB [options]", "", "An LLM inference engine whose subject is memory.", "", "verbs:"]
     lines += [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
-    lines += ["", "`pagerunner VERB --help` lists a verb's options; `--version` prints the version."]
+    lines += ["", "`pagerunner VERB --help` lists a verb's options; `--version` prints the version;"]
+    lines += ["`--debug`, anywhere, shows the traceback of an error."]
     return "\n".join(lines)
 
 
@@ -59,11 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    while words and words[0] == "--debug":
-        words = [*words[1:], words[0]]
-        if len(words) == 1:
-            break
-    if not words or words[0] in ("-h", "--help", "help", "--debug"):
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
     if words[0] in ("-V", "--version", "version"):

@@ -43,11 +43,19 @@ ENGINE_HELP: dict[str, str] = {
     "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
     "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
     "disable_log_stats": "log no statistics",
+    "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
 BENCH_EXCLUDED: frozenset[str] = frozenset(
-    {"tokenizer", "served_model_name", "generation_config", "chat_template", "pooler_config"}
+    {
+        "tokenizer",
+        "served_model_name",
+        "generation_config",
+        "chat_template",
+        "pooler_config",
+        "kv_cache_metrics_sample",
+    }
 )
 PLAN_FIELDS: frozenset[str] = frozenset(
     {
@@ -197,8 +205,7 @@ def flag_of(field: str) -> str:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every verb."""
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    """The options of every verb; `--debug` is the program's own."""
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes on stderr")
 
 

@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     count = reported(positive)
     add("--max-concurrency", type=count, default=256, metavar="N", help="requests at once (default: %(default)s)")
     add("--retry-errors", action="store_true", help="take the answers that are errors out of the output and ask again")
-    add_engine_options(parser, without=("enable_sleep_mode",))
+    add_engine_options(parser, without=("enable_sleep_mode", "kv_cache_metrics_sample"))
     add_common_options(parser)
     return parser
 

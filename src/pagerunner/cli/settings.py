@@ -80,8 +80,10 @@ class ConfiguredParser(Parser):
             flag = "--" + dest.replace("_", "-")
             try:
                 if dest not in actions or dest == "config":
-                    if screen([f"{flag}={value}"], ()):
-                        raise ConfigError(self._unknown(what, str(key), actions))
+                    for word in screen([f"{flag}={value}"], [f"--{name.replace('_', '-')}" for name in actions]):
+                        if (meant := self._option(word)) in (None, "config"):
+                            raise ConfigError(self._unknown(what, str(key), actions))
+                        found.setdefault(str(meant), [word])
                     continue
                 if value is not None:
                     words = _flag_words(actions[dest], value)

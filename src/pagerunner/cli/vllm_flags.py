@@ -33,7 +33,7 @@ _REFUSED: dict[str, str] = {
         max-long-partial-prefills long-prefill-token-threshold scheduler-cls disable-chunked-mm-input scheduler-reserve-full-isl""",
     "other choices of memory (groups and pages follow from the model)": """disable-sliding-window disable-cascade-attn
         disable-hybrid-kv-cache-manager prefix-caching-hash-algo mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size
-        mamba-cache-mode kv-cache-metrics""",
+        mamba-cache-mode""",
     "other limits and modes of log-probabilities (at most 20 alternatives, of the raw logits)": """max-logprobs logprobs-mode
         return-tokens-as-token-ids""",
     "plug-ins": "logits-processors middleware tool-parser-plugin reasoning-parser-plugin io-processor-plugin tool-server",
@@ -64,10 +64,14 @@ ALWAYS = frozenset(
     --disable-log-requests --disable-fastapi-docs --no-enable-log-requests --no-enable-lora --no-enable-expert-parallel""".split()
 )
 """Flags without a value that ask for what is always so."""
+_METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
+_FALSE = ("false", "0", "no", "off")
 
 
 def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
     """`words` without vLLM's flags that ask for what is there; flags in `known` are the parser's own.
+
+    vLLM's switch for sampling pages becomes vLLM's default sample, unless `words` have one.
 
     Raises:
         ConfigError: one asks for something that isn't there; it says what.
@@ -78,7 +82,10 @@ def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
         if word == "--":
             return [*kept, word, *rest]
         name, equals, value = word.partition("=")
-        if name in known or not (name in REFUSED or name in ALWAYS):
+        if name in (_METRICS, "--no-kv-cache-metrics") and _SAMPLE in known:
+            if name == _METRICS and value.lower() not in _FALSE and not any(one.startswith(_SAMPLE) for one in words):
+                kept.append(f"{_SAMPLE}=0.01")
+        elif name in known or not (name in REFUSED or name in ALWAYS):
             kept.append(word)
         elif name not in ALWAYS and (
             not (wanted := NEUTRAL.get(name)) or (value if equals else next(rest, "")) not in wanted

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine import messages as wire
 from pagerunner.engine.core_client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.desk import OutputDesk
 from pagerunner.engine.frontend import Frontend, build_frontend
+from pagerunner.engine.input_processor import check_text
 from pagerunner.engine.live import LiveState
 from pagerunner.engine.observer import EngineObserver
 from pagerunner.engine.stream import OutputStream
@@ -49,8 +51,7 @@ class AsyncEngine:
         self._desk = OutputDesk(frontend.outputs, observer)
         self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
         self._stall_seconds = stall_seconds
-        self._encoder = msgspec.msgpack.Encoder()
-        self._asleep = False
+        self._level = -1  # that the core sleeps at
         self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
@@ -161,10 +162,11 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        await self._frontend.inputs.prepare(params)
+        inputs = self._frontend.inputs
+        grammar = await inputs.prepare(params)
         requests = await self._text_work(
-            len(text) if isinstance(text, str) else 0,
-            lambda: self._frontend.inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling),
+            (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words or ())),
+            lambda: inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
         )
         if self._stopped:  # meanwhile
             raise EngineDeadError("The server is shutting down and takes no more requests.")
@@ -219,11 +221,16 @@ class AsyncEngine:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or takes too long for it.
+            InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
         tokenizer = self._frontend.require_tokenizer()
-
+        if len(messages) > limits.MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"The conversation has {len(messages)} messages; at most {limits.MAX_MESSAGES} are allowed "
+                f"{limits.knob('MAX_MESSAGES')}.",
+                param="messages",
+            )
         if self._renderer is None:
             raise RuntimeError("there is a tokenizer and no renderer")
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -233,8 +240,14 @@ class AsyncEngine:
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises ConfigError when the engine has no tokenizer."""
+        """The token ids of a text.
+
+        Raises:
+            InvalidRequestError: it is longer than a prompt may be, or no valid Unicode.
+            ConfigError: the engine has no tokenizer.
+        """
         tokenizer = self._frontend.require_tokenizer()
+        check_text(text)
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -265,15 +278,15 @@ class AsyncEngine:
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
         await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        self._asleep = True
-        self._observer.on_sleep(level)
+        self._level = max(level, self._level)  # a lighter one while asleep changes nothing
+        self._observer.on_sleep(self._level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None)."""
         await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
         self._desk.progress.touch()
-        self._asleep = await self.is_sleeping()
-        if not self._asleep:
+        if not await self.is_sleeping():
+            self._level = -1
             self._observer.on_sleep(None)
 
     async def is_sleeping(self) -> bool:
@@ -318,7 +331,7 @@ class AsyncEngine:
 
     def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
         try:
-            message = wire.Add([one.request_id for one in requests], msgspec.Raw(self._encoder.encode(requests)))
+            message = wire.Add.of(requests)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
         stream = self._desk.add(request_id, text, requests, requests[0].params.output_kind == "delta", arrival)
@@ -338,7 +351,7 @@ class AsyncEngine:
             self._client.send(wire.Abort(sequence_ids))
 
     def _stalled_seconds(self) -> float:
-        return 0.0 if self._asleep else self._desk.progress.stalled_seconds()
+        return 0.0 if self._level >= 0 else self._desk.progress.stalled_seconds()
 
     async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= _INLINE_CHARS:

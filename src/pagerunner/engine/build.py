@@ -27,6 +27,7 @@ from pagerunner.engine.startup import StartMeter, final_plan
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_table
+from pagerunner.memory.residency import PageSampler
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
 from pagerunner.models.tokenizer import Tokenizer
@@ -146,8 +147,12 @@ def _make_guides(resolved: Resolved) -> MakeGuide | None:
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:
     """The scheduler and its memory manager: everything of an engine that needs no device."""
+    sample = config.kv_cache_metrics_sample
     manager = KVManager(
-        plan, enable_prefix_caching=config.enable_prefix_caching, list_fresh_pages=config.poison_fresh_pages
+        plan,
+        enable_prefix_caching=config.enable_prefix_caching,
+        list_fresh_pages=config.poison_fresh_pages,
+        sampler=PageSampler(sample) if sample else None,
     )
     return Scheduler(
         manager,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,7 @@ class EngineCore:
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
         self._death: str | None = None
+        self._checked_ids: tuple[object, object, object] = (None, None, None)  # of the last request
         self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
         self._step_log = StepLog()
         self.memory_plan = memory_plan
@@ -67,20 +69,27 @@ class EngineCore:
         self._scheduler.add(request)
 
     def _check_ids(self, request: EngineRequest) -> None:
-        """The frontend has checked them already; but an id outside the vocabulary would end the device, not one request."""
+        """The frontend has checked them already; but an id outside the vocabulary would end the device, not one request.
+
+        Siblings share what they hold, and there may be many of them.
+        """
+        ids = (request.prompt_token_ids, request.params, request.bad_words_ids)
+        if all(map(operator.is_, ids, self._checked_ids)):
+            return
         words = (token for word in request.bad_words_ids for token in word)
         params = request.params
-        for name, ids in (
+        for name, numbers in (
             ("prompt", request.prompt_token_ids),
             ("stop_token_ids", params.stop_token_ids or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
             ("bad_words", words),
         ):
-            if (largest := max(ids, default=0)) >= self._vocab_size:
+            if (largest := max(numbers, default=0)) >= self._vocab_size:
                 raise InvalidRequestError(
                     f"{name} holds token id {largest}, outside the vocabulary of {self._vocab_size} tokens.", param=name
                 )
+        self._checked_ids = ids
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
@@ -192,6 +201,14 @@ class EngineCore:
         """The level the engine sleeps at, None while it runs."""
         return self._executor.sleep_level
 
+    def prepare_sleep(self, level: int, mode: str) -> None:
+        """Raise now what `sleep` would refuse, and make sure that the weights will outlive it; requests go on."""
+        if not self._enable_sleep_mode:
+            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
+        one_of("sleep mode", mode, ("abort", "wait", "keep"))
+        self._check_alive()
+        self._executor.prepare_sleep(level)
+
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
@@ -201,11 +218,7 @@ class EngineCore:
 
         Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
         """
-        if not self._enable_sleep_mode:
-            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
-        one_of("sleep mode", mode, ("abort", "wait", "keep"))
-        self._check_alive()
-        self._executor.prepare_sleep(level)
+        self.prepare_sleep(level, mode)
         updates: list[RequestUpdate] = []
         if mode == "wait":
             while self.has_work:

@@ -27,7 +27,7 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.engine.grammar import KEPT, TOKENIZER_SECONDS, compile_grammar, guide_tokenizer
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.types import Grammar, StructuredOutputsParams
 
 _PARAM = "structured_outputs"
@@ -47,6 +47,10 @@ class _Reply(msgspec.Struct):
     fault: str = ""
 
 
+class _LateError(InvalidRequestError):
+    """It took too long, which may have been the machine's fault: the next request with it is not refused unseen."""
+
+
 class GrammarDoor:
     """Checks structured outputs for one tokenizer (its tokenizer.json), model vocabulary and end tokens."""
 
@@ -57,25 +61,34 @@ class GrammarDoor:
         self._checked: OrderedDict[bytes, Future[Grammar]] = OrderedDict()  # by digest
 
     def check(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The grammar for the core. Waits for the check, which is remembered.
+        """The grammar for the core. Waits for the check, which is remembered unless it ran out of time.
 
         Raises:
             InvalidRequestError: it is malformed, too large, or takes more than limits.MAX_GRAMMAR_SECONDS.
+            RequestFailedError: it can't be checked now.
         """
         return self._start(wanted).result()
 
-    async def prepare(self, wanted: StructuredOutputsParams) -> None:
-        """Wait on an event loop until `check` will not wait. Raises like it."""
-        await asyncio.shield(asyncio.wrap_future(self._start(wanted)))
+    async def prepare(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The same as `check`, for an event loop. Raises like it."""
+        return await asyncio.shield(asyncio.wrap_future(self._start(wanted)))
 
     def _start(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
         try:
             line = msgspec.json.encode(wanted)
         except (TypeError, ValueError, RecursionError) as error:
             raise _unusable(str(error)) from None
+        most = limits.MAX_GRAMMAR_CHARS
+        # As text a schema has been measured already; what else there is beside one is short.
+        if isinstance(wanted.json, dict) and len(line) > most and len(line.decode()) > most:
+            raise InvalidRequestError(
+                f"structured_outputs has {len(line.decode()):,} characters; at most {most:,} are allowed "
+                f"{limits.knob('MAX_GRAMMAR_CHARS')}.",
+                param=_PARAM,
+            )
         key = hashlib.sha256(line).digest()
         found = self._checked.get(key)
-        if found is None:
+        if found is None or (found.done() and isinstance(found.exception(), (_LateError, RequestFailedError))):
             found = self._checked[key] = self._threads.submit(self._check, line, wanted)
             if len(self._checked) > KEPT:
                 self._checked.popitem(last=False)
@@ -84,22 +97,34 @@ class GrammarDoor:
     def _check(self, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
         checker: _Checker | None = getattr(self._of_thread, "checker", None)
         if checker is None:
-            checker = _Checker()
-            if fault := checker.ask(self._setup, TOKENIZER_SECONDS).fault:
-                checker.kill()
-                raise _unusable(f"this model's tokenizer is of another kind: {fault}")
-            self._of_thread.checker = checker
+            checker = self._of_thread.checker = self._new_checker()
         try:
             reply = checker.ask(line, limits.MAX_GRAMMAR_SECONDS)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             checker.kill()
             self._of_thread.checker = None
-            raise _unusable(
+            fault = _unusable(
                 f"it is too deep, too large, or takes more than {limits.MAX_GRAMMAR_SECONDS:g} seconds to compile."
-            ) from None
+            )
+            raise (_LateError(str(fault), _PARAM) if isinstance(error, TimeoutError) else fault) from None
         if reply.fault:
             raise _unusable(reply.fault)
         return Grammar(reply.text, wanted.after or "", wanted.begins or "")
+
+    def _new_checker(self) -> _Checker:
+        try:
+            checker = _Checker()
+        except OSError as error:
+            raise RequestFailedError(f"The process that checks grammars can't be started: {error}.") from error
+        try:
+            fault = checker.ask(self._setup, TOKENIZER_SECONDS).fault
+        except (OSError, EOFError) as error:
+            checker.kill()
+            raise RequestFailedError(f"The process that checks grammars didn't start: {error!r}.") from error
+        if fault:
+            checker.kill()
+            raise _unusable(f"this model's tokenizer is of another kind: {fault}")
+        return checker
 
 
 def _unusable(fault: str) -> InvalidRequestError:

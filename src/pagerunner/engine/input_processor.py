@@ -13,7 +13,7 @@ import msgspec
 from pagerunner import limits
 from pagerunner.engine.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import EngineRequest, Pooling, SamplingParams, show
+from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
@@ -33,6 +33,22 @@ def prompt_text(prompt: Prompt) -> str | None:
     """The text of a prompt, to be shown in its outputs; None where there are only token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
+    if len(text) > limits.MAX_PROMPT_CHARS:
+        raise InvalidRequestError(
+            f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
+            f"{limits.knob('MAX_PROMPT_CHARS')}.",
+            param="prompt",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
+        ) from None
 
 
 class InputProcessor:
@@ -68,10 +84,11 @@ class InputProcessor:
         self._seed = seed
         self._unseeded = itertools.count()
 
-    async def prepare(self, params: SamplingParams) -> None:
+    async def prepare(self, params: SamplingParams) -> Grammar | None:
         """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
-        if params.structured_outputs is not None and self._grammars is not None:
-            await self._grammars.prepare(params.structured_outputs)
+        if params.structured_outputs is None or self._grammars is None:
+            return None
+        return await self._grammars.prepare(params.structured_outputs)
 
     def process(
         self,
@@ -83,6 +100,7 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
+        grammar: Grammar | None = None,
     ) -> list[EngineRequest]:
         """The n sequences of one request, in output order.
 
@@ -92,6 +110,7 @@ class InputProcessor:
             request_id: unique among running requests; sequences are named after it.
             add_special_tokens: False for a text that a chat template made.
             pooling: asks for one vector of the prompt and no tokens.
+            grammar: what `prepare` has made of the structured outputs; without it they are checked here.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
@@ -106,36 +125,29 @@ class InputProcessor:
         if self._tokenizer is None and params.stop:
             raise InvalidRequestError("stop needs a tokenizer, and this engine has none.", param="stop")
         bad_words = self._encode_bad_words(params)
-        grammar = None
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise InvalidRequestError("structured_outputs needs a tokenizer.", param="structured_outputs")
-            grammar = self._grammars.check(params.structured_outputs)
+            grammar = grammar or self._grammars.check(params.structured_outputs)
             params = msgspec.structs.replace(params, structured_outputs=None)
         seed = self._next_seed() if params.seed is None else params.seed
         arrival = time.monotonic()
-        # The prompt is scored once, not n times.
-        sibling_params = params
-        if params.n > 1 and params.prompt_logprobs is not None:
-            sibling_params = msgspec.structs.replace(params, prompt_logprobs=None)
-        return [
-            EngineRequest(
-                request_id=request_id if params.n == 1 else f"{request_id}_{index}",
-                prompt_token_ids=token_ids,
-                params=params if index == 0 else sibling_params,
-                seed=_wrap(seed + index),
-                max_tokens=max_tokens,
-                eos_token_ids=self._eos_token_ids,
-                bad_words_ids=bad_words,
-                priority=priority,
-                arrival_time=arrival,
-                cache_salt=salt or cache_salt,
-                family=request_id,
-                pooling=pooling,
-                grammar=grammar,
-            )
-            for index in range(params.n)
-        ]
+        first = EngineRequest(
+            request_id=request_id if params.n == 1 else f"{request_id}_0",
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=_wrap(seed),
+            max_tokens=max_tokens,
+            eos_token_ids=self._eos_token_ids,
+            bad_words_ids=bad_words,
+            priority=priority,
+            arrival_time=arrival,
+            cache_salt=salt or cache_salt,
+            family=request_id,
+            pooling=pooling,
+            grammar=grammar,
+        )
+        return [first, *first.siblings([(f"{request_id}_{n}", _wrap(seed + n)) for n in range(1, params.n)])]
 
     def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[list[int], str]:
         salt: object = ""
@@ -176,18 +188,7 @@ class InputProcessor:
             )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
-        if len(text) > limits.MAX_PROMPT_CHARS:
-            raise InvalidRequestError(
-                f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
-                f"{limits.knob('MAX_PROMPT_CHARS')}.",
-                param="prompt",
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
-            ) from None
+        check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:

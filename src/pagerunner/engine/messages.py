@@ -6,6 +6,7 @@ standard input as one line of JSON; everything later goes over the socket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
@@ -24,9 +25,10 @@ from pagerunner.errors import (
 )
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.report import human_bytes
+from pagerunner.memory.residency import Residency
 from pagerunner.sched.live import Wait
 from pagerunner.sched.scheduler import GroupUsage
-from pagerunner.types import RequestUpdate
+from pagerunner.types import EngineRequest, RequestUpdate
 
 _KINDS: dict[str, type[PagerunnerError]] = {
     kind.__name__: kind
@@ -81,11 +83,25 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Queue the sequences of one request, all or none. `requests` is a MessagePack list of EngineRequest.
 
-    It is decoded on its own, so that values that the core refuses fail this request and not the connection.
+    It is decoded on its own, so that values that the core refuses fail this request and not the connection. `siblings` are the
+    ids and seeds of more sequences that are like the first one of them (`EngineRequest.siblings`).
     """
 
     request_ids: list[str]
     requests: msgspec.Raw
+    siblings: list[tuple[str, int]] = []
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> Add:
+        """What queues the sequences of one request, the first of which is made of what the others share.
+
+        Raises:
+            OverflowError, TypeError, ValueError: a value can't travel.
+        """
+        first, *others = requests
+        names = [one.request_id for one in requests]
+        shared = msgspec.Raw(msgspec.msgpack.encode([first]))
+        return cls(names, shared, [(one.request_id, one.seed) for one in others])
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -149,7 +165,8 @@ Answer = bool | MemoryState | LiveState | None
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
 
-    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose.
+    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are
+    the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose; `residency` is there where pages are sampled.
     """
 
     running: int = 0
@@ -164,6 +181,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupUsage] = []
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
+    residency: Residency | None = None
 
 
 class StartUp(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from pagerunner.engine import messages as wire
 from pagerunner.engine.garbage import set_apart
 from pagerunner.engine.live import LiveState
 from pagerunner.engine.watchdog import Watchdog
-from pagerunner.errors import ConfigError, EngineDeadError, PagerunnerError, RequestFailedError
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
@@ -66,6 +66,9 @@ class Core(Protocol):
     def stats(self) -> SchedulerStats:
         """Counters and gauges."""
 
+    def prepare_sleep(self, level: int, mode: str) -> None:
+        """Refuse to be parked, if it must be."""
+
     def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
         """Park the engine."""
 
@@ -98,6 +101,7 @@ class CoreLoop:
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
         self._stats_at = 0.0
+        self._after_work: list[wire.Call] = []  # a sleep that waits for the running requests, and what came after it
 
     def run(self) -> None:
         """Serve until `Shutdown`. Whatever a step raises comes out of here."""
@@ -110,6 +114,10 @@ class CoreLoop:
                 updates = core.step()
                 self._watchdog.end()
                 self._report(updates)
+            if self._after_work and not core.has_work:
+                calls, self._after_work = self._after_work, []
+                for call in calls:
+                    self._call(call)
 
     def send(self, message: wire.FromCore) -> None:
         """Send one message to the frontend."""
@@ -153,6 +161,7 @@ class CoreLoop:
             groups=stats.groups,
             kv_fragmentation=stats.kv_fragmentation,
             kv_waste=stats.kv_waste,
+            residency=stats.residency,
         )
 
     def _handle(self, message: wire.ToCore) -> None:
@@ -163,18 +172,40 @@ class CoreLoop:
                 self._report(self._core.abort(request_ids))
             case wire.Shutdown():
                 self._running = False
+            case wire.Sleep(mode="wait") | wire.WakeUp() if self._core.has_work or self._after_work:
+                self._put_off(message)
             case _:
                 self._call(message)
 
     def _add(self, message: wire.Add) -> None:
         added: list[str] = []
         try:
-            for request in self._requests.decode(message.requests):
+            if self._after_work:
+                raise EngineSleepingError("The engine finishes what it runs and then sleeps; call wake_up afterwards.")
+            requests = self._requests.decode(message.requests)
+            if message.siblings:
+                requests += requests[0].siblings(message.siblings)
+            for request in requests:
                 self._core.add(request)
                 added.append(request.request_id)
         except Exception as error:  # whatever it is, it must end this request only
             self._core.abort(added)
             self.send(wire.Refused(message.request_ids, _request_error(error)))
+
+    def _put_off(self, message: wire.Sleep | wire.WakeUp) -> None:
+        """Sleep when the running requests are done, whose readers are served meanwhile; wake up from that, not before it."""
+        if isinstance(message, wire.Sleep):
+            try:
+                self._core.prepare_sleep(message.level, message.mode)
+            except EngineDeadError:
+                raise
+            except PagerunnerError as error:
+                self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
+                return
+        elif not self._after_work:
+            self._call(message)
+            return
+        self._after_work.append(message)
 
     def _call(self, message: wire.Call) -> None:
         value: wire.Answer = None

@@ -109,6 +109,7 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[device],
         poison_fresh_pages=args.poison_fresh_pages,
         attention_backend=args.attention_backend,
+        kv_cache_metrics_sample=args.kv_cache_metrics_sample,
     )
     return Resolved(
         config,

@@ -2,58 +2,84 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
+
+_NONE = -1
 
 
 class StopAutomaton:
     """Aho and Corasick's automaton (CACM 18(6), 1975) over a set of strings: a step per character, whatever their number.
 
-    State s has read `depth[s]` characters of some string; `longest[s]` is the longest string that ends there.
+    State s has read `depth[s]` characters of some string; `longest[s]` is the longest string that ends there. Nearly every state
+    has one successor, which lies in arrays: a request may bring 65,536 characters.
     """
 
-    __slots__ = ("depth", "fail", "firsts", "longest", "next")
+    __slots__ = ("_code", "_others", "_target", "depth", "fail", "firsts", "longest")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
-        self.next: list[dict[str, int]] = [{}]
-        self.fail = [0]
-        self.depth = [0]
+        self._code = array("l", [_NONE])  # of the character that leads to `_target`
+        self._target = array("l", [0])
+        self._others: dict[int, dict[int, int]] = {}  # further characters, by state
+        self.fail = array("l", [0])
+        self.depth = array("l", [0])
         self.longest: list[str | None] = [None]
         for string in strings:
             self._insert(string)
-        self.firsts = frozenset(self.next[0])
+        self.firsts = frozenset(string[0] for string in strings)
         self._link()
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character."""
+        code = ord(char)
         while True:
-            following = self.next[state].get(char)
+            if self._code[state] == code:
+                return self._target[state]
+            following = self._others[state].get(code) if state in self._others else None
             if following is not None:
                 return following
             if state == 0:
                 return 0
             state = self.fail[state]
 
+    def is_leaf(self, state: int) -> bool:
+        """Whether no string goes on from there."""
+        return self._code[state] == _NONE
+
     def _insert(self, string: str) -> None:
         state = 0
         for char in string:
-            following = self.next[state].get(char)
-            if following is None:
-                following = len(self.next)
-                self.next[state][char] = following
-                self.next.append({})
+            code, new = ord(char), len(self.longest)
+            if self._code[state] == code:
+                state = self._target[state]
+                continue
+            if self._code[state] == _NONE:
+                self._code[state], self._target[state] = code, new
+                following = new
+            else:
+                following = self._others.setdefault(state, {}).setdefault(code, new)
+            if following == new:
+                self._code.append(_NONE)
+                self._target.append(0)
                 self.fail.append(0)
                 self.depth.append(self.depth[state] + 1)
                 self.longest.append(None)
             state = following
         self.longest[state] = string
 
+    def _following(self, state: int) -> Iterator[tuple[int, int]]:
+        if self._code[state] != _NONE:
+            yield self._code[state], self._target[state]
+            yield from self._others.get(state, {}).items()
+
     def _link(self) -> None:
-        queue = deque(self.next[0].values())
+        queue = deque(state for _, state in self._following(0))
         while queue:
             state = queue.popleft()
-            for char, following in self.next[state].items():
-                self.fail[following] = self.step(self.fail[state], char)
+            for code, following in self._following(state):
+                self.fail[following] = self.step(self.fail[state], chr(code))
                 queue.append(following)
             if self.longest[state] is None:
                 self.longest[state] = self.longest[self.fail[state]]
@@ -93,7 +119,7 @@ class StopFinder:
                 if armed:
                     end = held + place + 1
                     return text[: end if self._include else end - len(stop)], stop
-                while not machine.next[state] and state:  # nothing longer can follow: no need to hold it back
+                while machine.is_leaf(state) and state:  # nothing longer can follow: no need to hold it back
                     state = machine.fail[state]
         self._state = state
         certain = len(text) - machine.depth[state]

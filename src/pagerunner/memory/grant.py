@@ -68,8 +68,8 @@ class Refusal:
 class PageUsage:
     """One group's pages: held by requests, findable without an owner, and evicted so far.
 
-    `free` pages lie in slabs that the group occupies. `hits` counts the tokens that the group alone could have taken
-    from the prefix index, out of `KVManager.prefix_queries`. `share` of the page memory's bytes are the group's pages in use;
+    `free` pages lie in slabs that the group occupies. Of prompts, `queries` counts the tokens that the group was asked for (all
+    of them, or as many as the groups that keep everything had) and `hits` those that it alone could have taken from the index. `share` of the page memory's bytes are the group's pages in use;
     packing the group's pages would give back `fragmentation` of all slabs; `waste` of a slab of the group can hold no state.
     """
 
@@ -78,7 +78,17 @@ class PageUsage:
     cached: int
     evictions: int
     free: int
+    queries: int
     hits: int
     share: float
     fragmentation: float
     waste: float
+
+
+def fill(held: list[int], pages: list[int], parts: list[range]) -> None:
+    """Append `pages` as the page numbers of `parts`, with holes between and before them."""
+    taken = 0
+    for part in parts:
+        held += [HOLE] * (part.start - len(held))
+        held += pages[taken : taken + len(part)]
+        taken += len(part)

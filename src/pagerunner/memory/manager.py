@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from math import lcm
 
 from pagerunner.memory.forks import Forks, prompt_key
-from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal
+from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal, fill
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
-from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.snapshots import Snapshots
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
@@ -29,10 +29,18 @@ class KVManager:
 
     Without `enable_prefix_caching` pages are only shared among requests of one family while one of them runs.
     `list_fresh_pages` puts the fresh pages of every group into the step's zero lists, not only of those that need it.
+    A `sampler` times how long pages stay.
     `version` changes whenever pages were given back: a request that didn't fit need not be tried again before.
     """
 
-    def __init__(self, plan: MemoryPlan, *, enable_prefix_caching: bool = True, list_fresh_pages: bool = False) -> None:
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        *,
+        enable_prefix_caching: bool = True,
+        list_fresh_pages: bool = False,
+        sampler: PageSampler | None = None,
+    ) -> None:
         groups = len(plan.groups)
         self.plan = plan
         self.enable_prefix_caching = enable_prefix_caching
@@ -41,12 +49,8 @@ class KVManager:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.index = PrefixIndex(groups)
-        self.pool = SlabPool(
-            plan.num_slabs,
-            [group.pages_per_slab for group in plan.groups],
-            self.index,
-            keep_cached=enable_prefix_caching,
-        )
+        self.sampler = sampler
+        self.pool = make_pool(plan, self.index, keep_cached=enable_prefix_caching, sampler=sampler)
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
         self._parts = [group.kernel_pages for group in plan.groups]
@@ -58,6 +62,7 @@ class KVManager:
         assert len(states) <= 1, "all recurrent layers share one group"
         self._state = states[0] if states else -1  # the group of recurrent layers
         self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
+        self._group_queries = [0] * groups
         self._group_hits = [0] * groups
         self._lists_fresh = [group.zero_fresh or list_fresh_pages for group in plan.groups]
         self._fresh: list[dict[int, None]] = [{} for _ in range(groups)]  # pages handed out since the last take_fresh
@@ -135,6 +140,8 @@ class KVManager:
             # Making room may have cost the very snapshot; what else was a hit is of no use then.
             return self.admit(slot, chain, tokens, hit_limit, shares=shares) if lost else None
         grant.cached_tokens = hit
+        if hit and self.sampler is not None:
+            self.sampler.used(grant.pages)
         for group in range(len(self._rules)):
             grant.reserve[group] = taken[group] + needs[group] + lent[group]
             grant.published[group] = len(grant.pages[group]) - lent[group]
@@ -202,8 +209,13 @@ class KVManager:
         """Count a request's first look into the prefix index, in tokens."""
         self.prefix_queries += grant.target
         self.prefix_hits += grant.cached_tokens
-        for group, hit in enumerate(grant.group_hits):
+        asked = grant.target
+        for group in self._lookup_order:
+            hit = grant.group_hits[group]
+            self._group_queries[group] += asked
             self._group_hits[group] += hit
+            if not self._rules[group].forgets and not self._rules[group].snapshots:
+                asked = hit  # as in `_find_hit`
 
     # -- siblings
 
@@ -315,7 +327,7 @@ class KVManager:
         for group, pages in enumerate(fresh):
             held = grant.pages[group]
             if wanted[group][1]:
-                _fill(held, pages, wanted[group][1])
+                fill(held, pages, wanted[group][1])
             else:
                 held += pages
             grant.held[group] += len(pages)
@@ -553,6 +565,7 @@ class KVManager:
                 len(pool.cached[number]),
                 pool.evictions[number],
                 pool.free_in_slabs(number),
+                self._group_queries[number],
                 self._group_hits[number],
                 pool.used[number] * group.page_bytes / self.plan.kv_bytes,
                 pool.group_fragmentation(number),
@@ -585,12 +598,3 @@ class KVManager:
 
 def _next_publish(rule: GroupRule, published: int) -> int:
     return rule.next_publish(published)
-
-
-def _fill(held: list[int], pages: list[int], parts: list[range]) -> None:
-    """Append `pages` as the page numbers of `parts`, with holes between and before them."""
-    taken = 0
-    for part in parts:
-        held += [HOLE] * (part.start - len(held))
-        held += pages[taken : taken + len(part)]
-        taken += len(part)

@@ -20,6 +20,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
+from pagerunner.memory.residency import Residency
 from pagerunner.sched.guided import GuidedSequences, MakeGuide
 from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
@@ -40,7 +41,8 @@ _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the devic
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `hits_total` are tokens it had cached.
+    """Pages of one memory group; `pages_free` lie in slabs that it occupies, `queries_total` are tokens of prompts that it was
+    asked for, `hits_total` those that it had cached.
 
     `usage` is its share of the page memory's bytes, `fragmentation` the share of all slabs that packing its pages would give
     back, `waste` the share of a slab of its that can hold no state.
@@ -51,6 +53,7 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     pages_cached: int
     evictions: int
     pages_free: int = 0
+    queries_total: int = 0
     hits_total: int = 0
     usage: float = 0.0
     fragmentation: float = 0.0
@@ -60,7 +63,8 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts at one moment; those named `_total` only grow. Prefix queries and hits are in tokens.
 
-    `waiting_for` is why the first of those that wait does. `busy_seconds` of the device are the engine's to fill in.
+    `waiting_for` is why the first of those that wait does. `busy_seconds` of the device are the engine's to fill in. `residency`
+    is there where pages are sampled.
     """
 
     running: int
@@ -78,6 +82,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     kv_fragmentation: float = 0.0
     kv_waste: float = 0.0
+    residency: Residency | None = None
 
 
 class Scheduler:
@@ -565,6 +570,7 @@ class Scheduler:
                     pages_cached=use.cached,
                     evictions=use.evictions,
                     pages_free=use.free,
+                    queries_total=use.queries,
                     hits_total=use.hits,
                     usage=use.share,
                     fragmentation=use.fragmentation,
@@ -582,6 +588,7 @@ class Scheduler:
             waiting_for=self._why_first_waits(),
             kv_fragmentation=manager.pool.fragmentation,
             kv_waste=manager.plan.waste,
+            residency=None if manager.sampler is None else manager.sampler.residency(),
         )
 
 

@@ -7,7 +7,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.answers import ChatPlan
 from pagerunner.server.fanout import TokenCounter
@@ -54,12 +53,6 @@ class ChatEndpoint:
     async def _render(self, request: ChatRequest, plan: ChatPlan) -> list[int]:
         if not request.messages:
             raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
-        if len(request.messages) > limits.MAX_MESSAGES:
-            raise InvalidRequestError(
-                f"messages has {len(request.messages)} entries; at most {limits.MAX_MESSAGES} are allowed "
-                f"{limits.knob('MAX_MESSAGES')}.",
-                param="messages",
-            )
         kwargs = template_kwargs(plan.template_kwargs, self._service.engine.template_variables)
         messages = [message.render(index) for index, message in enumerate(request.messages)]
         return await self._service.engine.render_chat(

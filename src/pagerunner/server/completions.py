@@ -69,6 +69,8 @@ async def _without_answers(outputs: AsyncGenerator[Indexed, None]) -> AsyncGener
         async for index, output in outputs:
             for one in output.outputs:
                 one.text, one.token_ids, one.logprobs = "", [], []
+                if one.finish_reason == "stop":
+                    one.finish_reason, one.stop_reason = "length", None
             yield index, output
 
 

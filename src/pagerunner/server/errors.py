@@ -6,6 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from pagerunner.errors import (
+    CapacityError,
     ConfigError,
     EngineDeadError,
     EngineSleepingError,
@@ -43,10 +44,10 @@ def error_body(error: Exception) -> ErrorBody:
             status, param = error.status, error.param
         case InvalidRequestError():
             status, param = 400, error.param
+        case EngineSleepingError() | EngineDeadError() | CapacityError():
+            status, param = 503, None
         case ConfigError():
             status, param = 400, None
-        case EngineSleepingError() | EngineDeadError():
-            status, param = 503, None
         case _:
             status, param = 500, None
     return ErrorBody(ErrorDetail(str(error) or type(error).__name__, _TYPES.get(status, "Error"), param, status))

@@ -180,6 +180,8 @@ async def serve(
         engine = loading.result()
         try:
             describe_cache(metrics, args, engine)
+            if args.kv_cache_metrics_sample:
+                metrics.show_residency()
             metrics.describe_start(engine.startup)
             feed = LiveFeed(engine, latencies, closing=stop.asked)
             app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys)

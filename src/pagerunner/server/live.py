@@ -27,6 +27,7 @@ COST_SHARE = 0.005
 """Most of the core's time that looking at it may take: where a look is dear, looks are rarer."""
 MAX_VIEWERS = 32
 _HISTORY_STEPS = 240
+_RANKED_FRAMES = 5  # percentiles are as dear as the rest of a frame, and nobody reads them five times a second
 _PERCENTILES = (0.5, 0.9, 0.99)
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,10 @@ def frame(state: LiveState, last: LiveState | None) -> dict[str, Any]:
     return changed
 
 
+def _crowded() -> HttpError:
+    return HttpError(429, f"{MAX_VIEWERS} viewers watch the engine already; no more are served.")
+
+
 class LiveFeed:
     """Samples the engine for its viewers. `closing` ends every stream: the server is about to stop."""
 
@@ -140,10 +145,13 @@ class LiveFeed:
     def view(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events until the viewer leaves. Raises HttpError 429 when too many look already."""
         if self._viewers >= MAX_VIEWERS:
-            raise HttpError(429, f"{MAX_VIEWERS} viewers watch the engine already; no more are served.")
+            raise _crowded()
         return self._events()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        if self._viewers >= MAX_VIEWERS:  # several have come between `view` and this
+            yield sse({"error": str(_crowded())})
+            return
         self._viewers += 1
         seen = -1
         closing = asyncio.ensure_future(self._closing.wait())
@@ -188,10 +196,11 @@ class LiveFeed:
     def _publish(self, state: LiveState) -> None:
         last, self._state = self._state, state
         taps = self._latencies
-        self._summary = {
-            "first_token": percentiles(taps.first_token),
-            "inter_token": percentiles(taps.inter_token),
-        }
+        if last is None or self._number % _RANKED_FRAMES == 0:
+            self._summary = {
+                "first_token": percentiles(taps.first_token),
+                "inter_token": percentiles(taps.inter_token),
+            }
         self._steps.extend(state.steps)
         self._number += 1
         self._whole = b""

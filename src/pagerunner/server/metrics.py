@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pagerunner.engine.messages import WAIT_REASONS, EngineStats, StartUp
 from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.memory.residency import BOUNDS, Residency
 from pagerunner.types import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -81,6 +86,11 @@ _OLDER_NAMES = {
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
+_RESIDENCY = {
+    "lifetime": "Allocation to eviction of sampled pages.",
+    "idle_before_evict": "Last use to eviction of sampled pages.",
+    "reuse_gap": "Use to use of sampled pages, the latest ones before their eviction.",
+}
 _SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 
@@ -97,6 +107,26 @@ class _OlderName(Collector):
             copy = Metric(self._name, f"{metric.name} under its older name.", metric.type)
             copy.samples = [one._replace(name=one.name.replace(metric.name, self._name)) for one in metric.samples]
             yield copy
+
+
+class ResidencyMetrics(Collector):
+    """How long sampled pages stay, in the histograms that the core keeps."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self.latest = Residency()
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        """`vllm:kv_block_*_seconds` as the core counted last."""
+        for field, text in _RESIDENCY.items():
+            counted = getattr(self.latest, field)
+            family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=tuple(self._values))
+            sums = accumulate(counted.counts)
+            buckets = [
+                (floatToGoString(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
+            ]
+            family.add_metric(tuple(self._values.values()), buckets, counted.total)
+            yield family
 
 
 class GroupMetrics:
@@ -123,6 +153,7 @@ class GroupMetrics:
         }
         self._counters = {
             "evictions": counter("group_evictions", "Cached pages of the group that were evicted."),
+            "queries_total": counter("group_prefix_queries", "Prompt tokens that the group was looked up for."),
             "hits_total": counter("group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
         }
 
@@ -157,6 +188,7 @@ class Metrics(EngineObserver):
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._groups = GroupMetrics(self.registry, values)
+        self._residency = ResidencyMetrics(values)
 
         def labelled(kind: type[Any], name: str, text: str, label: str, keys: Iterable[str]) -> dict[str, Any]:
             family = self._family(kind, name, text, label)
@@ -191,6 +223,10 @@ class Metrics(EngineObserver):
         )
         info.labels(engine="0", **values).set(1)
 
+    def show_residency(self) -> None:
+        """Publish how long sampled pages stay: only for engines that sample them."""
+        self.registry.register(self._residency)
+
     def describe_start(self, startup: StartUp) -> None:
         """Publish what the start took: seconds by phase, and bytes of device memory by use, graphs among them."""
         seconds = self._family(Gauge, "pagerunner:startup_seconds", "Seconds of each phase of the start.", "phase")
@@ -220,6 +256,8 @@ class Metrics(EngineObserver):
         for reason, gauge in self._reasons.items():
             gauge.set(stats.waiting if reason == stats.waiting_for else 0)
         self._groups.update(stats, self.last)
+        if stats.residency is not None:
+            self._residency.latest = stats.residency
         self.last = stats
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
 
+from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling import Sampler
+from pagerunner.runner.sampling.slots import AllowedIds
 from pagerunner.types import SamplingParams
 from runner.sampling.support import fill, one_sampler
 
@@ -213,3 +216,16 @@ def test_state_bytes_is_what_is_allocated() -> None:
     sampler = Sampler(5, V, "cpu")
     held = [value for value in vars(sampler).values() if isinstance(value, torch.Tensor)]
     assert sum(t.numel() * t.element_size() for t in held) == Sampler.state_bytes(5, V)
+
+
+def test_siblings_share_their_allowed_tokens_as_long_as_one_holds_them() -> None:
+    ids = AllowedIds(100, torch.device("cpu"))
+    wanted = SamplingParams(allowed_token_ids=[1, 2]).allowed_token_ids
+    assert wanted is not None
+    first = ids.tensor(wanted)
+    assert ids.tensor(wanted) is first and first.tolist() == [1, 2]
+    assert ids.tensor((1, 2, 3)).tolist() == [1, 2, 3]
+    gone = weakref.ref(ids.tensor(wanted))
+    assert gone() is None, "nothing is kept for requests that have ended"
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids holds token id 100"):
+        ids.tensor((5, 100))

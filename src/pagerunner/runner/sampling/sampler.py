@@ -21,7 +21,7 @@ from pagerunner.ops.transfer import BestCopies, BestCopy, ToHost, bits_to_device
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
-from pagerunner.runner.sampling.slots import SlotParams, broken_slot, compile_slot
+from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
 from pagerunner.types import SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class Sampler:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
+        self._allowed_ids = AllowedIds(vocab_size, self._device)
         self._params: list[SlotParams | None] = [None] * max_num_seqs
         self._takes_best = [False] * max_num_seqs
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
@@ -122,7 +123,7 @@ class Sampler:
         slot = init.slot
         self._layouts.clear()
         try:
-            params = compile_slot(init.request, self._vocab_size, self._device)
+            params = compile_slot(init.request, self._vocab_size, self._device, self._allowed_ids)
             if params.penalties is not None:
                 self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
             if params.bad_words is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -102,8 +103,29 @@ def broken_slot(request: EngineRequest, error: str) -> SlotParams:
     )
 
 
-def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) -> SlotParams:
-    """The slot parameters of a request.
+class AllowedIds:
+    """Lists of allowed tokens on the device. Siblings, of which there may be many, share one as long as one of them holds it."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._ids: tuple[int, ...] = ()
+        self._latest: weakref.ref[torch.Tensor] | None = None
+
+    def tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """int64 [len(ids)]. Raises InvalidRequestError for an id outside the vocabulary."""
+        found = None if self._latest is None or ids is not self._ids else self._latest()
+        if found is None:
+            _check_ids("allowed_token_ids", ids, self._vocab_size)
+            found = to_device(list(ids), torch.int64, self._device)
+            self._ids, self._latest = ids, weakref.ref(found)
+        return found
+
+
+def compile_slot(
+    request: EngineRequest, vocab_size: int, device: torch.device, allowed_ids: AllowedIds | None = None
+) -> SlotParams:
+    """The slot parameters of a request; `allowed_ids` knows those of its siblings.
 
     Raises:
         InvalidRequestError: a token id lies outside the vocabulary. On a CUDA device it would kill the process.
@@ -128,8 +150,7 @@ def compile_slot(request: EngineRequest, vocab_size: int, device: torch.device) 
             to_device(list(params.logit_bias.values()), torch.float32, device),
         )
     if params.allowed_token_ids is not None:
-        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-        allowed = to_device(list(params.allowed_token_ids), torch.int64, device)
+        allowed = (allowed_ids or AllowedIds(vocab_size, device)).tensor(params.allowed_token_ids)
     return SlotParams(
         prompt_len=len(request.prompt_token_ids),
         temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _MAX_TEMPERATURE),

@@ -4,7 +4,7 @@ import { ApiError, control, get, live, setKeys } from "./api.js";
 import { Chat } from "./chat.js";
 import { ArenaMap, css } from "./map.js";
 import { CACHED, FREE, Model, SHARED, UNOWNED, USED } from "./model.js";
-import { bytes, describePage, Figures, number, RequestTable, Timeline } from "./panels.js";
+import { bytes, describePage, Figures, number, percent, RequestTable, Timeline } from "./panels.js";
 
 const $ = (id) => document.getElementById(id);
 const model = new Model();
@@ -75,6 +75,12 @@ $("zoom-in").addEventListener("click", () => map.zoomBy(1));
 $("zoom-out").addEventListener("click", () => map.zoomBy(-1));
 $("zoom-fit").addEventListener("click", () => map.zoomFit());
 
+/** Of the prompt tokens that a group was looked up for, how many it had cached. */
+function hitRate(group) {
+  const { queries_total: queries, hits_total: hits } = model.stats.groups[group];
+  return queries ? `, prefix hits ${percent(hits, queries)}` : "";
+}
+
 function legend() {
   const sums = new Map([[USED, 0], [SHARED, 0], [CACHED, 0], [FREE, 0], [UNOWNED, 0]]);
   for (const group of model.groups) for (const kind of sums.keys()) sums.set(kind, sums.get(kind) + group.counts[kind]);
@@ -86,7 +92,7 @@ function legend() {
     ["free", `free in its group ${number(sums.get(FREE))}`],
     ["slab", `free slabs ${number(free)} of ${number(model.plan.num_slabs)}`],
   ];
-  const parts = [...entries, ...(model.groups.length > 1 ? model.groups.map((group, i) => [map.paint, `group ${group.name}`, css(map.colour("group", i))]) : [])];
+  const parts = [...entries, ...(model.groups.length > 1 ? model.groups.map((group, i) => [map.paint, `group ${group.name}${hitRate(i)}`, css(map.colour("group", i))]) : [])];
   const list = $("legend");
   while (list.children.length > parts.length) list.lastChild.remove();
   for (const [i, [kind, text, colour]] of parts.entries()) {

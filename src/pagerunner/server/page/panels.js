@@ -34,7 +34,7 @@ export function bytes(size) {
   return `${(size / 2 ** (10 * power)).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
-const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 4)}…${id.slice(-6)}` : id);
 
 /** Set an element's text only when it changes: five times a second for hundreds of cells. */
