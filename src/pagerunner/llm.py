@@ -23,7 +23,7 @@ from pagerunner.engine.resolve import resolve
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.models.tokenizer import Tokenizer
-from pagerunner.sched.scheduler import SchedulerStats
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
 
 Prompt = str | dict[str, Any]

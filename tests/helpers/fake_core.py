@@ -21,7 +21,7 @@ from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError,
 from pagerunner.memory.ownership import GroupOwnership, MemoryState, RequestPages
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
-from pagerunner.sched.scheduler import SchedulerStats
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, TokenLogprobs
 
 FACTORY = "helpers.fake_core:build"

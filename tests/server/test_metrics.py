@@ -11,7 +11,7 @@ from helpers.serving import MODEL, RunningServer
 from pagerunner.engine.messages import EngineStats
 from pagerunner.engine.observer import FinishedSequence
 from pagerunner.memory.residency import Residency
-from pagerunner.sched.scheduler import GroupUsage
+from pagerunner.sched.stats import GroupUsage
 from pagerunner.server import stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog

@@ -20,7 +20,8 @@ from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.ops.lost_device import device_failure, never_free
 from pagerunner.sched.live import page_books
-from pagerunner.sched.scheduler import Scheduler, SchedulerStats
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 
 SleepMode = Literal["abort", "wait", "keep"]

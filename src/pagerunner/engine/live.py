@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagerunner.sched.live import LiveRequest
-from pagerunner.sched.scheduler import SchedulerStats
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import StepPlan
 
 _KEPT_STEPS = 512

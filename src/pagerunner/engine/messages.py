@@ -27,7 +27,7 @@ from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.report import human_bytes
 from pagerunner.memory.residency import Residency
 from pagerunner.sched.live import Wait
-from pagerunner.sched.scheduler import GroupUsage
+from pagerunner.sched.stats import GroupUsage
 from pagerunner.types import EngineRequest, RequestUpdate
 
 _KINDS: dict[str, type[PagerunnerError]] = {

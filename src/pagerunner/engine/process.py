@@ -33,7 +33,7 @@ from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError,
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
-from pagerunner.sched.scheduler import SchedulerStats
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate
 
 logger = logging.getLogger(__name__)

@@ -53,6 +53,7 @@ class DecoderLayer(Module):
     def __init__(self, config: Gemma3Config, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.is_local = config.local_layers[layer_index]
         self.self_attn = Attention(config, layer_index, dtype)
         self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.pre_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -78,7 +79,6 @@ class Decoder(Module):
         self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
         self.local_rotary = Rotary(config.local_rope, config.head_dim, dtype, device)
-        self.local_layers = config.local_layers
         self.scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))  # rounded as the reference rounds it
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -86,8 +86,8 @@ class Decoder(Module):
         angles, local_angles = self.rotary(batch.positions), self.local_rotary(batch.positions)
         x_TD = self.embed_tokens(batch.token_ids) * self.scale
         residual_TD = torch.zeros_like(x_TD)
-        for layer, is_local in zip(self.layers, self.local_layers, strict=True):
-            x_TD = layer(x_TD, residual_TD, local_angles if is_local else angles, batch)
+        for layer in self.layers:
+            x_TD = layer(x_TD, residual_TD, local_angles if layer.is_local else angles, batch)
         return self.norm.add(x_TD, residual_TD)
 
 

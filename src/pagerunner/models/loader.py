@@ -26,7 +26,7 @@ from pagerunner.models.registry import FAMILIES
 from pagerunner.models.staging import CopyWeight, copy_now
 
 logger = logging.getLogger(__name__)
-ALIGNMENT = 64
+ALIGNMENT = 256
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -28,7 +28,7 @@ class BatchBuilder:
     """Builds batches for one memory plan; reads tables and last tokens, owns neither.
 
     Steps have at most `max_tokens` tokens. `tensors` are what batches consist of: every step, in a graph or not, uses
-    the same ones, so a batch is valid until the next step is built.
+    the same ones, so a batch is valid until the next step is built. `layers` is their memory.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BatchBuilder:
         self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
         self._tables = tables
         self._last_tokens = last_tokens
-        self._layers = layers
+        self.layers = layers
         self._backends = backends
         device = last_tokens.tokens.device
         self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
@@ -178,7 +178,7 @@ class BatchBuilder:
             query_lens=query_lens,
             seq_lens=seq_lens,
             groups=groups,
-            kv=self._layers,
+            kv=self.layers,
             state_saves=tuple(state_saves),
             rows=rows,
         )

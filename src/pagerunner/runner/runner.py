@@ -17,6 +17,7 @@ from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, Ste
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import Pooler
 from pagerunner.runner.sampling.sampler import Sampled, Sampler
+from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import (
@@ -159,10 +160,13 @@ class ModelRunner:
         To be called before the first request. `progress(done, total)` counts shapes. `name` stands for everything that
         decides which kernels there are, sizes included.
         """
-        compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
-        self._first_runs(progress)
+        self._init_slots()
+        with one_layer_of_each_kind(self._model, self._builder.layers):
+            compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
+            self._first_runs(progress)
+        self._scored.clear()
 
-    def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
+    def _init_slots(self) -> None:
         params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1)
         greedy = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1)
         prompt = [0] * (PROMPT_LOGPROBS_CHUNK + 1)
@@ -172,9 +176,10 @@ class ModelRunner:
             self._sampler.init_slot(SlotInit(slot, request, []))
             if not slot:
                 self._scored[slot] = request
+
+    def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
         for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
-        self._scored.clear()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)

@@ -1,0 +1,75 @@
+"""A model cut down to one layer of each kind: layers that are alike need the same kernels, so that steps which are run to
+find, compile and load these need no more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from pagerunner.batch import LayerMemory
+
+_WEIGHTS_ALIGNMENT = 256  # bytes; what libraries look at most
+_PAGES_ALIGNMENT = 16  # only our kernels read pages, and Triton asks for no more
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
+
+
+@contextmanager
+def one_layer_of_each_kind(model: Any, memory: Sequence[LayerMemory]) -> Iterator[None]:
+    """Inside, the model's decoder has the first layer of each kind only, in their order. A model whose layers aren't a
+    tuple `model.layers` stays as it is.
+    """
+    decoder = getattr(model, "model", None)
+    layers = getattr(decoder, "layers", None)
+    if decoder is None or not isinstance(layers, tuple):
+        yield
+        return
+    decoder.layers = first_of_each_kind(layers, memory)
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+
+
+def first_of_each_kind(layers: tuple[Any, ...], memory: Sequence[LayerMemory]) -> tuple[Any, ...]:
+    """Layers that differ in their classes, their settings, the shapes, strides, dtypes and alignment of their weights and
+    pages, or in whether another layer of their memory group comes before them (the first one's kernels do what holds for
+    the step). What can't be compared makes a kind of its own.
+    """
+    before: Counter[int] = Counter()
+    found: dict[Any, Any] = {}
+    for layer in layers:
+        found.setdefault(_kind(layer, _WEIGHTS_ALIGNMENT, memory, before), layer)
+    return tuple(found.values())
+
+
+def _kind(value: Any, alignment: int, memory: Sequence[LayerMemory], before: Counter[int]) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.data_ptr() % alignment
+    if isinstance(value, FunctionType):
+        return value.__module__, value.__qualname__
+    if isinstance(value, tuple | list):
+        return tuple(_kind(item, alignment, memory, before) for item in value)
+    if dataclasses.is_dataclass(value):
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return type(value), _kind(fields, alignment, memory, before)
+    if isinstance(value, dict):
+        return tuple((key, _kind(item, alignment, memory, before)) for key, item in value.items())
+    if not hasattr(value, "__dict__"):
+        return id(value)
+    own = dict(vars(value))
+    index = own.pop("layer_index", None)
+    pages: Any = None
+    if index is not None:
+        group = memory[index].group
+        pages = min(before[group], 1), _kind(memory[index], _PAGES_ALIGNMENT, memory, before)
+        before[group] += 1
+    return type(value), pages, _kind(own, alignment, memory, before)

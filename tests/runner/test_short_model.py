@@ -1,0 +1,84 @@
+"""First runs go through one layer of each kind: none of what kernels are chosen by may be missing, nor much be there twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.families import MAKERS
+from pagerunner.config import EngineArgs
+from pagerunner.engine.build import build_from
+from pagerunner.engine.core import EngineCore
+from pagerunner.engine.resolve import resolve
+from pagerunner.runner import runner as runner_module
+from pagerunner.runner.short_model import first_of_each_kind, one_layer_of_each_kind
+
+ODD = {"kv_cache_dtype": "fp8"}  # a layer's scales move the next one's pages by 8 bytes
+
+
+def build(folder: str, **settings) -> EngineCore:
+    limits = {"max_num_seqs": 4, "max_model_len": 128, "kv_cache_memory_bytes": 2**24}
+    return build_from(resolve(EngineArgs(model=folder, **limits, **settings)))
+
+
+def kept(core: EngineCore) -> list[int]:
+    """Numbers of the layers that first runs go through."""
+    runner = core._executor._runner
+    layers = runner._model.model.layers
+    return [layers.index(layer) for layer in first_of_each_kind(layers, runner._builder.layers)]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("deep"), "qwen3", num_hidden_layers=9))
+
+
+def test_of_equal_layers_the_first_two_are_enough(deep: str) -> None:
+    assert kept(build(deep)) == [0, 1]
+
+
+def test_layers_whose_pages_are_aligned_otherwise_are_kept(deep: str) -> None:
+    core = build(deep, **ODD)
+    memory = core._executor._runner._builder.layers
+    found = {kv.k.data_ptr() % 16 for kv in memory}
+    assert {memory[index].k.data_ptr() % 16 for index in kept(core)} == found
+
+
+@pytest.mark.parametrize("change", ["weight", "scale", "shape"])
+def test_a_layer_that_differs_in_anything_is_kept(deep: str, change: str) -> None:
+    core = build(deep)
+    attention = core._executor._runner._model.model.layers[5].self_attn
+    if change == "scale":
+        attention.attend.scale *= 2
+    else:
+        weights = attention.o_proj.weights
+        weights["weight"] = weights["weight"].double() if change == "weight" else weights["weight"][:-1]
+    assert kept(core) == [0, 1, 5]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba", "qwen3_next", "gpt_oss", "deepseek_v2"])
+def test_every_kind_of_a_mixed_model_is_kept(tmp_path, family: str) -> None:
+    core = build(str(MAKERS[family](tmp_path)))
+    memory = core._executor._runner._builder.layers
+    numbers = kept(core)
+    assert {type(memory[index]) for index in numbers} == {type(kv) for kv in memory}
+    assert {memory[index].group for index in numbers} == {kv.group for kv in memory}
+
+
+def test_the_model_is_whole_again_afterwards_whatever_happens(deep: str) -> None:
+    runner = build(deep)._executor._runner
+    layers = runner._model.model.layers
+    with pytest.raises(RuntimeError), one_layer_of_each_kind(runner._model, runner._builder.layers):
+        assert len(runner._model.model.layers) == 2
+        raise RuntimeError
+    assert runner._model.model.layers is layers
+
+
+def test_first_runs_see_the_short_model(deep: str, monkeypatch) -> None:
+    runner = build(deep)._executor._runner
+    seen = []
+    monkeypatch.setattr(
+        runner_module.ModelRunner, "_first_runs", lambda self, *_: seen.append(len(self._model.model.layers))
+    )
+    runner.warm_up()
+    assert seen == [2]
