@@ -190,6 +190,7 @@ DECODES = {
     "256 x 1000 G4 fp8": lambda: Shape([1000] * 256, 1, 32, kv_dtype=torch.float8_e4m3fn),
     "256 x 1000 G2 fp8": lambda: Shape([1000] * 256, 1, 16, kv_dtype=torch.float8_e4m3fn),
     "64 x 256 G2": lambda: Shape([256] * 64, 1, 16, layers=28),
+    "64 x 256 G2 fp8": lambda: Shape([256] * 64, 1, 16, layers=28, kv_dtype=torch.float8_e4m3fn),
     "1 x 300 G2": lambda: Shape([300], 1, 16, layers=28),
     "1 x 300 G4": lambda: Shape([300], 1, 32, layers=36),
     "1 x 300 G2 fp8": lambda: Shape([300], 1, 16, layers=28, kv_dtype=torch.float8_e4m3fn),

@@ -53,8 +53,9 @@ def bench(what: str, shape: str) -> tuple[str, ...]:
 
 def steps() -> dict[str, Step]:
     """All steps, in the order in which they run."""
-    several = ("-n", "8") if find_spec("xdist") else ()  # compiling kernels is most of the tests' time
-    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *several)
+    # compiling kernels is most of the tests' time; under the checker, starting a process is
+    alone = ("-m", "pytest", "-p", "no:cacheprovider", "--tb=short")
+    pytest = (*alone, "-n", "8") if find_spec("xdist") else alone
     # without torch's cache every tensor is an allocation of its own, which the checker knows the end of
     sanitizer = (
         "env",
@@ -80,8 +81,13 @@ def steps() -> dict[str, Step]:
         found[f"profile-{shape}"] = Step(
             script("profile_decode.py", "--shape", f"qwen3-{shape}", "--rows", "64", "--top", "12"), 90, 13
         )
+        found[f"mixed-{shape}"] = Step(
+            script("profile_decode.py", "--shape", f"qwen3-{shape}", "--workload", "mixed256", "--stretches", "1"),
+            90,
+            26,
+        )
     found["host"] = Step(script("time_steps.py", "--shape", "0.6B", "--batches", "1,64,256"), 60, 4)
-    found["memcheck"] = Step((*sanitizer, PYTHON, *pytest, *KERNEL_TESTS), 400, 12)
+    found["memcheck"] = Step((*sanitizer, PYTHON, *alone, *KERNEL_TESTS), 560, 12)
     return found
 
 

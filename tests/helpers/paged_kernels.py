@@ -118,9 +118,16 @@ def check_attention(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
-def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5) -> None:
-    """`projected_attention` against its twin: what it returns, and what it leaves in pages."""
+def check_projected(
+    case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5, *, loud: float = 1.0, static: bool = False
+) -> None:
+    """`projected_attention` against its twin: what it returns, and what it leaves in pages. `loud` multiplies keys and
+    values, beyond what the scales of fp8 pages have been made for.
+    """
     step = make_step(case, device)
+    if static:
+        scales = torch.tensor([1.0, 1.0], device=device).expand(step.layer.k.shape[0], 2)
+        step = replace(step, layer=replace(step.layer, scales=scales, static=True))
     batch = batch_for_tables(step, case, PagedBackend())
     heads, dim = step.q.shape[1], case.head_dim
     gen = torch.Generator().manual_seed(5)
@@ -128,7 +135,8 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     qkv = torch.randn(tokens, heads + 2 * case.kv_heads, dim, generator=gen).to(case.dtype).to(device)
     angle = torch.randn(tokens, 1, dim // 2, generator=gen)
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
-    weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
+    weights = [(torch.rand(dim, generator=gen) * x).to(case.dtype).to(device) for x in (1.0, loud)]
+    qkv[:, heads + case.kv_heads :] *= loud
     prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
     group, rows = batch.groups[0], batch.rows
     entry, offset = (torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset))
@@ -141,7 +149,7 @@ def check_projected(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
         args = (pages, entry, offset, where, group.metadata, step.scale, step.sinks, case.softcap)
         results.append((run(qkv.clone(), prep, *args), pages))
     (want, want_pages), (got, got_pages) = results
-    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    torch.testing.assert_close(got, want, atol=atol * loud, rtol=rtol)
     for mine, twin in zip(got_pages[:3], want_pages[:3], strict=True):
         if mine is not None:
             assert_heads_close(mine, twin, rtol, 1e-2 if case.dtype == torch.bfloat16 else atol)

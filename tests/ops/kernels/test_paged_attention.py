@@ -111,6 +111,26 @@ def test_from_the_projection_on(case: Case) -> None:
     check_projected(case, "cpu")
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
+@pytest.mark.parametrize("loud", [1.0, 500.0, 1e-4])
+@pytest.mark.parametrize(
+    ("case", "alone"),
+    [
+        (Case(ONE, 4, 2, 3, 8, kv_dtype=E4M3, padding=1), True),
+        (Case(ONE, 16, 3, 1, 6, kv_dtype=E5M2, sinks=True, softcap=1.5), True),
+        (Case(ONE, 4, 1, 2, 8, kv_dtype=E4M3, reach=Reach(6)), True),
+        (Case(ONE, 48, 1, 2, 8, kv_dtype=E4M3), False),  # a page may lie in several tiles
+    ],
+)
+def test_fp8_from_the_projection_on(monkeypatch, case: Case, alone: bool, loud: float, static: bool) -> None:
+    prepared = []
+    plain_prepare = kernels.prepare_heads_kernel
+    monkeypatch.setattr(kernels, "prepare_heads_kernel", lambda *args: prepared.append(1) or plain_prepare(*args))
+    step = 0.13 if case.kv_dtype == E4M3 else 0.26  # of the format; a sum in another order may fall on either side
+    check_projected(case, "cpu", rtol=2e-5 if loud == 1.0 else step, atol=2e-5, loud=loud, static=static)
+    assert bool(prepared) != alone
+
+
 STORED = (plain(3, 9), plain(0, 5), plain(20, 1))
 
 

@@ -14,7 +14,7 @@ from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, pa
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
-from pagerunner.ops.kernels.paged_store import fp8_type
+from pagerunner.ops.kernels.paged_store import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
 from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, PagedPlan, TableRows
 
@@ -145,6 +145,22 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -
     )
 
 
+def _choices(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -> _Choices:
+    """Made once a step for all layers that are alike."""
+    key = q.dtype, pages.k.dtype, q.shape[1:], v.shape[1:]
+    found = plan.scratch.get(key)
+    if found is None:
+        found = plan.scratch[key] = _choose(q, v, pages, plan)
+    return found
+
+
+def _writes_pages(choices: _Choices, pages: PagedKV) -> bool:
+    """Whether the decode kernel can write the step's tokens: of fp8 pages, each must lie in one tile."""
+    if choices.fp8 is None:
+        return pages.scales is None
+    return pages.scales is not None and choices.decode.keys % pages.k.shape[1] == 0
+
+
 class _Call:
     """One layer's launch."""
 
@@ -169,10 +185,7 @@ class _Call:
         self.kv_heads, self.dim_v = v.shape[1:]
         self.pages = pages
         self.page = pages.k.shape[1]
-        key = q.dtype, pages.k.dtype, self.heads, self.dim, self.kv_heads, self.dim_v
-        choices = plan.scratch.get(key)
-        if choices is None:
-            choices = plan.scratch[key] = _choose(q, v, pages, plan)
+        choices = _choices(q, v, pages, plan)
         self.group, self.group_padded, self.padded, self.fp8, self.exact, self.dot, self.row_bytes = choices[:7]
         self.decode, self.prefill, self.slices, self.entry_tiles = choices[7:]
         self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
@@ -187,13 +200,14 @@ class _Call:
         rows, plan, device = self.rows, self.plan, self.q.device
         num_rows = rows.slots_R.shape[0]
         # one allocation; parts begin at multiples of 16 bytes
-        sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, self.tokens * self.kv_heads]
+        counters = self.tokens * (self.kv_heads + 1)  # a unit's pieces by head, and its heads
+        sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         schedule_kernel[(1,)](
             rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
-            self.tokens, num_rows, self.tokens * self.kv_heads, plan.window, plan.chunk, MIN_SHARED_SAVING,
+            self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
             SHARED_SPLITS, self.entry_tiles,
             PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
@@ -250,7 +264,9 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.prep is not None,
             self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"], **launch,
+            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"],
+            KP=padded(self.kv_heads), FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
+            PAGE_P=padded(self.page), **launch,
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:
@@ -370,9 +386,9 @@ def projected_attention(
 ) -> torch.Tensor:
     """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
     q, k, v = prep.split(qkv_TND)
-    small = bool(plan.window or plan.chunk) or rows.slots_R.shape[0] < MIN_SHARING_ROWS
-    fused = plan.one_token and small and pages.scales is None and fp8_type(pages.k.dtype) is None
-    if not fused:
+    few = rows.slots_R.shape[0] < MIN_SHARING_ROWS
+    small = few or (pages.scales is None and bool(plan.window or plan.chunk))
+    if not (plan.one_token and small and _writes_pages(_choices(q, v, pages, plan), pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
     write = write_entry_T, write_offset_T

@@ -15,65 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
-
-
-@triton.jit
-def softcapped(scores, softcap):
-    """`softcap * tanh(scores / softcap)`."""
-    return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
-
-
-@triton.jit
-def load_tile(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
-    """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
-    d = tl.arange(0, DP)
-    if D == DP:
-        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None], other=0)
-    else:
-        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0)
-    if FP8 is not None:
-        tile = tile.to(FP8, bitcast=True)
-    return tile.to(TO)
-
-
-# Two pairs of bytes, in one register, to float16: those at even places in one register, those at odd ones in another.
-_E4M3_PAIRS = tl.constexpr(
-    "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;"
-    " prmt.b32 $0, x, y, 0x5410; prmt.b32 $1, x, y, 0x7632; }"
-)
-_E5M2_PAIRS = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;")  # the upper byte of a float16
-
-
-@triton.jit
-def load_pairs(
-    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr
-):
-    """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO.
-
-    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not. ASM:
-    convert four at a time, which the compiler doesn't find out by itself.
-    """
-    d = tl.arange(0, DP // 2)
-    pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
-    x = tl.load(pairs, mask=mask[:, None] & (d < D // 2)[None, :], other=0)
-    if ASM and TO == tl.float16:
-        convert: tl.constexpr = _E4M3_PAIRS if FP8 == tl.float8e4nv else _E5M2_PAIRS
-        even, odd = tl.inline_asm_elementwise(convert, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
-    else:
-        even = (x & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(TO)
-        odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(TO)
-    return even, odd
-
-
-@triton.jit
-def online(scores, highest, total):
-    """A tile's weights; the highest score and the total weight with it; the factor for what was found before."""
-    new = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.math.exp2(scores - new[:, None])
-    shrink = tl.math.exp2(highest - new)
-    return weights, new, total * shrink + tl.sum(weights, 1), shrink
+from pagerunner.ops.kernels.paged_store import fitting_scale, quantise
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_pairs, load_tile, online, prefetch_tile, softcapped
 
 
 @triton.jit
@@ -220,6 +163,15 @@ def _attend_fp8(
 
 
 @triton.jit
+def _score(wide_q, key, scale, softcap, SOFTCAP: tl.constexpr):
+    """Of queries [M, DP] and one key [DP]; [M]."""
+    score = tl.sum(wide_q * key[None, :], 1) * scale
+    if SOFTCAP:
+        score = softcapped(score, softcap)
+    return score * LOG2E
+
+
+@triton.jit
 def _own_value(
     wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
     kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap,
@@ -240,13 +192,79 @@ def _own_value(
             inside = tl.load(offset_ptr + token)
             tl.store(kp_ptr + entry * kp_se + inside * kp_ss + d[None, :], k, mask=(d < D)[None, :])
             tl.store(vp_ptr + entry * vp_se + inside * vp_ss + dv, v, mask=dv < DV)
-        k = k.to(tl.float32)
+        k = tl.sum(k.to(tl.float32), 0)
     else:
-        k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    score = tl.sum(wide_q * k, 1) * scale
-    if SOFTCAP:
-        score = softcapped(score, softcap)
-    return score * LOG2E, v.to(tl.float32)
+        k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)
+    return _score(wide_q, k, scale, softcap, SOFTCAP), v.to(tl.float32)
+
+
+@triton.jit
+def _own_codes(
+    k_at, k_sh, v_at, v_sh, head, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scales_ptr, scales_se, entry,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """A token's key [DP] and value [DVP] of one head in fp8, and the scales of its page: before and with the token.
+
+    A scale is that of all heads, so the program of each computes it; `_store_codes` writes it.
+    """
+    all_heads = tl.arange(0, KP)
+    dv = tl.arange(0, DVP)
+    there = all_heads < K
+    rows = all_heads[:, None]
+    keys = prepared(k_at + rows * k_sh, there[:, None], k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+    keys = keys.to(k_at.dtype.element_ty).to(tl.float32)
+    values = tl.load(v_at + rows * v_sh + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+    values = values.to(tl.float32)
+    mine = (all_heads == head)[:, None]
+    key = tl.sum(tl.where(mine, keys, 0.0), 0)
+    value = tl.sum(tl.where(mine, values, 0.0), 0)
+    if STATIC:
+        old_k = tl.load(scales_ptr)
+        old_v = tl.load(scales_ptr + 1)
+        new_k, new_v = old_k, old_v
+    else:
+        old_k = tl.load(scales_ptr + entry * scales_se, mask=entry >= 0, other=0.0)
+        old_v = tl.load(scales_ptr + entry * scales_se + 1, mask=entry >= 0, other=0.0)
+        new_k = tl.maximum(fitting_scale(tl.max(tl.max(tl.abs(keys), 1), 0), FP8_MAX), old_k)
+        new_v = tl.maximum(fitting_scale(tl.max(tl.max(tl.abs(values), 1), 0), FP8_MAX), old_v)
+    return quantise(key, new_k, FP8_MAX, FP8), quantise(value, new_v, FP8_MAX, FP8), old_k, new_k, old_v, new_v
+
+
+@triton.jit
+def _store_code(
+    page_ptr, stride_s, code, inside, old, new, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """A head's vector into slot `inside` of a page, whose earlier slots are converted if its scale has grown."""
+    d = tl.arange(0, DP)
+    if not STATIC:
+        if (new > old) & (old > 0):
+            slot = tl.arange(0, PAGE_P)
+            at = page_ptr + slot[:, None] * stride_s + d[None, :]
+            mask = (slot < inside)[:, None] & (d < D)[None, :]
+            held = tl.load(at, mask=mask, other=0).to(FP8, bitcast=True).to(tl.float32) * tl.math.div_rn(old, new)
+            held = tl.minimum(tl.maximum(held, -FP8_MAX), FP8_MAX).to(FP8)
+            tl.store(at, held.to(tl.uint8, bitcast=True), mask=mask)
+    tl.store(page_ptr + inside * stride_s + d, code.to(tl.uint8, bitcast=True), mask=d < D)
+
+
+@triton.jit
+def _store_codes(
+    k_page, k_stride, v_page, v_stride, scale_ptr, inside, k_code, v_code, old_k, new_k, old_v, new_v, done_ptr,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """One head of a token into its page. The last of the K heads to be stored writes the page's scales."""
+    tl.debug_barrier()  # the whole program has read the page
+    _store_code(k_page, k_stride, k_code, inside, old_k, new_k, D, DP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
+    _store_code(v_page, v_stride, v_code, inside, old_v, new_v, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
+    if not STATIC:
+        tl.debug_barrier()
+        if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == K - 1:
+            tl.store(done_ptr, 0)
+            tl.store(scale_ptr, new_k)
+            tl.store(scale_ptr + 1, new_v)
 
 
 @triton.jit
@@ -290,14 +308,16 @@ def _finish(
 def _unit_part(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
     scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    row_table, width, token, slot, oldest, stop, head, begins, skipped, upto, scale, softcap,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    row_table, width, unit, token, slot, oldest, stop, head, begins, ends, skipped, upto, scale, softcap, done_ptr,
+    K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [skipped, upto) of a unit: highest score, total weight and weighted values. `begins`: with these the unit
-    begins, and its own token is here.
+    """Tiles [skipped, upto) of a unit: highest score, total weight and weighted values. `begins`, `ends`: with these the unit
+    does, and its own token is in the part with which it begins; with fp8 pages that this kernel writes (FUSED), in the
+    part with which it ends, whose tile is the only one with slots of the token's page: these are converted if the scale
+    grows. The new scale is written by the last head's program to come by, when all have read the old one.
     """
     g = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -312,12 +332,24 @@ def _unit_part(
     highest = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    if OWN:
+    CODES: tl.constexpr = FUSED and FP8 is not None
+    k_own = k_ptr + tl.cast(token, tl.int64) * k_st
+    v_own = v_ptr + tl.cast(token, tl.int64) * v_st
+    if CODES:
+        entry = tl.load(entry_ptr + token)
+        k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
+            k_own, k_sh, v_own, v_sh, head, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scales_ptr, scales_se, entry,
+            K, KP, D, DP, DV, DVP, NORM, FP8, FP8_MAX, STATIC,
+        )  # fmt: skip
+        if ends & (slot >= 0):
+            key = (k_code.to(tl.float32) * new_k).to(k_ptr.dtype.element_ty).to(tl.float32)
+            highest = _score(wide_q, key, scale, softcap, SOFTCAP)
+            total += 1.0
+            acc += (v_code.to(tl.float32) * new_v).to(v_ptr.dtype.element_ty).to(tl.float32)[None, :]
+    elif OWN:
         if begins & (slot >= 0):
-            k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
-            v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
             highest, value = _own_value(
-                wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
+                wide_q, k_own + head * k_sh, v_own + head * v_sh, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
                 kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
             )  # fmt: skip
             total += 1.0
@@ -330,9 +362,12 @@ def _unit_part(
             first, last, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
         )  # fmt: skip
     else:
-        twos = 2 * tl.arange(0, DP // 2)[None, :]
-        q_even = tl.load(q_at + twos, mask=rows & (twos < D), other=0.0).to(TO)
-        q_odd = tl.load(q_at + twos + 1, mask=rows & (twos < D), other=0.0).to(TO)
+        if FUSED:
+            q_even, q_odd = tl.split(tl.reshape(wide_q.to(TO), [M, DP // 2, 2]))
+        else:
+            twos = 2 * tl.arange(0, DP // 2)[None, :]
+            q_even = tl.load(q_at + twos, mask=rows & (twos < D), other=0.0).to(TO)
+            q_odd = tl.load(q_at + twos + 1, mask=rows & (twos < D), other=0.0).to(TO)
         even, odd = tl.split(tl.reshape(acc, [M, DVP // 2, 2]))
         highest, total, even, odd = _attend_fp8(
             q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
@@ -340,29 +375,14 @@ def _unit_part(
             D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
         acc = tl.reshape(tl.join(even, odd), [M, DVP])
+    if CODES:
+        if ends & (slot >= 0) & (entry >= 0):
+            _store_codes(
+                kp_ptr + entry * kp_se, kp_ss, vp_ptr + entry * vp_se, vp_ss, scales_ptr + entry * scales_se,
+                tl.load(offset_ptr + token), k_code, v_code, old_k, new_k, old_v, new_v, done_ptr + unit,
+                K, D, DP, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC,
+            )  # fmt: skip
     return highest, total, acc
-
-
-@triton.jit
-def _prefetch_tile(
-    ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
-    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """Ask for a tile to be brought into the second-level cache, by lines of 128 bytes."""
-    at = start + tl.arange(0, BN)
-    mask = (at >= oldest) & (at < stop)
-    page = at // PAGE
-    if RING:
-        page = page % width
-    entry = tl.load(row_table + page, mask=mask, other=0)
-    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    row = tl.cast(ptr, tl.int64) + (entry * stride_e + at % PAGE * stride_s) * SIZE
-    # what isn't there is asked for as the pool's first bytes, which do exist
-    row = tl.where(mask, row, tl.cast(ptr, tl.int64))
-    for line in tl.static_range(0, D * SIZE, 128):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row + line], tl.int32, False, 1
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split", "entry_tiles"])
@@ -373,17 +393,16 @@ def decode_kernel(
     table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, entry_tiles, counter_ptr,
     part_ptr, sums_ptr, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
-    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, KP: tl.constexpr,
+    FP8_MAX: tl.constexpr, STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
     and one past last key in pages. `entry_tiles` of a unit, its first, have no keys: they stand for the time that going
-    over to a unit takes, so that slices of many short rows take no longer than others. No slice is shorter than a tile. With OWN, the token itself is read from the
-    projection, as it may be in no page; with FUSED, heads are as the projection made them, and the program that begins a
-    unit also stores its key and value.
-
+    over to a unit takes, so that slices of many short rows take no longer than others. No slice is shorter than a tile.
+    With OWN, the token itself is read from the projection, as it may be in no page; with FUSED, heads are as the
+    projection made them, and the program that has the token stores its key and value.
     EARLY: the schedule is complete, because the decode kernel of an earlier layer, which fills the device, waited for it.
     So it is read, and the first tile brought into the second-level cache, while the predecessor still runs.
     """
@@ -410,8 +429,8 @@ def decode_kernel(
         if left > 0:
             start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
             row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
-            _prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
-            _prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
+            prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
+            prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
         gdc_wait()
     while left > 0:
         next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
@@ -423,8 +442,9 @@ def decode_kernel(
         highest, total, acc = _unit_part(
             q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
             scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head, tile == begin, skipped, upto,
-            scale, softcap, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
+            table_ptr + tl.cast(slot, tl.int64) * table_st, width, unit, token, slot, oldest, stop, head,
+            tile == begin, tile + run == end, skipped, upto, scale, softcap, counter_ptr + num_units * K, K, KP, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
+            FP8_MAX, STATIC, PAGE_P,
         )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
         done = pieces == 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_decode import LOG2E, LOWEST, load_tile, online, softcapped
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, online, softcapped
 
 
 @triton.jit

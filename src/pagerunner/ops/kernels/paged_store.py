@@ -21,7 +21,7 @@ _RESCALED = 8192  # numbers of a page that are multiplied at once when its scale
 
 
 @triton.jit
-def _fitting_scale(largest, FP8_MAX: tl.constexpr):
+def fitting_scale(largest, FP8_MAX: tl.constexpr):
     """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits."""
     bits = tl.math.div_rn(largest, FP8_MAX).to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
@@ -29,7 +29,7 @@ def _fitting_scale(largest, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def _quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
+def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
     """As ops.fp8.to_fp8."""
     divided = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x))
     return tl.minimum(tl.maximum(divided, -FP8_MAX), FP8_MAX).to(FP8)
@@ -93,8 +93,8 @@ def _put_quantised(
     FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """A token's heads into its page, if it has one, and back to where they came from as the page holds them."""
-    low8 = _quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
-    high8 = _quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    low8 = quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
+    high8 = quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
     if entry >= 0:
         slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
         _put_fp8(slot, low8, high8, K, page_sh, ROWS, D, HALF, HALF_P)
@@ -164,7 +164,7 @@ def _store_page_tokens(
                 largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
                 end += 1
                 more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
-            scale = _fitting_scale(largest, FP8_MAX)
+            scale = fitting_scale(largest, FP8_MAX)
             if entry >= 0:
                 if scale > old:
                     if old > 0:

@@ -1,0 +1,88 @@
+"""Tiles of keys and values on their way from pages to the matrix units, and the softmax that goes over them one by one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
+
+
+@triton.jit
+def softcapped(scores, softcap):
+    """`softcap * tanh(scores / softcap)`."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+
+
+@triton.jit
+def load_tile(ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr):
+    """Rows of keys or values at element `offsets`, [rows, DP] of dtype TO; rows outside the mask are zeros."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None], other=0)
+    else:
+        tile = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0)
+    if FP8 is not None:
+        tile = tile.to(FP8, bitcast=True)
+    return tile.to(TO)
+
+
+# Two pairs of bytes, in one register, to float16: those at even places in one register, those at odd ones in another.
+_E4M3_PAIRS = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;"
+    " prmt.b32 $0, x, y, 0x5410; prmt.b32 $1, x, y, 0x7632; }"
+)
+_E5M2_PAIRS = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;")  # the upper byte of a float16
+
+
+@triton.jit
+def load_pairs(
+    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr
+):
+    """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO.
+
+    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not. ASM:
+    convert four at a time, which the compiler doesn't find out by itself.
+    """
+    d = tl.arange(0, DP // 2)
+    pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
+    x = tl.load(pairs, mask=mask[:, None] & (d < D // 2)[None, :], other=0)
+    if ASM and TO == tl.float16:
+        convert: tl.constexpr = _E4M3_PAIRS if FP8 == tl.float8e4nv else _E5M2_PAIRS
+        even, odd = tl.inline_asm_elementwise(convert, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
+    else:
+        even = (x & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+        odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(TO)
+    return even, odd
+
+
+@triton.jit
+def online(scores, highest, total):
+    """A tile's weights; the highest score and the total weight with it; the factor for what was found before."""
+    new = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.math.exp2(scores - new[:, None])
+    shrink = tl.math.exp2(highest - new)
+    return weights, new, total * shrink + tl.sum(weights, 1), shrink
+
+
+@triton.jit
+def prefetch_tile(
+    ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
+    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Ask for a tile to be brought into the second-level cache, by lines of 128 bytes."""
+    at = start + tl.arange(0, BN)
+    mask = (at >= oldest) & (at < stop)
+    page = at // PAGE
+    if RING:
+        page = page % width
+    entry = tl.load(row_table + page, mask=mask, other=0)
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    row = tl.cast(ptr, tl.int64) + (entry * stride_e + at % PAGE * stride_s) * SIZE
+    # what isn't there is asked for as the pool's first bytes, which do exist
+    row = tl.where(mask, row, tl.cast(ptr, tl.int64))
+    for line in tl.static_range(0, D * SIZE, 128):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row + line], tl.int32, False, 1
+        )  # fmt: skip
