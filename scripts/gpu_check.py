@@ -70,6 +70,7 @@ def steps() -> dict[str, Step]:
     )
     found = {
         "tests": Step((PYTHON, *pytest, "tests/gpu"), 240, 30),
+        "host-copy": Step(script("bench_host_copy.py", "--gib", "8"), 60, 4),
         "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
     }
     for shape in ("0.6b", "8b"):
