@@ -82,3 +82,23 @@ def test_first_runs_see_the_short_model(deep: str, monkeypatch) -> None:
     )
     runner.warm_up()
     assert seen == [2]
+
+
+def test_the_whole_model_runs_in_the_largest_steps_and_the_extreme_shapes(deep: str, monkeypatch) -> None:
+    runner = build(deep)._executor._runner
+    layers, tokens = [], []
+    run = runner.run
+    monkeypatch.setattr(runner, "_first_runs", lambda *_: None)
+    monkeypatch.setattr(
+        runner,
+        "run",
+        lambda plan: (
+            layers.append(len(runner._model.model.layers))
+            or tokens.append(sum(r.num_tokens for r in plan.rows))
+            or run(plan)
+        ),
+    )
+    monkeypatch.setattr(runner._graphs, "warm_up", lambda **how: tokens.append(how))
+    runner.warm_up()
+    assert layers == [9, 9]
+    assert tokens == [512, 512, {"extremes": True}]  # 4 sequences of 128 tokens

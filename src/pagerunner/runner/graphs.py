@@ -215,13 +215,19 @@ class StepGraphs:
         captured.graph.replay()
         return captured.graph.outputs
 
-    def warm_up(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
+    def warm_up(self, progress: Progress | None = None, *, rehearsal: bool = False, extremes: bool = False) -> None:
         """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
 
-        In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out.
+        In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out. `extremes`: only
+        the largest and the smallest shape of each kind.
         """
         self._builder.clear()
         keys = [key for key in self.keys if not rehearsal or is_telling(key)]
+        if extremes:
+            kinds: dict[tuple[bool, bool], list[GraphKey]] = {}
+            for key in keys:
+                kinds.setdefault((key.decode, key.apart), []).append(key)
+            keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
             self._work(batch, key.decode)

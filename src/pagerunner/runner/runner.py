@@ -164,6 +164,10 @@ class ModelRunner:
         with one_layer_of_each_kind(self._model, self._builder.layers):
             compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
             self._first_runs(progress)
+        # the whole model in a few shapes: the memory that all its layers take, and whatever one of them has of its own
+        for rows in self._largest_steps():
+            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._graphs.warm_up(extremes=True)
         self._scored.clear()
 
     def _init_slots(self) -> None:
@@ -178,7 +182,7 @@ class ModelRunner:
                 self._scored[slot] = request
 
     def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
-        for rows in self._first_steps():
+        for rows in (*self._first_steps(), *self._largest_steps()):
             self.run(StepPlan(step_id=-1, rows=rows)).result()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
@@ -196,11 +200,10 @@ class ModelRunner:
         return len(self._graphs.keys)
 
     def _first_steps(self) -> Iterator[list[StepRow]]:
-        """As many tokens as a step can have, at the beginning of sequences and at their end; as many rows; and between
-        them whatever may make a kernel another one: numbers of rows and tokens that are 1, a multiple of 16, and not.
+        """As many rows as a step can have, and whatever may make a kernel another one: numbers of rows and tokens that are
+        1, a multiple of 16, and neither.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
-        yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
         for rows in (1, 3, 16):
             if rows > most_rows:
                 break
@@ -209,7 +212,13 @@ class ModelRunner:
             yield _even_rows(rows, rows, longest, past=True)
         yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
-        # last, as a library serves it that may still be loading
+
+    def _largest_steps(self) -> Iterator[list[StepRow]]:
+        """As many tokens as a step can have, at the end of sequences and at their beginning; the latter is served by a
+        library that may still be loading.
+        """
+        longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
+        yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
