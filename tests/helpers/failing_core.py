@@ -14,6 +14,7 @@ from pagerunner.errors import CapacityError
 from pagerunner.types import StepPlan, StepResult
 
 FACTORY = "helpers.failing_core:build"
+STEP_SECONDS = 0.003  # so that long answers don't end before their readers look for the first token
 IN_RUN, IN_RESULT, OUT_OF_MEMORY, HANG = 2001, 2002, 2003, 2004
 """Prompt tokens that make launching a step raise, reading it raise, launching it run out of device memory, reading it hang."""
 
@@ -29,6 +30,7 @@ class _Pending:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
         if _has(self._plan, HANG):
             _wait_for_a_device_that_never_answers()
+        time.sleep(STEP_SECONDS)
         return StepResult(step_id=self._plan.step_id, token_ids=[[7] if row.samples else [] for row in self._plan.rows])
 
 
