@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
 _OPEN_FILES = 65_536
+_START_CHECK_SECONDS = 0.005
 _LAST_WORDS_SECONDS = 10.0
 
 
@@ -281,7 +282,9 @@ async def _run(
 ) -> None:
     host, port = listener.getsockname()[:2]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    if announce:
+    while not (server.started or serving.done()):
+        await asyncio.sleep(_START_CHECK_SECONDS)  # who reads the line may connect at once
+    if announce and server.started:
         print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await stop.wait(stop.asked, serving)
     if not serving.done():
