@@ -11,6 +11,7 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams
+from pagerunner.engine import garbage
 from pagerunner.engine.garbage import OLD, YOUNG, seldom_collected, set_apart
 from pagerunner.types import RequestUpdate
 
@@ -18,7 +19,9 @@ USUAL = (700, 10, 10)
 
 
 @pytest.fixture(autouse=True)
-def usual_thresholds() -> Iterator[None]:
+def usual_thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And nobody else in this process, such as another test's server, who wants others."""
+    monkeypatch.setattr(garbage, "_seldom", garbage._Seldom())
     before = gc.get_threshold()
     gc.set_threshold(*USUAL)
     yield
@@ -70,10 +73,10 @@ def test_a_choice_made_inside_stays() -> None:
 
 
 def test_what_is_set_apart_is_passed_over_until_the_end() -> None:
-    garbage = Knot()
-    old = weakref.ref(garbage)
+    knot = Knot()
+    old = weakref.ref(knot)
     with set_apart():
-        del garbage
+        del knot
         new = weakref.ref(Knot())
         gc.collect()
         assert old() is not None
