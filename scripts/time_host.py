@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ import pagerunner.engine.build as build
 import pagerunner.runner.builder as builder
 from pagerunner import LLM, SamplingParams
 from pagerunner.batch import ForwardBatch
-from pagerunner.bench.workloads import WORKLOADS, workload
+from pagerunner.bench.workloads import WORKLOADS, workload, write_config
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
 from pagerunner.engine.output_processor import OutputProcessor
@@ -160,25 +159,17 @@ def watch_parts(times: Times) -> None:
 
 def make_llm(folder: Path, max_num_seqs: int) -> LLM:
     """An engine of the real parts around nothing."""
-
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40960,
-        "attention_bias": False,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_config(
+        folder,
+        max_position_embeddings=40960,
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        vocab_size=VOCAB,
+    )
     cast(Any, build).graph_engine = lambda device: NoGraphs()
     cast(Any, ModelRunner).warm_up = lambda self, progress=None, name="": None
     cast(Any, ModelRunner)._work = no_work

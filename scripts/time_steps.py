@@ -7,7 +7,6 @@ medians of its parts on the host. `wait` is what the host waits for the device: 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pagerunner.bench.workloads import write_config
 from pagerunner.config import EngineArgs
 from pagerunner.engine.build import build_core
 from pagerunner.engine.core import EngineCore
@@ -38,22 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
     | {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False},
 }
-
-
-def checkpoint(shape: str, directory: Path) -> str:
-    """A `config.json` to fill with dummy weights."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40960,
-        "attention_bias": False,
-        **SHAPES[shape],
-    }
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str(directory)
 
 
 class Times:
@@ -156,7 +140,7 @@ def main() -> None:
         started = time.perf_counter()
         core = build_core(
             EngineArgs(
-                model=checkpoint(given.shape, Path(directory)),
+                model=str(write_config(Path(directory), max_position_embeddings=40960, **SHAPES[given.shape])),
                 device=given.device,
                 dtype=given.dtype,
                 load_format="dummy",

@@ -173,6 +173,11 @@ def write_model(shape: str, directory: Path) -> Path:
     """
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}.")
+    return write_config(directory, **SHAPES[shape])
+
+
+def write_config(directory: Path, **fields: Any) -> Path:
+    """Write the `config.json` of a Qwen3 model with these fields; returns `directory`."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -183,7 +188,7 @@ def write_model(shape: str, directory: Path) -> Path:
         "attention_bias": False,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
-        **SHAPES[shape],
+        **fields,
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
