@@ -15,7 +15,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.fake_driver import FakeDriver, fake_card
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.engine import build
+from pagerunner.engine import build, startup
 from pagerunner.engine import resolve as resolving
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import EngineCore
@@ -36,7 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
-    """A machine with a small card."""
+    """A machine with a small card, whose driver hands out all of it."""
+    monkeypatch.setattr(startup, "DRIVER_BYTES", 0)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cpu" if asked == "cpu" else "cuda")
     monkeypatch.setattr(resolving, "device_memory", lambda: CARD)
     return CARD
@@ -90,6 +91,15 @@ def test_pages_take_what_is_left_of_the_share_and_never_more_than_is_free(
     assert driver.used - granularity < plan.kv_bytes + dict(plan.other)["weights"] <= driver.used
     assert core.startup.memory["free"] == driver.memory()[0]
     assert {"config", "weights", "pages"} <= core.startup.seconds.keys()
+
+
+def test_what_the_driver_needs_for_itself_is_left_to_it(
+    card: DeviceMemory, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "DRIVER_BYTES", 8 * MIB)
+    resolved, driver = on_card(checkpoint, gpu_memory_utilization=1.0)
+    plan = build_from(resolved, card=fake_card(driver)).memory_plan
+    assert 8 * MIB - driver.granularity <= driver.memory()[0] < 8 * MIB + plan.groups[0].page_bytes + driver.granularity
 
 
 def test_tokens_over_mapped_memory_are_those_of_the_cpu(card: DeviceMemory, checkpoint: str) -> None:

@@ -77,6 +77,10 @@ class StartMeter:
         )
 
 
+DRIVER_BYTES = 32 * 2**20
+"""Of a device's free memory, what its driver keeps for itself (page tables of what it maps), and doesn't hand out."""
+
+
 def final_plan(
     plan: MemoryPlan,
     taken: dict[str, int],
@@ -102,6 +106,7 @@ def final_plan(
         CapacityError: with the numbers, when what is left can't hold what was asked for.
     """
     other = tuple((name, size) for name, size in taken.items() if name != "pages" and size > 0)
+    free = max(free - DRIVER_BYTES, 0)
     mapped = taken.get("pages", 0)
     used = sum(size for _, size in other)
     room = free + mapped if fixed else min(free + mapped, int(card.total * utilization) - used)

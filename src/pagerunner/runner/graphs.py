@@ -63,8 +63,8 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 outputs = run()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # which says only that the capture has failed
