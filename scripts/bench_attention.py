@@ -73,18 +73,23 @@ class Step:
         page, block = shape.page, shape.page * shape.kv_heads * shape.dim
         counts = [-(-(n + shape.queries) // page) for n in shape.past]
         total = sum(counts) + 1
-        stride = shape.layers * 2 * block
         fp8 = shape.kv_dtype.itemsize == 1
+        scales_bytes = 2 * shape.kv_heads * 4 if fp8 else 0
+        layer_size = 2 * block + scales_bytes // shape.kv_dtype.itemsize
+        stride = shape.layers * layer_size
         pool = torch.empty(total * stride, dtype=torch.uint8 if fp8 else shape.kv_dtype, device=DEVICE)
         for part in pool.split(1 << 28):
             part.random_(0, 0x70) if fp8 else part.normal_()
-        pool = pool.view(shape.kv_dtype)
-        scales = torch.full((total, 2), 2.0**-6, device=DEVICE) if fp8 else None
         size, strides = (total, page, shape.kv_heads, shape.dim), (stride, shape.kv_heads * shape.dim, shape.dim, 1)
-        self.pages = [
-            PagedKV(*(pool.as_strided(size, strides, (2 * layer + i) * block) for i in range(2)), scales)
-            for layer in range(shape.layers)
-        ]
+        self.pages = []
+        for layer in range(shape.layers):
+            first = layer * layer_size
+            k, v = (pool.view(shape.kv_dtype).as_strided(size, strides, first + i * block) for i in range(2))
+            scales = None
+            if fp8:
+                at = (total, 2, shape.kv_heads), (stride // 4, shape.kv_heads, 1), (first + 2 * block) // 4
+                scales = pool.view(torch.float32).as_strided(*at).fill_(2.0**-6)
+            self.pages.append(PagedKV(k, v, scales))
         order = torch.randperm(total).tolist()
         table = torch.zeros(len(counts) + 1, max(counts) + 16, dtype=torch.int64)
         common = [order.pop() for _ in range(shape.shared // page)]
@@ -114,7 +119,13 @@ class Step:
         """A plan that has computed nothing yet."""
         shape = self.shape
         fresh = () if any(shape.past) else (shape.queries,) * len(shape.past)
-        return PagedPlan(window=shape.window, one_token=shape.queries == 1, max_query_len=shape.queries, fresh=fresh)
+        return PagedPlan(
+            window=shape.window,
+            one_token=shape.queries == 1,
+            max_query_len=shape.queries,
+            fresh=fresh,
+            sharing=bool(shape.shared),
+        )
 
     def attend(self, layer: int) -> torch.Tensor:
         """One layer's attention."""

@@ -75,6 +75,13 @@ def longest_gaps(kernels: list[Kernel], count: int) -> list[tuple[float, float, 
     return sorted(found, reverse=True)[:count]
 
 
+def print_timeline(kernels: list[Kernel], count: int) -> None:
+    """The `count` kernels in the middle, one behind the other."""
+    some = kernels[len(kernels) // 2 :][:count]
+    for kernel in some:
+        print(f"{kernel.start - some[0].start:9.2f} us  {kernel.end - kernel.start:8.2f} us  {kernel.name[:100]}")
+
+
 def run(llm: LLM, rows: int, context: int, steps: int, seed: int) -> None:
     """Generate `steps` tokens for each of `rows` prompts of `context` fresh tokens."""
     ids = random.Random(seed)
@@ -120,6 +127,7 @@ def main() -> None:
     parser.add_argument("--workload", help="a workload of the benchmarks, instead of rows, context and steps")
     parser.add_argument("--stretches", type=int, default=8)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--timeline", type=int, default=0, help="also print so many consecutive kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -158,6 +166,7 @@ def main() -> None:
     middle = kernels[0].start + (kernels[-1].end - kernels[0].start) / 2
     kernels = [kernel for kernel in kernels if kernel.start >= middle]
     print_stretch(f"{args.shape}, {args.rows} rows", kernels, args.top)
+    print_timeline(kernels, args.timeline)
     if args.json:
         span, busy, table = kernels[-1].end - kernels[0].start, busy_time(kernels), by_name(kernels)
         rows = [{"name": name, "calls": calls, "us": time} for name, calls, time in table]
