@@ -20,8 +20,8 @@ class LayerKV:
 
     `k` and `v` have shape [num_entries, page_tokens, num_kv_heads, head_dim]; index 0 is a page table entry. Views of
     different entries may overlap when the table's unit is smaller than a page: only entries found in a page table are
-    pages. `scales` are those of fp8 pages, [num_entries, 2] float32: the keys' and the values'. `static` ones come from the
-    checkpoint, are the same for every entry (stride 0), and are never written. Where `v` is `k`, a slot is one vector that
+    pages. `scales` are those of fp8 pages, [num_entries, 2, num_kv_heads] float32: the keys' and the values'. `static` ones
+    come from the checkpoint, are the same for every entry (stride 0), and are never written. Where `v` is `k`, a slot is one vector that
     serves as both.
     """
 
@@ -37,7 +37,7 @@ class LatentKV:
     """One layer's pages of a latent group: [num_entries, storage slots of a page, latent + rope elements].
 
     `indexer` are the slots' indexer keys, [num_entries, storage slots, elements], where the layer has them. `scales` are
-    those of fp8 pages, [num_entries, 2] float32: the vectors' and the indexer keys'.
+    those of fp8 pages, [num_entries, 2, 1] float32: the vectors' and the indexer keys'.
     """
 
     group: int

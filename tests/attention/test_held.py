@@ -13,15 +13,15 @@ SIZE, HEADS, DIM, PAGES = 4, 2, 6, 5
 
 
 def make_layer(dtype: torch.dtype) -> LayerKV:
-    """Pages of zeros: keys, then values, then both scales."""
+    """Pages of zeros: keys, then values, then the heads' scales of both."""
     block = SIZE * HEADS * DIM
-    stride = 2 * block + 8
+    stride = 2 * block + 8 * HEADS
     memory = torch.zeros(PAGES * stride, dtype=torch.uint8)
     views = [
         memory.view(dtype).as_strided((PAGES, SIZE, HEADS, DIM), (stride, HEADS * DIM, DIM, 1), i * block)
         for i in range(2)
     ]
-    scales = memory.view(torch.float32).as_strided((PAGES, 2), (stride // 4, 1), 2 * block // 4)
+    scales = memory.view(torch.float32).as_strided((PAGES, 2, HEADS), (stride // 4, HEADS, 1), 2 * block // 4)
     return LayerKV(0, views[0], views[1], scales)
 
 
@@ -36,7 +36,7 @@ def put(layer: LayerKV, which: int, slots: list[int], values: torch.Tensor) -> t
 def held(layer: LayerKV, which: int) -> torch.Tensor:
     """What all slots stand for, [slots, heads, dim]."""
     assert layer.scales is not None
-    pages = (layer.k, layer.v)[which].float() * layer.scales[:, which].view(-1, 1, 1, 1)
+    pages = (layer.k, layer.v)[which].float() * layer.scales[:, which].view(-1, 1, HEADS, 1)
     return pages.flatten(0, 1)
 
 

@@ -38,7 +38,8 @@ def serve(
     nothing = torch.zeros(len(positions), dtype=torch.int64)
     step = StepRows.of(query_lens, seq_lens, range(len(rows)))
     held = TORCH_DTYPES[spec.dtype]  # type: ignore[attr-defined]
-    scales = torch.ones(table.numel(), 2) if spec.has_page_scales else None  # type: ignore[attr-defined]
+    heads = getattr(spec, "num_kv_heads", 1)
+    scales = torch.ones(table.numel(), 2, heads) if spec.has_page_scales else None  # type: ignore[attr-defined]
     if isinstance(spec, specs.LatentKV):
         vector = spec.latent_dim + spec.rope_dim
         latent = LatentKV(0, torch.zeros(table.numel(), SIZE, vector).to(held), scales)
@@ -126,8 +127,9 @@ def test_nothing_else_is_made_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     layout = slot_layout(pages)
     rows = slot_rows(torch.tensor([3, 0]), torch.tensor([1, 15]), layout)
-    read = scratch.read(0, pages, rows, layout, torch.bfloat16, torch.tensor([2.0, 0.5]))
-    wanted = torch.stack((pages[3, 1].float() * 2, pages[0, 15].float() / 2)).to(torch.bfloat16)
+    read = scratch.read(0, pages, rows, layout, torch.bfloat16, torch.tensor([[2.0, 4.0], [0.5, 0.5]]))
+    by_head = torch.tensor([[2.0], [4.0]])
+    wanted = torch.stack((pages[3, 1].float() * by_head, pages[0, 15].float() / 2)).to(torch.bfloat16)
     assert torch.equal(read, wanted)
     held = {tensor.untyped_storage().data_ptr() for tensor in scratch._held.values()}
     assert read.untyped_storage().data_ptr() in held

@@ -233,4 +233,4 @@ def test_plan_draws_the_arena_as_text_and_into_a_file(tmp_path, capsys):
     assert "can't be written" in capsys.readouterr().err
     assert main(["plan", "--json", "--memory", "1GiB", "--quiet", "--kv-cache-dtype", "fp8"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["groups"][0]["zero_fresh"] and plan["groups"][0]["page_bytes"] == 81_920 // 4 + 5 * 16
+    assert plan["groups"][0]["zero_fresh"] and plan["groups"][0]["page_bytes"] == 81_920 // 4 + 5 * 32

@@ -100,7 +100,7 @@ def test_pages_hold_no_scales_and_need_no_zeroing(tmp_path: Path) -> None:
     static, own = group(path), group(str(make_checkpoint(tmp_path, "qwen3")))
     assert own.zero_fresh and not static.zero_fresh
     for one, other in zip(own.layers, static.layers, strict=True):
-        scales = 16  # two float32, padded so that the next layer's loads stay aligned
+        scales = 16  # float32 of two heads' keys and values
         assert one.spec.page_bytes(16) == other.spec.page_bytes(16) + scales
 
 

@@ -79,7 +79,7 @@ def _make_pool(case: Case, num_pages: int) -> tuple[torch.Tensor, list[torch.Ten
     block = size * heads * (dim + dim_v)
     itemsize = case.kv_dtype.itemsize
     scales_at = -(-block * itemsize // 4) * 4 if case.kv_dtype in FP8 else 0
-    part = scales_at + 8 if scales_at else block * itemsize  # a layer's share of a page, in bytes
+    part = scales_at + 8 * case.kv_heads if scales_at else block * itemsize  # a layer's share of a page, in bytes
     stride = 2 * part + case.gap * (4 if scales_at else itemsize)  # two layers; the step runs the second
     lead = case.lead * itemsize  # pages don't begin where memory does
     pool = torch.full((num_pages * stride + lead,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
@@ -91,7 +91,9 @@ def _make_pool(case: Case, num_pages: int) -> tuple[torch.Tensor, list[torch.Ten
     scales = None
     if scales_at:
         first = (lead + part + scales_at) // 4
-        scales = pool.view(torch.float32).as_strided((num_pages, 2), (stride // 4, 1), first)
+        scales = pool.view(torch.float32).as_strided(
+            (num_pages, 2, case.kv_heads), (stride // 4, case.kv_heads, 1), first
+        )
         scales.zero_()  # as of fresh pages
     return pool, kv, scales
 

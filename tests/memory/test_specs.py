@@ -54,7 +54,7 @@ def test_keys_values_and_scales_follow_each_other(
     if size == 1 and not static:
         assert spec.zero_fresh, "its scales are read before the first write"
         assert end <= spec.scales_offset(tokens) < end + 4 and spec.scales_offset(tokens) % 4 == 0
-        spare = spec.page_bytes(tokens) - spec.scales_offset(tokens) - 8
+        spare = spec.page_bytes(tokens) - spec.scales_offset(tokens) - 8 * heads
         assert 0 <= spare < 16 and spec.page_bytes(tokens) % 16 == 0
     else:
         assert not spec.zero_fresh and spec.page_bytes(tokens) == end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagerunner.ops.fp8 import fitting_scale, from_fp8, to_fp8
+from pagerunner.ops.fp8 import ROOM, fitting_scale, from_fp8, grown_scale, to_fp8
 
 DTYPES = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}  # with their relative rounding errors
 
@@ -37,3 +37,14 @@ def test_what_does_not_fit_saturates_and_zeros_stay(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     assert from_fp8(to_fp8(x, scale, dtype), scale, torch.float32).tolist() == [most, -most, 0.0]
     assert from_fp8(to_fp8(x * 0, scale * 0, dtype), scale * 0, torch.float32).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pages_scale_stays_while_it_serves_and_then_leaves_room(dtype: torch.dtype) -> None:
+    first = torch.tensor([0.0, 1e-3, 1.0, 300.0])
+    scale = grown_scale(torch.zeros(4), first, dtype)
+    assert scale.tolist() == (fitting_scale(first, dtype) * ROOM).tolist()
+    assert torch.equal(grown_scale(scale, first * ROOM, dtype), scale), "there was room"
+    larger = grown_scale(scale, first * ROOM * 2.5, dtype)
+    assert (larger[1:] > scale[1:] * ROOM).all() and larger[0] == 0
+    assert torch.equal(grown_scale(larger, first, dtype), larger), "scales never shrink"

@@ -265,8 +265,8 @@ class CompressedBackend:
         pages = pages_ESD.unsqueeze(2)
         layout = slot_layout(pages)
         rows = slot_rows(*places, layout)
-        scale_S = None if scales is None else scales[places[0], which]
-        return self._scratch.read(which, pages, rows, layout, dtype, scale_S).squeeze(1)
+        scale_S1 = None if scales is None else scales[places[0], which]
+        return self._scratch.read(which, pages, rows, layout, dtype, scale_S1).squeeze(1)
 
 
 def _allowed(

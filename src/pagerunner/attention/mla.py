@@ -215,5 +215,5 @@ class _Call:
         """The vectors of `slots[first:end]`, [S, L]."""
         layout = slot_layout(self.pages)
         rows = slots.rows(layout).view(-1, layout.rows_per_token)[first:end].flatten()
-        scale_S = None if self.scales is None else self.scales[slots.entries_N[first:end], 0]
-        return self.scratch.read(0, self.pages, rows, layout, self.q_THD.dtype, scale_S).squeeze(1)
+        scale_S1 = None if self.scales is None else self.scales[slots.entries_N[first:end], 0]
+        return self.scratch.read(0, self.pages, rows, layout, self.q_THD.dtype, scale_S1).squeeze(1)

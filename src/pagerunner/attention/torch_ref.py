@@ -87,10 +87,10 @@ class Scratch:
         rows: torch.Tensor,
         layout: SlotLayout,
         dtype: torch.dtype,
-        scale_N: torch.Tensor | None = None,
+        scale_NK: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The slots at `rows` of `pages` [entries, slots, K, D], [N, K, D] in `dtype`; fp8 ones times their scales."""
-        if scale_N is None:
+        if scale_NK is None:
             space = self.take(which, rows.numel(), layout.unit, pages)
             held_NKD = gather_slots(pages, rows, layout, pages.dtype, space)
             return held_NKD if pages.dtype == dtype else self._like(which, held_NKD, dtype).copy_(held_NKD)
@@ -98,7 +98,7 @@ class Scratch:
         space = self.take(which, rows.numel(), layout.unit, raw)
         held_NKD = gather_slots(raw, rows, layout, torch.uint8, space).view(pages.dtype)
         wide_NKD = self._like(which if dtype == torch.float32 else 0, held_NKD, torch.float32).copy_(held_NKD)
-        wide_NKD.mul_(scale_N[:, None, None])
+        wide_NKD.mul_(scale_NK.unsqueeze(-1))
         return wide_NKD if dtype == torch.float32 else self._like(which, held_NKD, dtype).copy_(wide_NKD)
 
     def _like(self, which: int, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -240,8 +240,8 @@ class _Call:
         layout = slot_layout(pages)
         rows = slots.rows(layout)
         scales = self.layer.scales
-        scale_N = None if scales is None else scales[slots.entries_N, which]
-        return self.scratch.read(which, pages, rows, layout, self.q_THD.dtype, scale_N)
+        scale_NK = None if scales is None else scales[slots.entries_N, which]
+        return self.scratch.read(which, pages, rows, layout, self.q_THD.dtype, scale_NK)
 
     def _keys(self, slots: Slots) -> torch.Tensor:
         return self._gather(slots, self.layer.k, 0)

@@ -47,9 +47,9 @@ class FullKV:
     """Keys and values of every token of a request, kept until the request ends.
 
     `head_dim_v` is the size of a value head where it differs from a key head's (None: equal). Kernels mask: they never
-    read a token slot that has not been written. In an fp8 page the tokens are followed by two float32 numbers at
-    `scales_offset`: the page's key scale and value scale; with `static_scales` both come from the checkpoint instead, and
-    the page holds none.
+    read a token slot that has not been written. In an fp8 page the tokens are followed by float32 numbers at
+    `scales_offset`: the scale of each head's keys, then that of each head's values; with `static_scales` they come from
+    the checkpoint instead, and the page holds none.
 
     Raises:
         ConfigError: a size is not positive, or the dtype is unknown.
@@ -97,7 +97,7 @@ class FullKV:
 
     @property
     def has_page_scales(self) -> bool:
-        """Whether a page ends with its key scale and value scale."""
+        """Whether a page ends with the scales of its keys and values."""
         return self.quantised and not self.static_scales
 
     @property
@@ -110,7 +110,7 @@ class FullKV:
         return page_tokens * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
 
     def scales_offset(self, page_tokens: int) -> int:
-        """Bytes from the layer's share of a page to its two scales (key, value)."""
+        """Bytes from the layer's share of a page to its scales (of keys by head, of values by head)."""
         return _round_up(page_tokens * self.bytes_per_token, SCALE_BYTES)
 
     def page_bytes(self, page_tokens: int) -> int:
@@ -119,7 +119,7 @@ class FullKV:
         Scales are padded, so that the next layer's keys begin where a kernel can read 16 bytes at once.
         """
         if self.has_page_scales:
-            return _round_up(self.scales_offset(page_tokens) + 2 * SCALE_BYTES, _ALIGNMENT)
+            return _round_up(self.scales_offset(page_tokens) + 2 * self.num_kv_heads * SCALE_BYTES, _ALIGNMENT)
         return page_tokens * self.bytes_per_token
 
 

@@ -2,13 +2,17 @@
 
 Scales are powers of two, so a scale moves exponents and nothing else: an element is rounded to fp8's few mantissa bits
 whatever its scale, growing a scale rounds nothing again but what falls below fp8's smallest normal number, and a scale
-need not be the same for two elements to be rounded alike. Converting to fp8 saturates. Elements are handled as bytes,
-because torch indexes fp8 tensors on few devices.
+need not be the same for two elements to be rounded alike. That is why a page's scale leaves room: it costs no bit of what
+is not tiny, and pages hardly ever have to be converted to a larger one. Converting to fp8 saturates. Elements are handled
+as bytes, because torch indexes fp8 tensors on few devices.
 """
 
 from __future__ import annotations
 
 import torch
+
+ROOM = 4.0
+"""How many times as large as what it is made for the numbers that a page's scale serves may be."""
 
 
 def fitting_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -16,6 +20,12 @@ def fitting_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two already
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(min=-126)), 0.0)
+
+
+def grown_scale(old: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of a page that is to hold magnitudes of up to `largest` too: the old one if it serves; 0 for zeros."""
+    fitting = fitting_scale(largest, dtype)
+    return torch.where(fitting > old, fitting * ROOM, old)
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.fp8 import fitting_scale, from_fp8, to_fp8
+from pagerunner.ops.fp8 import from_fp8, to_fp8
+from pagerunner.ops.fp8_pages import grow_scales
 from pagerunner.ops.norm import qk_norm_
 from pagerunner.ops.pages import gather_slots, slot_layout, slot_rows, write_slots
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
 class PagedKV(NamedTuple):
-    """One layer's pages: `k` and `v` are strided views [E, page tokens, K, D or V]; `scales` [E, 2] float32 those of fp8
+    """One layer's pages: `k` and `v` are strided views [E, page tokens, K, D or V]; `scales` [E, 2, K] float32 those of fp8
     pages: the keys' and the values'. `static` ones are the layer's own, the same for every page, and don't grow.
     """
 
@@ -127,40 +128,17 @@ def _store_scaled(
     scales = pages.scales
     if scales is None:
         raise TypeError("pages without scales have nothing to scale by")
-    stored_T = write_entry_T >= 0
     if pages.static:
-        scale_T = scales[:1, which].expand(values_TKD.shape[0])
+        scale_TK = scales[:1, which].expand(values_TKD.shape[0], -1)
     else:
-        wanted_T = fitting_scale(values_TKD.abs().amax((1, 2)), view.dtype)
-        entries_U, page_T = write_entry_T[stored_T].unique(return_inverse=True)
-        old_U = scales[entries_U, which]
-        new_U = old_U.scatter_reduce(0, page_T, wanted_T[stored_T], "amax")
-        grown_U = (new_U > old_U) & (old_U > 0)
-        if grown_U.any():
-            _rescale(view, entries_U[grown_U], old_U[grown_U] / new_U[grown_U])
-        scales[entries_U, which] = new_U
-        scale_T = wanted_T.clone()  # of a token without a page: its own
-        scale_T[stored_T] = new_U[page_T]
-    scale_T11 = scale_T[:, None, None]
-    quantised_TKD = to_fp8(values_TKD, scale_T11, view.dtype)
+        scale_TK = grow_scales(view, scales, which, values_TKD, write_entry_T)
+    stored_T = write_entry_T >= 0
+    quantised_TKD = to_fp8(values_TKD, scale_TK.unsqueeze(-1), view.dtype)
     raw = view.view(torch.uint8)
     layout = slot_layout(raw)
     rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
     write_slots(raw, rows, quantised_TKD.view(torch.uint8)[stored_T], layout)
-    return from_fp8(quantised_TKD, scale_T11, values_TKD.dtype)
-
-
-def _rescale(view: torch.Tensor, entries_U: torch.Tensor, factor_U: torch.Tensor) -> None:
-    size = view.shape[1]
-    raw = view.view(torch.uint8)
-    layout = slot_layout(raw)
-    offsets = torch.arange(size, device=view.device).repeat(len(entries_U))
-    rows = slot_rows(entries_U.repeat_interleave(size), offsets, layout)
-    out = torch.empty(rows.numel(), layout.unit, dtype=torch.uint8, device=view.device)
-    held = gather_slots(raw, rows, layout, torch.uint8, out).view(view.dtype)
-    factor = factor_U.repeat_interleave(size)[:, None, None]
-    converted = to_fp8(from_fp8(held, factor, torch.float32), torch.ones_like(factor), view.dtype)
-    write_slots(raw, rows, converted.view(torch.uint8), layout)
+    return from_fp8(quantised_TKD, scale_TK.unsqueeze(-1), values_TKD.dtype)
 
 
 @gpu_kernel("paged_store")
@@ -247,7 +225,7 @@ def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, tabl
     slots = slot_rows(entries_L, positions_L % size, layout)
     out = torch.empty(slots.numel(), layout.unit, dtype=raw.dtype, device=raw.device)
     held_LKD = gather_slots(raw, slots, layout, raw.dtype, out).view(view.dtype).float()
-    return held_LKD if pages.scales is None else held_LKD * pages.scales[entries_L, which][:, None, None]
+    return held_LKD if pages.scales is None else held_LKD * pages.scales[entries_L, which].unsqueeze(-1)
 
 
 def _attend(

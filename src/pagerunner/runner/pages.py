@@ -50,7 +50,8 @@ def layer_view(
     if static:
         if static_scales is None:
             raise ValueError(f"layer {piece.layer} needs static scales")
-        scales = torch.tensor(static_scales, dtype=torch.float32, device=kv_bytes.device).expand(num_entries, 2)
+        both = torch.tensor(static_scales, dtype=torch.float32, device=kv_bytes.device).unsqueeze(1)
+        scales = both.repeat(1, spec.num_kv_heads).expand(num_entries, 2, spec.num_kv_heads)
     else:
         scales = _page_scales(kv_bytes, group, piece)
     values = piece.offset + spec.value_offset(group.page_tokens)
@@ -63,7 +64,9 @@ def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) ->
         return None
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
     first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
-    return kv_bytes.view(torch.float32).as_strided((num_entries, 2), (group.unit // SCALE_BYTES, 1), first)
+    heads = 1 if isinstance(spec, LatentSpec) else spec.num_kv_heads
+    strides = (group.unit // SCALE_BYTES, heads, 1)
+    return kv_bytes.view(torch.float32).as_strided((num_entries, 2, heads), strides, first)
 
 
 def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:

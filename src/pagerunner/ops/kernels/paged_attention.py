@@ -21,7 +21,8 @@ from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
-FEW_ROWS = 16  # fewer do not occupy the device with large tiles
+FEW_ROWS = 16  # fewer do not occupy the device
+SMALL_TILES_ROWS = 64  # of fp8: with up to this many, large tiles leave too much of the device idle when rows are short
 _SCHEDULE_BLOCK = 256
 
 
@@ -39,17 +40,19 @@ class Tiles(NamedTuple):
 
 
 def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
-    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements; twice that of fp8,
-    where the instructions for a tile are what takes the time, unless there are but few rows to occupy the device.
+    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements.
 
-    Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight.
+    Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight. Of fp8 tiles it is
+    the work on them that takes the time. While rows are few, four programs with entries one tile ahead are fastest; with
+    many, programs of few warps, which wait less for each other.
     """
-    rows = max(16, padded(group))
-    if fp8 and few:
-        return Tiles(rows, min(max(8192 // row_bytes, 32), 64), 4, 5, 2)
-    if fp8:
-        return Tiles(rows, min(max(16384 // row_bytes, 32), 128), 4, 4, 3, 1)
-    return Tiles(rows, min(max(8192 // row_bytes, 16), 128), 4, 5, 4, 2)
+    rows = max(8 if fp8 else 16, padded(group))
+    if not fp8:
+        return Tiles(rows, min(max(8192 // row_bytes, 16), 128), 4, 5, 4, 2)
+    if few:
+        return Tiles(rows, min(max(8192 // row_bytes, 16), 64), 4, 2, 4, 1)
+    warps = min(max(rows * row_bytes // 512, 2), 4)  # results take a quarter of a warp's registers
+    return Tiles(rows, min(max(4096 * warps // row_bytes, 16), 128), warps, 4, 12 // warps, 1)
 
 
 def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
@@ -127,7 +130,7 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -
     least = 16 if fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
     group, group_padded = heads // kv_heads, padded(heads // kv_heads)
     tokens = q.shape[0]
-    decode = decode_tiles(row_bytes, group, fp8 is not None, tokens < FEW_ROWS)
+    decode = decode_tiles(row_bytes, group, fp8 is not None, tokens <= SMALL_TILES_ROWS)
     slices = max(1, multiprocessors(q.device) * decode.programs // kv_heads)
     return _Choices(
         group=group,
@@ -200,7 +203,7 @@ class _Call:
         rows, plan, device = self.rows, self.plan, self.q.device
         num_rows = rows.slots_R.shape[0]
         # one allocation; parts begin at multiples of 16 bytes
-        counters = self.tokens * (self.kv_heads + 1)  # a unit's pieces by head, and its heads
+        counters = self.tokens * self.kv_heads  # of a unit's pieces by head
         sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -242,7 +245,7 @@ class _Call:
             self.rows.page_table, self.rows.page_table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
             self.scale, self.softcap, programs, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0],
             self.dim_v, self.padded[1], self.page, tiles.keys, bool(self.softcap), self.fp8, self.dot,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            ASM=dependent(device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         return acc, sums
 
@@ -265,7 +268,7 @@ class _Call:
             self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"],
-            KP=padded(self.kv_heads), FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
+            FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
             PAGE_P=padded(self.page), **launch,
         )  # fmt: skip
 
@@ -282,7 +285,8 @@ class _Call:
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
             self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
-            self.fp8, _TL_DTYPES[dot], num_warps=tiles.warps, num_stages=tiles.stages,
+            self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot,
+            dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:

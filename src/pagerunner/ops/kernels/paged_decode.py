@@ -15,8 +15,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.paged_store import fitting_scale, quantise
-from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_pairs, load_tile, online, prefetch_tile, softcapped
+from pagerunner.ops.kernels.paged_store import grown_scale, quantise
+from pagerunner.ops.kernels.paged_tiles import (
+    LOG2E,
+    LOWEST,
+    exponents,
+    load_pairs,
+    load_tile,
+    online,
+    prefetch_tile,
+    scaled,
+    softcapped,
+)
 
 
 @triton.jit
@@ -121,7 +131,7 @@ def _attend(
         if SOFTCAP:
             scores = softcapped(scores, softcap)
         scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-        weights, highest, total, shrink = online(scores, highest, total)
+        weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
         acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
     return highest, total, acc
 
@@ -130,11 +140,13 @@ def _attend(
 def _attend_fp8(
     q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
     row_table, width, first, last, oldest, stop, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, even and odd elements apart."""
+    """As `_attend`, even and odd elements apart, and with queries as the products' columns, of which 8 are enough: `even`
+    and `odd` are [DVP / 2, M]. A value scale goes into its keys' exponents, so that a weight with it is at most 1.
+    """
     n = tl.arange(0, BN)
     for start in range(first, last, BN):
         at = start + n
@@ -144,21 +156,19 @@ def _attend_fp8(
             page = page % width
         entry = tl.load(row_table + page, mask=mask, other=0)
         inside = at % PAGE
-        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO, ASM)
-        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO, ASM)
+        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO, ASM, False)
+        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO, ASM, True)
         k_scale = tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)
-        v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
-        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee") * (k_scale * scale)[None, :]
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-        weights, highest, total, shrink = online(scores, highest, total)
-        # the tile's largest scale stays outside, so that no weight becomes too small for TO
-        most = tl.max(v_scale, 0)
-        weights = (weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]).to(TO)
-        even = even * shrink[:, None] + tl.dot(weights, v_even, input_precision="ieee") * most
-        odd = odd * shrink[:, None] + tl.dot(weights, v_odd, input_precision="ieee") * most
+        v_scale = tl.load(scales_ptr + entry * scales_se + K, mask=mask, other=0.0)
+        scores = tl.dot(k_even, tl.trans(q_even), input_precision="ieee")
+        scores = tl.dot(k_odd, tl.trans(q_odd), scores, input_precision="ieee")
+        exponent = exponents(v_scale, ASM)[:, None]
+        scores = scaled(scores, k_scale[:, None], exponent, scale, softcap, SOFTCAP)
+        scores = tl.where(mask[:, None], scores, float("-inf"))
+        weights, highest, total, shrink = online(scores, tl.math.exp2(-exponent), highest, total, 0)
+        weights = weights.to(TO)
+        even = tl.dot(v_even, weights, even * shrink[None, :], input_precision="ieee")
+        odd = tl.dot(v_odd, weights, odd * shrink[None, :], input_precision="ieee")
     return highest, total, even, odd
 
 
@@ -200,34 +210,25 @@ def _own_value(
 
 @triton.jit
 def _own_codes(
-    k_at, k_sh, v_at, v_sh, head, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scales_ptr, scales_se, entry,
-    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     NORM: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """A token's key [DP] and value [DVP] of one head in fp8, and the scales of its page: before and with the token.
-
-    A scale is that of all heads, so the program of each computes it; `_store_codes` writes it.
-    """
-    all_heads = tl.arange(0, KP)
+    """A token's key [DP] and value [DVP] of one head in fp8, and the head's scales in its page: before and with the token."""
     dv = tl.arange(0, DVP)
-    there = all_heads < K
-    rows = all_heads[:, None]
-    keys = prepared(k_at + rows * k_sh, there[:, None], k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
-    keys = keys.to(k_at.dtype.element_ty).to(tl.float32)
-    values = tl.load(v_at + rows * v_sh + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-    values = values.to(tl.float32)
-    mine = (all_heads == head)[:, None]
-    key = tl.sum(tl.where(mine, keys, 0.0), 0)
-    value = tl.sum(tl.where(mine, values, 0.0), 0)
+    one = tl.arange(0, 1)[:, None]
+    key = prepared(k_at + one, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
+    key = tl.sum(key.to(k_at.dtype.element_ty).to(tl.float32), 0)
+    value = tl.load(v_at + dv, mask=dv < DV, other=0.0).to(tl.float32)
     if STATIC:
-        old_k = tl.load(scales_ptr)
-        old_v = tl.load(scales_ptr + 1)
+        old_k = tl.load(scale_ptr)
+        old_v = tl.load(scale_ptr + K)
         new_k, new_v = old_k, old_v
     else:
-        old_k = tl.load(scales_ptr + entry * scales_se, mask=entry >= 0, other=0.0)
-        old_v = tl.load(scales_ptr + entry * scales_se + 1, mask=entry >= 0, other=0.0)
-        new_k = tl.maximum(fitting_scale(tl.max(tl.max(tl.abs(keys), 1), 0), FP8_MAX), old_k)
-        new_v = tl.maximum(fitting_scale(tl.max(tl.max(tl.abs(values), 1), 0), FP8_MAX), old_v)
+        old_k = tl.load(scale_ptr, mask=entry >= 0, other=0.0)
+        old_v = tl.load(scale_ptr + K, mask=entry >= 0, other=0.0)
+        new_k = grown_scale(old_k, tl.max(tl.abs(key), 0), FP8_MAX)
+        new_v = grown_scale(old_v, tl.max(tl.abs(value), 0), FP8_MAX)
     return quantise(key, new_k, FP8_MAX, FP8), quantise(value, new_v, FP8_MAX, FP8), old_k, new_k, old_v, new_v
 
 
@@ -250,21 +251,34 @@ def _store_code(
 
 
 @triton.jit
-def _store_codes(
-    k_page, k_stride, v_page, v_stride, scale_ptr, inside, k_code, v_code, old_k, new_k, old_v, new_v, done_ptr,
+def _with_own_code(
+    wide_q, highest, total, acc, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry, inside,
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, scale, softcap,
     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    PAGE_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
+    PAGE_P: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One head of a token into its page. The last of the K heads to be stored writes the page's scales."""
-    tl.debug_barrier()  # the whole program has read the page
-    _store_code(k_page, k_stride, k_code, inside, old_k, new_k, D, DP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
-    _store_code(v_page, v_stride, v_code, inside, old_v, new_v, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
-    if not STATIC:
-        tl.debug_barrier()
-        if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == K - 1:
-            tl.store(done_ptr, 0)
+    """The token's own key and value, as pages hold them, added to what was found in pages; and stored in its page."""
+    scale_ptr = scales_ptr + entry * scales_se
+    k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
+        k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,
+        K, D, DP, DV, DVP, NORM, FP8, FP8_MAX, STATIC,
+    )  # fmt: skip
+    if entry >= 0:
+        tl.debug_barrier()  # the whole program has read the page
+        k_page, v_page = kp_ptr + entry * kp_se, vp_ptr + entry * vp_se
+        _store_code(k_page, kp_ss, k_code, inside, old_k, new_k, D, DP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
+        _store_code(v_page, vp_ss, v_code, inside, old_v, new_v, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
+        if not STATIC:
             tl.store(scale_ptr, new_k)
-            tl.store(scale_ptr + 1, new_v)
+            tl.store(scale_ptr + K, new_v)
+    key = (k_code.to(tl.float32) * new_k).to(k_at.dtype.element_ty).to(tl.float32)
+    value = (v_code.to(tl.float32) * new_v).to(v_at.dtype.element_ty).to(tl.float32)
+    score = _score(wide_q, key, scale, softcap, SOFTCAP)
+    new = tl.maximum(highest, score)
+    shrink = tl.math.exp2(highest - new)
+    weight = tl.math.exp2(score - new)
+    return new, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value[None, :]
 
 
 @triton.jit
@@ -308,16 +322,16 @@ def _finish(
 def _unit_part(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
     scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    row_table, width, unit, token, slot, oldest, stop, head, begins, ends, skipped, upto, scale, softcap, done_ptr,
-    K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
+    row_table, width, token, slot, oldest, stop, head, begins, ends, skipped, upto, scale, softcap,
+    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
     """Tiles [skipped, upto) of a unit: highest score, total weight and weighted values. `begins`, `ends`: with these the unit
     does, and its own token is in the part with which it begins; with fp8 pages that this kernel writes (FUSED), in the
     part with which it ends, whose tile is the only one with slots of the token's page: these are converted if the scale
-    grows. The new scale is written by the last head's program to come by, when all have read the old one.
+    grows.
     """
     g = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -333,23 +347,12 @@ def _unit_part(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     CODES: tl.constexpr = FUSED and FP8 is not None
-    k_own = k_ptr + tl.cast(token, tl.int64) * k_st
-    v_own = v_ptr + tl.cast(token, tl.int64) * v_st
-    if CODES:
-        entry = tl.load(entry_ptr + token)
-        k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
-            k_own, k_sh, v_own, v_sh, head, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scales_ptr, scales_se, entry,
-            K, KP, D, DP, DV, DVP, NORM, FP8, FP8_MAX, STATIC,
-        )  # fmt: skip
-        if ends & (slot >= 0):
-            key = (k_code.to(tl.float32) * new_k).to(k_ptr.dtype.element_ty).to(tl.float32)
-            highest = _score(wide_q, key, scale, softcap, SOFTCAP)
-            total += 1.0
-            acc += (v_code.to(tl.float32) * new_v).to(v_ptr.dtype.element_ty).to(tl.float32)[None, :]
-    elif OWN:
+    k_own = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
+    v_own = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
+    if OWN and not CODES:
         if begins & (slot >= 0):
             highest, value = _own_value(
-                wide_q, k_own + head * k_sh, v_own + head * v_sh, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
+                wide_q, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
                 kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
             )  # fmt: skip
             total += 1.0
@@ -369,18 +372,20 @@ def _unit_part(
             q_even = tl.load(q_at + twos, mask=rows & (twos < D), other=0.0).to(TO)
             q_odd = tl.load(q_at + twos + 1, mask=rows & (twos < D), other=0.0).to(TO)
         even, odd = tl.split(tl.reshape(acc, [M, DVP // 2, 2]))
+        even, odd = tl.trans(even), tl.trans(odd)
         highest, total, even, odd = _attend_fp8(
             q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
             row_table, width, first, last, oldest, stop, scale, softcap,
-            D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
+            K, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
-        acc = tl.reshape(tl.join(even, odd), [M, DVP])
+        acc = tl.reshape(tl.join(tl.trans(even), tl.trans(odd)), [M, DVP])
     if CODES:
-        if ends & (slot >= 0) & (entry >= 0):
-            _store_codes(
-                kp_ptr + entry * kp_se, kp_ss, vp_ptr + entry * vp_se, vp_ss, scales_ptr + entry * scales_se,
-                tl.load(offset_ptr + token), k_code, v_code, old_k, new_k, old_v, new_v, done_ptr + unit,
-                K, D, DP, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC,
+        if ends & (slot >= 0):
+            highest, total, acc = _with_own_code(
+                wide_q, highest, total, acc, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps,
+                tl.load(entry_ptr + token), tl.load(offset_ptr + token), kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
+                scales_ptr, scales_se, scale, softcap,
+                K, D, DP, DV, DVP, PAGE, PAGE_P, NORM, SOFTCAP, FP8, FP8_MAX, STATIC,
             )  # fmt: skip
     return highest, total, acc
 
@@ -395,8 +400,8 @@ def decode_kernel(
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, KP: tl.constexpr,
-    FP8_MAX: tl.constexpr, STATIC: tl.constexpr, PAGE_P: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FP8_MAX: tl.constexpr,
+    STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
     """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
     and one past last key in pages. `entry_tiles` of a unit, its first, have no keys: they stand for the time that going
@@ -414,8 +419,7 @@ def decode_kernel(
     piece = tl.program_id(0) // K
     total_tiles = tl.load(begin_ptr + num_units)
     per = tl.maximum(tl.cdiv(total_tiles, S), 1)
-    tile = piece * per
-    left = tl.minimum(per, total_tiles - tile)
+    tile, left = piece * per, tl.minimum(per, total_tiles - piece * per)
     unit = 0
     if (num_units > 1) & (tile > 0) & (left > 0):
         for start in range(0, num_units, 256):
@@ -424,6 +428,7 @@ def decode_kernel(
             unit += tl.sum((ends <= tile).to(tl.int32), 0)
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
+    scales_ptr += head
     begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
     if EARLY:
         if left > 0:
@@ -442,9 +447,9 @@ def decode_kernel(
         highest, total, acc = _unit_part(
             q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
             scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-            table_ptr + tl.cast(slot, tl.int64) * table_st, width, unit, token, slot, oldest, stop, head,
-            tile == begin, tile + run == end, skipped, upto, scale, softcap, counter_ptr + num_units * K, K, KP, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
-            FP8_MAX, STATIC, PAGE_P,
+            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head,
+            tile == begin, tile + run == end, skipped, upto, scale, softcap, K, G, M, D, DP, DV, DVP, PAGE, BN, RING,
+            OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL, FP8_MAX, STATIC, PAGE_P,
         )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
         done = pieces == 1
@@ -474,7 +479,7 @@ def shared_kernel(
     table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
     PROGRAMS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TO: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share.
 
@@ -513,20 +518,22 @@ def shared_kernel(
                 inside = at % PAGE
                 k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
                 v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if FP8 is not None:
-                    scores = scores * tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)[None, :]
-                    v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=mask, other=0.0)
-                if SOFTCAP:
-                    scores = softcapped(scores, softcap)
-                scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-                weights, highest, total, shrink = online(scores, highest, total)
-                if FP8 is not None:
-                    most = tl.max(v_scale, 0)
-                    weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
-                    acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                share = 1.0
+                if FP8 is None:
+                    scores = scores * scale
+                    if SOFTCAP:
+                        scores = softcapped(scores, softcap)
+                    scores = scores * LOG2E
                 else:
-                    acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+                    scale_at = scales_ptr + entry * scales_se + head
+                    exponent = exponents(tl.load(scale_at + K, mask=mask, other=0.0), ASM)[None, :]
+                    k_scale = tl.load(scale_at, mask=mask, other=0.0)[None, :]
+                    scores = scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP)
+                    share = tl.math.exp2(-exponent)
+                scores = tl.where(mask[None, :], scores, float("-inf"))
+                weights, highest, total, shrink = online(scores, share, highest, total, 1)
+                acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
             place = split * shared_split + row // G * (K * G) + q_head
             tl.store(shared_sums_ptr + place * 2, highest, mask=there)
             tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)

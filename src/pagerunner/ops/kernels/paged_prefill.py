@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, online, softcapped
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, exponents, load_tile, online, scaled, softcapped
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _new_tiles(
             if REACH:
                 seen = seen & (at[None, :] >= oldest_M[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        weights, highest, total, shrink = online(scores, highest, total)
+        weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
         acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
     return highest, total, acc
 
@@ -52,8 +52,9 @@ def _new_tiles(
 def _past_tiles(
     q, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
     first, last, past, oldest, oldest_M, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last) of the row's past; without MASKED or REACH, all of them are visible."""
     n = tl.arange(0, BN)
@@ -68,25 +69,26 @@ def _past_tiles(
         inside = at % PAGE
         k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, there, D, DP, FP8, TO)
         v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, there, DV, DVP, FP8, TO)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if FP8 is not None:
-            scores = scores * tl.load(scales_ptr + entry * scales_se, mask=there, other=0.0)[None, :]
-            v_scale = tl.load(scales_ptr + entry * scales_se + 1, mask=there, other=0.0)
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        scores = scores * LOG2E
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        share = 1.0
+        if FP8 is None:
+            scores = scores * scale
+            if SOFTCAP:
+                scores = softcapped(scores, softcap)
+            scores = scores * LOG2E
+        else:
+            scale_at = scales_ptr + entry * scales_se
+            exponent = exponents(tl.load(scale_at + K, mask=there, other=0.0), ASM)[None, :]
+            k_scale = tl.load(scale_at, mask=there, other=0.0)[None, :]
+            scores = scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP)
+            share = tl.math.exp2(-exponent)
         if MASKED or REACH:
             seen = there[None, :]
             if REACH:
                 seen = seen & (at[None, :] >= oldest_M[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        weights, highest, total, shrink = online(scores, highest, total)
-        if FP8 is not None:
-            most = tl.max(v_scale, 0)
-            weights = weights * (v_scale / tl.where(most > 0, most, 1.0))[None, :]
-            acc = acc * shrink[:, None] + tl.dot(weights.to(TO), v, input_precision="ieee") * most
-        else:
-            acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+        weights, highest, total, shrink = online(scores, share, highest, total, 1)
+        acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
     return highest, total, acc
 
 
@@ -124,9 +126,11 @@ def prefill_kernel(
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    TO: tl.constexpr,
+    TO: tl.constexpr, PAST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`block` [R + 1] are prefix sums of the rows' blocks, of BM // GP queries each."""
+    """`block` [R + 1] are prefix sums of the rows' blocks, of BM // GP queries each. Products are of dtype TO, with pages of
+    dtype PAST.
+    """
     BT: tl.constexpr = BM // GP
     head = tl.program_id(0) % K
     block = tl.load(block_ptr + num_rows) - 1 - tl.program_id(0) // K
@@ -151,20 +155,22 @@ def prefill_kernel(
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DVP], tl.float32)
 
+        q_past = q.to(PAST)
         row_table = table_ptr + slot * table_st
         kp_at = kp_ptr + head * kp_sh
         vp_at = vp_ptr + head * vp_sh
+        scales_ptr += head
         whole = past // BN * BN
         highest, total, acc = _past_tiles(
-            q, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
+            q_past, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
             oldest // BN * BN, whole, past, oldest, oldest_M, scale, softcap,
-            D, DP, DV, DVP, PAGE, BN, False, REACH, SOFTCAP, FP8, TO,
+            K, D, DP, DV, DVP, PAGE, BN, False, REACH, SOFTCAP, FP8, PAST, ASM,
         )  # fmt: skip
         if (whole < past) & (oldest < past):
             highest, total, acc = _past_tiles(
-                q, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table,
+                q_past, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table,
                 width, whole, past, past, oldest, oldest_M, scale, softcap,
-                D, DP, DV, DVP, PAGE, BN, True, REACH, SOFTCAP, FP8, TO,
+                K, D, DP, DV, DVP, PAGE, BN, True, REACH, SOFTCAP, FP8, PAST, ASM,
             )  # fmt: skip
 
         k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh

@@ -2,7 +2,7 @@
 
 Program (t, part) has part 0: token t's keys, part 1: its values, others: some of its query heads. A head is handled as
 two halves, which are the pairs that rotate. In pages with scales of their own, the program of the first of adjacent
-tokens that go to one page handles all of that page's tokens, and so needs no atomics.
+tokens that go to one page handles all of that page's tokens, and so needs no atomics. Scales are [entries, 2, K].
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.fp8 import ROOM as SCALE_ROOM
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.paged_attention import HeadPrep, PagedKV
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _QUERY_BLOCK = 8  # query heads of one program
 _RESCALED = 8192  # numbers of a page that are multiplied at once when its scale grows
+ROOM = tl.constexpr(SCALE_ROOM)
 
 
 @triton.jit
@@ -26,6 +28,13 @@ def fitting_scale(largest, FP8_MAX: tl.constexpr):
     bits = tl.math.div_rn(largest, FP8_MAX).to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
     return tl.where(largest > 0, (exponent << 23).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def grown_scale(old, largest, FP8_MAX: tl.constexpr):
+    """As ops.fp8.grown_scale."""
+    fitting = fitting_scale(largest, FP8_MAX)
+    return tl.where(fitting > old, fitting * ROOM, old)
 
 
 @triton.jit
@@ -93,6 +102,7 @@ def _put_quantised(
     FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """A token's heads into its page, if it has one, and back to where they came from as the page holds them."""
+    scale = scale[:, None]
     low8 = quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
     high8 = quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
     if entry >= 0:
@@ -107,10 +117,11 @@ def _rescale_page(
     page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """SLOTS of them at once: one after the other, each would be waited for."""
+    """By the heads' factors [ROWS]. SLOTS slots at once: one after the other, each would be waited for."""
     row = tl.arange(0, SLOTS * ROWS)
     d = tl.arange(0, HALF_P)
     head = row % ROWS
+    factor = tl.reshape(tl.broadcast_to(factor[None, :], [SLOTS, ROWS]), [SLOTS * ROWS])[:, None]
     for first in range(0, PAGE, SLOTS):
         slot = first + row // ROWS
         at = page_ptr + (slot * stride_s + head * stride_h)[:, None] + d[None, :]
@@ -131,18 +142,20 @@ def _store_page_tokens(
     ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
     STATIC: tl.constexpr,
 ):  # fmt: skip
-    """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale; nothing
-    if the one before goes there too.
+    """All tokens from `token` on that go to its page (or `token` alone, if it goes to none), in fp8 with a scale for each
+    head; nothing if the one before goes there too.
     """
+    head = tl.arange(0, ROWS)
+    scale_ptr += head
     entry = tl.load(entry_ptr + token)
     leads = True
     if STATIC:
-        scale = tl.load(scale_ptr)
+        scale = tl.load(scale_ptr, mask=head < K, other=0.0)
         old = scale
     else:
         before = tl.load(entry_ptr + tl.maximum(token - 1, 0))
         leads = (token == 0) | (entry < 0) | (before != entry)
-        old = tl.load(scale_ptr + entry * scale_se, mask=entry >= 0, other=0.0)
+        old = tl.load(scale_ptr + entry * scale_se, mask=(head < K) & (entry >= 0), other=0.0)
     end = token + 1
     low, high = _heads(  # before `leads` is known, so that it isn't waited for
         ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
@@ -152,7 +165,7 @@ def _store_page_tokens(
     high = high.to(ptr.dtype.element_ty).to(tl.float32)
     if leads:
         if not STATIC:
-            largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
+            largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
             more = (entry >= 0) & (tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry)
             while more:
                 x_low, x_high = _heads(
@@ -161,20 +174,21 @@ def _store_page_tokens(
                 )  # fmt: skip
                 x_low = x_low.to(ptr.dtype.element_ty).to(tl.float32)
                 x_high = x_high.to(ptr.dtype.element_ty).to(tl.float32)
-                largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1), 0))
+                largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(x_low), tl.abs(x_high)), 1))
                 end += 1
                 more = tl.load(entry_ptr + end, mask=end < num_tokens, other=-2) == entry
-            scale = fitting_scale(largest, FP8_MAX)
+            scale = grown_scale(old, largest, FP8_MAX)
             if entry >= 0:
-                if scale > old:
-                    if old > 0:
+                grown = scale > old
+                if tl.max(grown.to(tl.int32), 0) > 0:
+                    if tl.max((grown & (old > 0)).to(tl.int32), 0) > 0:
+                        factor = tl.math.div_rn(old, tl.where(scale > 0, scale, 1.0))
                         _rescale_page(
-                            page_ptr + entry * page_se, page_ss, page_sh, tl.math.div_rn(old, scale), K,
+                            page_ptr + entry * page_se, page_ss, page_sh, factor, K,
                             PAGE, SLOTS, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
                         )  # fmt: skip
                         tl.debug_barrier()
-                    tl.store(scale_ptr + entry * scale_se, scale)
-                scale = tl.maximum(scale, old)
+                    tl.store(scale_ptr + entry * scale_se, scale, mask=grown & (head < K))
         _put_quantised(
             ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
             ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
@@ -257,7 +271,7 @@ def _prepare_kernel(
         )  # fmt: skip
     else:
         _store_page_tokens(
-            v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + 1, scales_se, k_norm_ptr, eps,
+            v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + K, scales_se, k_norm_ptr, eps,
             cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, num_tokens, K,
             ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, SLOTS, STATIC,
         )  # fmt: skip

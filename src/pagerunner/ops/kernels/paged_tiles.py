@@ -38,9 +38,10 @@ _E5M2_PAIRS = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF
 
 @triton.jit
 def load_pairs(
-    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr
-):
-    """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO.
+    ptr, offsets, mask, D: tl.constexpr, DP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr,
+    TRANS: tl.constexpr = False,
+):  # fmt: skip
+    """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO; TRANS: [DP / 2, rows].
 
     Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not. ASM:
     convert four at a time, which the compiler doesn't find out by itself.
@@ -48,6 +49,8 @@ def load_pairs(
     d = tl.arange(0, DP // 2)
     pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
     x = tl.load(pairs, mask=mask[:, None] & (d < D // 2)[None, :], other=0)
+    if TRANS:
+        x = tl.trans(x)
     if ASM and TO == tl.float16:
         convert: tl.constexpr = _E4M3_PAIRS if FP8 == tl.float8e4nv else _E5M2_PAIRS
         even, odd = tl.inline_asm_elementwise(convert, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
@@ -58,12 +61,35 @@ def load_pairs(
 
 
 @triton.jit
-def online(scores, highest, total):
-    """A tile's weights; the highest score and the total weight with it; the factor for what was found before."""
-    new = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.math.exp2(scores - new[:, None])
+def exponents(v_scale, ASM: tl.constexpr):
+    """log2 of the value scales of fp8 keys, which goes into their scores: so a weight is multiplied by its key's value
+    scale, is at most 1 all the same, and adds to what was found before as any other. Of powers of two it is exact.
+
+    ASM: in one instruction, instead of the compiler's function.
+    """
+    v_scale = tl.where(v_scale > 0, v_scale, 1.0)  # of a page of zeros
+    if ASM:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [v_scale], tl.float32, True, 1)
+    return tl.math.log2(v_scale)
+
+
+@triton.jit
+def scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP: tl.constexpr):
+    """Products of queries with fp8 keys as scores in units of log2, with the `exponents`."""
+    if SOFTCAP:
+        return softcapped(scores * (k_scale * scale), softcap) * LOG2E + exponent
+    return scores * (k_scale * (scale * LOG2E)) + exponent
+
+
+@triton.jit
+def online(scores, share, highest, total, AXIS: tl.constexpr):
+    """A tile's weights, of scores whose keys lie along AXIS; the highest score and the total weight with it, into which a
+    weight goes times `share`; the factor for what was found before.
+    """
+    new = tl.maximum(highest, tl.max(scores, AXIS))
+    weights = tl.math.exp2(scores - tl.expand_dims(new, AXIS))
     shrink = tl.math.exp2(highest - new)
-    return weights, new, total * shrink + tl.sum(weights, 1), shrink
+    return weights, new, total * shrink + tl.sum(weights * share, AXIS), shrink
 
 
 @triton.jit
