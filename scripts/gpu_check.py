@@ -77,7 +77,7 @@ def steps() -> dict[str, Step]:
         for kv in ("auto", "fp8"):
             name = f"throughput-{shape}" + ("" if kv == "auto" else f"-{kv}")
             found[name] = Step(script("gpu_check.py", "--throughput", f"qwen3-{shape}", "--kv-cache-dtype", kv), 180)
-        found[f"startup-{shape}"] = Step(bench("startup", shape), 120, 3)
+        found[f"startup-{shape}"] = Step((*bench("startup", shape), "--num-iters", "3"), 150, 5)
         found[f"sleep-{shape}"] = Step(bench("sleep", shape), 120, 7)
         found[f"profile-{shape}"] = Step(
             script("profile_decode.py", "--shape", f"qwen3-{shape}", "--rows", "64", "--top", "12"), 90, 13
