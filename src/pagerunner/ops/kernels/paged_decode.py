@@ -23,6 +23,7 @@ from pagerunner.ops.kernels.paged_tiles import (
     load_pairs,
     load_tile,
     online,
+    page_scores,
     prefetch_tile,
     scaled,
     softcapped,
@@ -519,18 +520,8 @@ def shared_kernel(
                 k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
                 v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-                share = 1.0
-                if FP8 is None:
-                    scores = scores * scale
-                    if SOFTCAP:
-                        scores = softcapped(scores, softcap)
-                    scores = scores * LOG2E
-                else:
-                    scale_at = scales_ptr + entry * scales_se + head
-                    exponent = exponents(tl.load(scale_at + K, mask=mask, other=0.0), ASM)[None, :]
-                    k_scale = tl.load(scale_at, mask=mask, other=0.0)[None, :]
-                    scores = scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP)
-                    share = tl.math.exp2(-exponent)
+                scale_at = scales_ptr + entry * scales_se + head
+                scores, share = page_scores(scores, scale_at, mask, scale, softcap, K, SOFTCAP, FP8, ASM)
                 scores = tl.where(mask[None, :], scores, float("-inf"))
                 weights, highest, total, shrink = online(scores, share, highest, total, 1)
                 acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, exponents, load_tile, online, scaled, softcapped
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, online, page_scores, softcapped
 
 
 @triton.jit
@@ -70,18 +70,8 @@ def _past_tiles(
         k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, there, D, DP, FP8, TO)
         v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, there, DV, DVP, FP8, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        share = 1.0
-        if FP8 is None:
-            scores = scores * scale
-            if SOFTCAP:
-                scores = softcapped(scores, softcap)
-            scores = scores * LOG2E
-        else:
-            scale_at = scales_ptr + entry * scales_se
-            exponent = exponents(tl.load(scale_at + K, mask=there, other=0.0), ASM)[None, :]
-            k_scale = tl.load(scale_at, mask=there, other=0.0)[None, :]
-            scores = scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP)
-            share = tl.math.exp2(-exponent)
+        scale_at = scales_ptr + entry * scales_se
+        scores, share = page_scores(scores, scale_at, there, scale, softcap, K, SOFTCAP, FP8, ASM)
         if MASKED or REACH:
             seen = there[None, :]
             if REACH:
