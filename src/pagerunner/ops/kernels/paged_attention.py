@@ -23,6 +23,7 @@ LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go t
 SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
 FEW_ROWS = 16  # fewer do not occupy the device
 SMALL_TILES_ROWS = 64  # of fp8: with up to this many, large tiles leave too much of the device idle when rows are short
+SINGLE_KERNEL_ROWS = 512  # with up to this many, heads are prepared inside the decode kernel, by every slice of a row
 _SCHEDULE_BLOCK = 256
 
 
@@ -388,11 +389,10 @@ def projected_attention(
     softcap: float = 0.0,
     first_layer: bool = True,
 ) -> torch.Tensor:
-    """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
+    """See the twin. A step of rows with one token each, of which no pages are sought that all share, is a single kernel."""
     q, k, v = prep.split(qkv_TND)
-    few = rows.slots_R.shape[0] < MIN_SHARING_ROWS
-    small = few or (pages.scales is None and bool(plan.window or plan.chunk))
-    if not (plan.one_token and small and _writes_pages(_choices(q, v, pages, plan), pages)):
+    single = plan.one_token and rows.slots_R.shape[0] <= SINGLE_KERNEL_ROWS and not shares(rows, plan)
+    if not (single and _writes_pages(_choices(q, v, pages, plan), pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
     write = write_entry_T, write_offset_T
