@@ -25,7 +25,6 @@ from pagerunner.ops.kernels.paged_tiles import (
     joined,
     load_tile,
     online,
-    page_scores,
     prefetch_tile,
     softcapped,
     tile_scales,

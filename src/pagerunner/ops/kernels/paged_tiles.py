@@ -102,25 +102,6 @@ def scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def page_scores(
-    scores, scale_at, there, scale, softcap,
-    K: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Products of queries with keys from pages, [M, BN], as scores in units of log2, and what of their weights goes into the
-    total weight. `scale_at` [BN], of FP8: the head's key scales of the keys' pages, K before its value scales.
-    """
-    if FP8 is None:
-        scores = scores * scale
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        return scores * LOG2E, 1.0
-    else:
-        exponent = exponents(tl.load(scale_at + K, mask=there, other=0.0), ASM)[None, :]
-        k_scale = tl.load(scale_at, mask=there, other=0.0)[None, :]
-        return scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP), tl.math.exp2(-exponent)
-
-
-@triton.jit
 def online(scores, share, highest, total, AXIS: tl.constexpr):
     """A tile's weights, of scores whose keys lie along AXIS; the highest score and the total weight with it, into which a
     weight goes times `share`; the factor for what was found before.
