@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.paged_store import grown_scale, quantise
+from pagerunner.ops.kernels.paged_heads import grown_scale, quantise
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
     LOWEST,
