@@ -122,7 +122,7 @@ class Step:
         return PagedPlan(
             window=shape.window,
             one_token=shape.queries == 1,
-            max_query_len=shape.queries,
+            usual_query_len=shape.queries,
             fresh=fresh,
             sharing=bool(shape.shared),
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.attention_cases import Case, cases, plain, run
 from pagerunner.attention.base import Reach
-from pagerunner.attention.paged import PagedBackend
+from pagerunner.attention.paged import PagedBackend, usual_query_len
 from pagerunner.memory.specs import FullKV, LatentKV, WindowKV
 
 
@@ -48,3 +48,19 @@ def test_says_what_it_does_not_serve() -> None:
     for spec, dtype, word in reasons:
         reason = backend.unsupported(spec, "cpu", dtype)
         assert reason is not None and word in reason
+
+
+@pytest.mark.parametrize(
+    ("lens", "usual"),
+    [
+        ([], 1),
+        ([1, 1, 1], 1),
+        ([7], 7),
+        ([1] * 200 + [2048] * 4, 2048),  # rows that decode don't count
+        ([2080] + [32] * 192, 32),  # a prefix and those who wait for it
+        ([100, 300], 300),
+        ([200, 200], 200),
+    ],
+)
+def test_the_usual_query_length_is_that_of_most_new_tokens(lens: list[int], usual: int) -> None:
+    assert usual_query_len(lens) == usual

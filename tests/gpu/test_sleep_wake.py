@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.device import MIB, all_taken_but, counted_graphs, device_llm, free_memory, needs_cuda
+from helpers.device import (
+    MIB,
+    ON_CUDA,
+    all_taken_but,
+    collect,
+    counted_graphs,
+    device_llm,
+    free_memory,
+    needs_cuda,
+    wait_for_host_copies,
+)
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
+from pagerunner.runner.runner import ModelRunner
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
 PROMPTS = [
@@ -123,6 +135,34 @@ def test_free_memory_is_the_same_to_the_mib_before_and_after(model: str, tmp_pat
         assert mapped(llm) == held
         results(llm)
         assert abs(free_memory() - awake) < MIB, f"after level {level}"
+
+
+def runners() -> int:
+    return sum(type(found) is ModelRunner for found in gc.get_objects())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("model", ["dense", "hybrid, fp8 pages"])
+def test_an_engine_that_nobody_refers_to_gives_everything_back_at_once(model: str, tmp_path: Path) -> None:
+    """Not when garbage is collected some time."""
+    results(sleeper(model, tmp_path))  # what is taken at first use is not what is measured
+    collect()
+    there, free = runners(), free_memory() if ON_CUDA else 0
+    gc.disable()
+    try:
+        llm = sleeper(model, tmp_path)
+        results(llm)
+        llm.sleep(1)
+        llm.wake_up()
+        assert runners() == there + 1
+        del llm
+        assert runners() == there
+    finally:
+        gc.enable()
+    if ON_CUDA:
+        wait_for_host_copies()
+        torch.cuda.empty_cache()
+        assert free_memory() > free - 32 * MIB
 
 
 def test_regions_wake_one_by_one_and_their_names_are_checked(tmp_path: Path) -> None:

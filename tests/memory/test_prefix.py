@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagerunner.memory.prefix import PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory import prefix
+from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.rules import FullRule, joint_hit
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=100)
@@ -98,3 +101,35 @@ def test_groups_agree_on_the_longest_common_hit() -> None:
     assert joint_hit(rules, full, chain, 190) == 96
     assert joint_hit(rules, [full[0], full[1], {}], chain, 199) == 0
     assert joint_hit(rules[:1], full[:1], chain, 199) == 192
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "tenant"]), st.lists(st.integers(0, 2), max_size=12), st.integers(0, 40)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_what_other_prompts_have_hashed_changes_no_hash(prompts: list[tuple[str, list[int], int]]) -> None:
+    """Prompts are made of units that come again, cut anywhere, and may go on after that."""
+    recent = RecentPrompts()
+    recent.KEPT = 2
+    for salt, units, cut in prompts:
+        tokens = [unit * 100 + place for unit in units for place in range(UNIT_TOKENS)]
+        tokens = tokens[: max(len(tokens) - cut, 0)]
+        chain, alone = PrefixChain(chain_seed(salt), recent), PrefixChain(chain_seed(salt))
+        for some in (chain, alone):
+            some.cover(tokens, len(tokens))
+        assert chain.hashes == alone.hashes
+        for some in (chain, alone):
+            some.cover([*tokens, *range(50)], len(tokens) + 50)
+        assert chain.hashes == alone.hashes
+
+
+def test_a_prompt_that_begins_as_another_hashes_only_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent, seed = RecentPrompts(), chain_seed()
+    PrefixChain(seed, recent).cover(list(range(800)), 800)
+    hashed: list[bytes] = []
+    monkeypatch.setattr(prefix, "blake2b", lambda data, **options: hashed.append(data) or blake2b(data, **options))
+    PrefixChain(seed, recent).cover([*range(400), *range(100)], 500)
+    assert len(hashed) == 500 // UNIT_TOKENS - 400 // UNIT_TOKENS

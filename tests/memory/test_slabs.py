@@ -64,7 +64,7 @@ def test_released_pages_are_cached_only_if_published_and_evicted_oldest_first() 
     assert take(pool, 2) == [[6, 7]], "free pages go first"
     assert take(pool, 2) == [[4, 5]], "then the tail of what was released"
     assert set(pool.index.keys[0]) == {0, 1, 2, 3}
-    pool.share(0, 0)
+    pool.share(0, [0])
     assert take(pool, 3) == [[1, 2, 3]] and pool.allocate([1]) is None
     pool.check()
 
@@ -73,7 +73,7 @@ def test_without_caching_pages_leave_the_index_with_their_last_owner() -> None:
     pool = make(1, 4, keep=False)
     (pages,) = take(pool, 2)
     publish(pool, 0, pages)
-    pool.share(0, 0)
+    pool.share(0, [0])
     pool.release(0, [1, 0])
     assert pool.index.keys[0] == {0: b"0/0"}
     pool.release(0, [0])
@@ -119,7 +119,7 @@ def test_compaction_empties_slabs_and_carries_counts_and_content_along() -> None
     pool = make(4, 4, 1)
     (pages, _) = take(pool, 16, 0)
     publish(pool, 0, pages)
-    pool.share(0, 13)
+    pool.share(0, [13])
     pool.release(0, [page for page in pages if page not in (0, 5, 6, 9, 13)] + [])
     assert pool.slack([0, 1]) == -1
     moves = pool.compact()

@@ -278,10 +278,11 @@ def test_random_traffic_finishes_with_the_right_tokens_and_loses_no_page() -> No
 
 
 class _ForgetsReference(SlabPool):
-    def share(self, group: int, page: int) -> None:
-        super().share(group, page)
-        if self.refs[group][page] > 1:
-            self.refs[group][page] -= 1
+    def share(self, group: int, pages: Any) -> None:
+        super().share(group, pages)
+        for page in pages:
+            if self.refs[group][page] > 1:
+                self.refs[group][page] -= 1
 
 
 class _LeaksPages(SlabPool):

@@ -6,6 +6,7 @@ tests of everything around them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class PagedBackend:
             window=0 if chunked else size,
             chunk=size if chunked else 0,
             one_token=rows.one_token,
-            max_query_len=rows.max_query_len,
+            usual_query_len=usual_query_len(lens) if lens else rows.max_query_len,
             fresh=fresh,
             sharing=state is None or state.sharing,
         )
@@ -102,6 +103,17 @@ class PagedBackend:
         pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         first, rows, write = _is_first(layer, batch), _rows(group, batch), (group.write_entry, group.write_offset)
         return projected_attention(qkv_TND, prep, pages, *write, rows, group.metadata, scale, sinks_H, softcap, first)
+
+
+def usual_query_len(query_lens: Sequence[int]) -> int:
+    """A length of which half of the tokens of rows with several are in rows that have no more; 1 without such rows."""
+    lens = sorted(count for count in query_lens if count > 1)
+    left = sum(lens) / 2
+    for count in lens:
+        left -= count
+        if left <= 0:
+            return count
+    return 1
 
 
 def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:

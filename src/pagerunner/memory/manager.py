@@ -15,7 +15,7 @@ from math import lcm
 from pagerunner.memory.forks import Forks, prompt_key
 from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal, fill
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, chain_seed
+from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
 from pagerunner.memory.snapshots import Snapshots
@@ -77,6 +77,7 @@ class KVManager:
         self._epoch = 0
         self._plans = 0  # that were ended
         self._forks = Forks()
+        self._recent = RecentPrompts()
 
     # -- admission
 
@@ -90,7 +91,7 @@ class KVManager:
 
     def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
         """The prefix chain of a new request; requests with equal arguments may share pages."""
-        return PrefixChain(chain_seed(cache_salt, adapter, "" if self.enable_prefix_caching else family))
+        return PrefixChain(chain_seed(cache_salt, adapter, "" if self.enable_prefix_caching else family), self._recent)
 
     def admit(
         self,
@@ -171,12 +172,11 @@ class KVManager:
                 continue
             start, stop = rule.hit_span(hit)
             found = self.index.pages[group]
-            self._hold(grant, group, start, [found[rule.key(grant.chain, page)] for page in range(start, stop)])
+            self._hold(grant, group, start, [found[key] for key in rule.keys(grant.chain, start, stop)])
 
     def _hold(self, grant: Grant, group: int, first: int, pages: list[int]) -> None:
         """Put pages that are in use or cached into the grant, as its pages `first` .. ."""
-        for page in pages:
-            self.pool.share(group, page)
+        self.pool.share(group, pages)
         grant.pages[group] = [HOLE] * first + pages
         grant.first[group] = first
         grant.held[group] = len(pages)

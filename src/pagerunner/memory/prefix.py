@@ -32,14 +32,45 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+class RecentPrompts:
+    """Hashes of the last prompts that began differently, for those that begin the same: most of what requests with a
+    common system prompt, or a conversation's next turn, would hash again.
+    """
+
+    KEPT = 8
+    """Prompts; of each its tokens and hashes are held, 9 bytes a token."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, tuple[bytes, list[bytes]]] = {}
+
+    def hashes(self, seed: bytes, data: bytes) -> list[bytes]:
+        """Those of leading units of `data` that are known."""
+        known, hashes = self._prompts.get(seed + data[:_UNIT_BYTES], (b"", []))
+        same, beyond = 0, min(len(known), len(data)) // _UNIT_BYTES + 1
+        while beyond - same > 1:
+            middle = (same + beyond) // 2
+            part = slice(same * _UNIT_BYTES, middle * _UNIT_BYTES)
+            same, beyond = (middle, beyond) if known[part] == data[part] else (same, middle)
+        return hashes[:same]
+
+    def keep(self, seed: bytes, data: bytes, hashes: list[bytes]) -> None:
+        """Remember a prompt of whole units, in place of one that begins the same."""
+        key = seed + data[:_UNIT_BYTES]
+        self._prompts.pop(key, None)
+        self._prompts[key] = (data, list(hashes))
+        if len(self._prompts) > self.KEPT:
+            del self._prompts[next(iter(self._prompts))]
+
+
 class PrefixChain:
     """One request's hashes: `hashes[i]` covers tokens [0, 16 * (i + 1)). Computed once and extended as tokens arrive."""
 
-    __slots__ = ("hashes", "seed")
+    __slots__ = ("_recent", "hashes", "seed")
 
-    def __init__(self, seed: bytes) -> None:
+    def __init__(self, seed: bytes, recent: RecentPrompts | None = None) -> None:
         self.seed = seed
         self.hashes: list[bytes] = []
+        self._recent = recent
 
     def cover(self, tokens: Sequence[int], limit: int) -> None:
         """Hash the whole units among the first `limit` of `tokens` that are not hashed yet.
@@ -51,11 +82,16 @@ class PrefixChain:
         if units <= done:
             return
         data = _token_bytes(tokens[done * UNIT_TOKENS : units * UNIT_TOKENS])
-        last = self.hashes[-1] if done else self.seed
-        append = self.hashes.append
-        for at in range(0, len(data), _UNIT_BYTES):
+        recent = None if done else self._recent
+        if recent is not None:
+            self.hashes += recent.hashes(self.seed, data)
+        hashes = self.hashes
+        last = hashes[-1] if hashes else self.seed
+        for at in range((len(hashes) - done) * _UNIT_BYTES, len(data), _UNIT_BYTES):
             last = blake2b(last + data[at : at + _UNIT_BYTES], digest_size=32).digest()
-            append(last)
+            hashes.append(last)
+        if recent is not None:
+            recent.keep(self.seed, data, hashes)
 
 
 class PrefixIndex:

@@ -69,6 +69,9 @@ class GroupRule(Protocol):
     def key(self, chain: PrefixChain, page: int) -> PageKey:
         """What identifies the content of a complete page."""
 
+    def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
+        """Those of the pages [start, stop)."""
+
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """First and one past last page that a prefix hit of `tokens` tokens takes from the index."""
 
@@ -143,17 +146,27 @@ class FullRule:
         unit, place = divmod(page, UNIT_TOKENS // size)
         return chain.hashes[unit] + bytes((place,))
 
+    def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
+        """Those of the pages [start, stop)."""
+        units, rest = divmod(self.page_tokens, UNIT_TOKENS)
+        if units and not rest:
+            return chain.hashes[(start + 1) * units - 1 : stop * units : units]
+        return [self.key(chain, page) for page in range(start, stop)]
+
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """Every page of the prefix."""
         return 0, tokens // self.page_tokens
 
     def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
         """Leading pages until the first that is missing, in whole cells."""
-        key = self.key
         most = self.complete(min(limit, len(chain.hashes) * UNIT_TOKENS))
         pages = 0
-        while pages < most and key(chain, pages) in index:
-            pages += 1
+        while pages < most:  # some at a time: the first may be missing already
+            found = list(map(index.__contains__, self.keys(chain, pages, min(pages + 64, most))))
+            if not all(found):
+                pages += found.index(False)
+                break
+            pages += len(found)
         cell = self.cell
         return pages * self.page_tokens // cell * cell
 
@@ -331,6 +344,10 @@ class RecurrentRule:
     def key(self, chain: PrefixChain, page: int) -> PageKey:
         """Of a snapshot after `page + 1` units."""
         return chain.hashes[page]
+
+    def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
+        """Of the snapshots after `start + 1` to `stop` units."""
+        return chain.hashes[start:stop]
 
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """The snapshot after that many tokens, counted in units."""

@@ -89,15 +89,16 @@ class SlabPool:
             pages.sort()
         return taken
 
-    def share(self, group: int, page: int) -> None:
-        """One more reference to a page that is in use or cached."""
-        refs = self.refs[group]
-        if page in refs:
-            refs[page] += 1
-            return
-        refs[page] = 1
-        del self.cached[group][page]
-        self._mark_used(group, page // self.per_slab[group], 1)
+    def share(self, group: int, pages: Sequence[int]) -> None:
+        """One more reference to each of pages that are in use or cached."""
+        refs, cached, per_slab = self.refs[group], self.cached[group], self.per_slab[group]
+        for page in pages:
+            if page in refs:
+                refs[page] += 1
+            else:
+                refs[page] = 1
+                del cached[page]
+                self._mark_used(group, page // per_slab, 1)
 
     def touch(self, group: int, page: int) -> None:
         """A cached page was used: of all cached pages it is now evicted last."""

@@ -50,15 +50,15 @@ class PagedPlan:
     """What the layers of a step share.
 
     Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
-    tokens, or all (both 0). `one_token`: token t is row t's only one. `max_query_len` is a bound of
-    what the device tensors say. `fresh`: where the host knows that rows of this many tokens each, with nothing before
+    tokens, or all (both 0). `one_token`: token t is row t's only one. `usual_query_len`: half of the tokens of rows that
+    have several are in rows with no more than this, as far as the host knows; a bound otherwise. `fresh`: where the host knows that rows of this many tokens each, with nothing before
     them, are the whole step. `sharing`: all rows may begin with the same pages. `scratch` is what kernels compute once a step.
     """
 
     window: int = 0
     chunk: int = 0
     one_token: bool = False
-    max_query_len: int = 0
+    usual_query_len: int = 0
     fresh: tuple[int, ...] = ()
     sharing: bool = True
     scratch: dict[Any, Any] = field(default_factory=dict)

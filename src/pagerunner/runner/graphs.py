@@ -11,6 +11,7 @@ warm-up has run on other state, so that anything initialised at first use is par
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from bisect import bisect_left
@@ -51,11 +52,17 @@ class GraphEngine(Protocol):
         ...
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a process: torch keeps 32 MiB that cuBLAS works in for every stream that was ever used."""
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphs:
     """CUDA graphs of one device, which share their memory: they are replayed one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Tensors]) -> Graph:
@@ -182,15 +189,18 @@ def is_telling(key: GraphKey) -> bool:
     return not key.decode or key.rows <= 24 or key.rows & (key.rows - 1) == 0
 
 
-class StepGraphs:
-    """All graphs of a runner. `work(batch, decode)` is what they do with a batch."""
+Work = Callable[[ForwardBatch, bool], Tensors]
+"""`work(batch, decode)`: what a graph does with a batch."""
 
-    def __init__(
-        self, settings: GraphSettings, builder: BatchBuilder, work: Callable[[ForwardBatch, bool], Tensors]
-    ) -> None:
+
+class StepGraphs:
+    """All graphs of a runner. What they do is passed when it is needed: kept, it would hold the runner that holds this, and
+    the memory of an engine that nobody refers to would stay taken until garbage is collected.
+    """
+
+    def __init__(self, settings: GraphSettings, builder: BatchBuilder) -> None:
         self._settings = settings
         self._builder = builder
-        self._work = work
         most_rows = builder.tensors.slots_R.shape[0]
         keys: list[GraphKey] = []
         if settings.engine is not None and builder.reads_tables:
@@ -215,7 +225,9 @@ class StepGraphs:
         captured.graph.replay()
         return captured.graph.outputs
 
-    def warm_up(self, progress: Progress | None = None, *, rehearsal: bool = False, extremes: bool = False) -> None:
+    def warm_up(
+        self, work: Work, progress: Progress | None = None, *, rehearsal: bool = False, extremes: bool = False
+    ) -> None:
         """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
 
         In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out. `extremes`: only
@@ -230,11 +242,11 @@ class StepGraphs:
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
-            self._work(batch, key.decode)
+            work(batch, key.decode)
             if progress is not None:
                 progress(done + 1, len(keys))
 
-    def capture(self, progress: Progress | None = None) -> CaptureReport:
+    def capture(self, work: Work, progress: Progress | None = None) -> CaptureReport:
         """Capture every shape, largest first, so that smaller ones find their memory there."""
         started = time.perf_counter()
         self._builder.clear()
@@ -243,7 +255,7 @@ class StepGraphs:
         gc.disable()  # a tensor freed by a collection in the middle of a capture would be part of it
         try:
             for key in self.keys:
-                made.append(self._capture(key))
+                made.append(self._capture(key, work))
                 if progress is not None:
                     progress(len(made), len(self.keys))
         finally:
@@ -261,9 +273,9 @@ class StepGraphs:
         states = self._builder.new_states(shape)
         return self._builder.captured(shape, one_token=key.decode, states=states), states
 
-    def _capture(self, key: GraphKey) -> Captured:
+    def _capture(self, key: GraphKey, work: Work) -> Captured:
         engine = self._settings.engine
         assert engine is not None, "there are no keys without an engine"
         batch, states = self._prepare(key)
-        graph = engine.capture(lambda: self._work(batch, key.decode))
+        graph = engine.capture(lambda: work(batch, key.decode))
         return Captured(key, graph, batch, states)

@@ -112,7 +112,7 @@ class ModelRunner:
         self._sampler = sampler
         self._staging = staging
         self._max_model_len = graphs.max_model_len
-        self._graphs = StepGraphs(graphs, builder, self._work)
+        self._graphs = StepGraphs(graphs, builder)
         self._scored: dict[int, EngineRequest] = {}  # by slot, requests that ask for their prompt's log-probabilities
         self._pooler = Pooler()
 
@@ -167,7 +167,7 @@ class ModelRunner:
         # the whole model in a few shapes: the memory that all its layers take, and whatever one of them has of its own
         for rows in self._largest_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
-        self._graphs.warm_up(extremes=True)
+        self._graphs.warm_up(self._work, extremes=True)
         self._scored.clear()
 
     def _init_slots(self) -> None:
@@ -187,12 +187,12 @@ class ModelRunner:
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
-        self._graphs.warm_up(progress, rehearsal=rehearsal)
+        self._graphs.warm_up(self._work, progress, rehearsal=rehearsal)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
-        return self._graphs.capture(progress)
+        return self._graphs.capture(self._work, progress)
 
     @property
     def num_graphs(self) -> int:

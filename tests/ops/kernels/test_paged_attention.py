@@ -76,7 +76,7 @@ def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype:
     def spy(self, schedule):
         used.append(schedule.info.tolist())
         parts, sums = original(self, schedule)
-        assert sums.numel() == 2 * kernels.SHARED_SPLITS * len(self.rows.slots_R) * self.heads, "not by tokens"
+        assert sums.numel() == 2 * self.shared_splits * len(self.rows.slots_R) * self.heads, "not by tokens"
         return parts, sums
 
     monkeypatch.setattr(kernels._Call, "run_shared", spy)
@@ -138,6 +138,20 @@ STORED = (plain(3, 9), plain(0, 5), plain(20, 1))
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, E4M3, E5M2])
 def test_stored_as_the_twin_stores(kv_dtype: torch.dtype, fused: bool) -> None:
     check_store(Case(STORED, 4, 2, 3, 8, kv_dtype=kv_dtype, gap=4), "cpu", fused=fused)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3])
+@pytest.mark.parametrize("static", [False, True])
+def test_stored_one_token_a_row(kv_dtype: torch.dtype, static: bool) -> None:
+    case = Case((plain(3, 1), plain(0, 1), plain(20, 1), plain(7, 1)), 4, 2, 3, 8, kv_dtype=kv_dtype, gap=4)
+    check_store(case, "cpu", fused=True, static=static and kv_dtype == E4M3)
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_stored_where_pages_are_not_a_power_of_two(kv_dtype: torch.dtype) -> None:
+    check_store(
+        Case((plain(3, 29), plain(0, 5), plain(20, 13)), 12, 3, 1, 6, kv_dtype=kv_dtype, gap=4), "cpu", fused=False
+    )
 
 
 def test_stored_where_a_page_is(fused: bool = True) -> None:

@@ -12,15 +12,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
-from pagerunner.ops.kernels.paged_store import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
 from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, PagedPlan, TableRows
 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
-SHARED_SPLITS = 2  # pieces of a shared prefix, so that there is work for every multiprocessor
+MAX_SHARED_SPLITS = 8  # pieces of a shared prefix: every row adds them up
 FEW_ROWS = 16  # fewer do not occupy the device
 SMALL_TILES_ROWS = 64  # of fp8: with up to this many, large tiles leave too much of the device idle when rows are short
 _SCHEDULE_BLOCK = 256
@@ -55,13 +55,16 @@ def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
     return Tiles(rows, min(max(4096 * warps // row_bytes, 16), 128), warps, 4, 12 // warps, 1)
 
 
-def shared_tiles(row_bytes: int, exact: bool) -> Tiles:
-    """For the prefix that all rows share."""
-    return Tiles(16, 16, 4, 2) if exact else Tiles(64, min(max(16384 // row_bytes, 16), 64), 4, 3)
+def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
+    """For the prefix that all rows share, of which each key/value head has so many queries."""
+    if exact:
+        return Tiles(16, 16, 4, 2)
+    keys = min(max(16384 // row_bytes, 16), 64)
+    return Tiles(64, keys, 4, 3) if queries <= 64 else Tiles(128, keys, 8, 3)
 
 
 def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tiles:
-    """For rows of at most `queries` new tokens."""
+    """For rows of which most have at most `queries` new tokens: in short rows, half of a large tile would be nothing."""
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
     if queries * group <= 64:
@@ -141,7 +144,7 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -
         dot=_TL_DTYPES[dot],
         row_bytes=row_bytes,
         decode=decode,
-        prefill=prefill_tiles(row_bytes, plan.max_query_len, group_padded, exact),
+        prefill=prefill_tiles(row_bytes, plan.usual_query_len, group_padded, exact),
         slices=slices,
         # with fewer rows than slices, no slice has to go over to many of them
         entry_tiles=decode.entry if tokens > slices else 0,
@@ -195,6 +198,8 @@ class _Call:
         self.reach = bool(plan.window or plan.chunk)
         self.sharing = shares(rows, plan)
         self.shared_split = rows.slots_R.shape[0] * self.heads
+        self.shared = shared_tiles(self.row_bytes, rows.slots_R.shape[0] * self.group, self.exact)
+        self.shared_splits = self._shared_splits()
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
@@ -211,7 +216,7 @@ class _Call:
             rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
-            SHARED_SPLITS, self.entry_tiles,
+            self.shared_splits, self.entry_tiles,
             PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -233,12 +238,17 @@ class _Call:
         norms = (self.q, self.q) if prep.q_norm_D is None or prep.k_norm_D is None else (prep.q_norm_D, prep.k_norm_D)
         return (*prep.angles, prep.angles.cos_T1D.stride(0), *norms, prep.eps, *write)
 
+    def _shared_splits(self) -> int:
+        """Pieces of a shared prefix, so that there is work for every multiprocessor."""
+        tiles = self.shared
+        items = blocks(self.shared_split // self.kv_heads, tiles.rows) * self.kv_heads
+        return min(max(multiprocessors(self.q.device) * tiles.programs // items, 1), MAX_SHARED_SPLITS)
+
     def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
         per_split = self.shared_split
-        device = self.q.device
-        acc = torch.empty(SHARED_SPLITS * per_split * self.dim_v, dtype=torch.float32, device=device)
-        sums = torch.empty(SHARED_SPLITS * per_split * 2, dtype=torch.float32, device=device)
-        tiles = shared_tiles(self.row_bytes, self.exact)
+        device, tiles, splits = self.q.device, self.shared, self.shared_splits
+        acc = torch.empty(splits * per_split * self.dim_v, dtype=torch.float32, device=device)
+        sums = torch.empty(splits * per_split * 2, dtype=torch.float32, device=device)
         programs = multiprocessors(device) * tiles.programs
         shared_kernel[(programs,)](
             self.q, self.q.stride(0), self.q.stride(1), *self.page_args(),
@@ -342,7 +352,7 @@ class _Call:
     def run(self, first_layer: bool) -> torch.Tensor:
         if self.library_serves():
             return self.run_library()
-        key = self.kv_heads, self.own, self.decode, self.prefill
+        key = self.kv_heads, self.own, self.decode, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
         # with many rows, asking for their first tiles cost 2.5 us of 25 at 64 rows; with one, it saved 2 of 9
         early = schedule is not None and not first_layer and self.tokens < FEW_ROWS
@@ -388,11 +398,15 @@ def projected_attention(
     softcap: float = 0.0,
     first_layer: bool = True,
 ) -> torch.Tensor:
-    """See the twin. A step of few rows with one token each is a single kernel: there, a launch costs as much as the work."""
+    """See the twin. Rows with one token each, of which no pages are sought that all share, can be a single kernel, in which
+    every slice of a row prepares its queries. With fp8 pages that is faster however many there are (17.0 and 19.0 us at 64
+    rows, H200), as is it with windows; without, only while a launch costs as much as the work (21.8 and 20.4 us at 64).
+    """
     q, k, v = prep.split(qkv_TND)
-    few = rows.slots_R.shape[0] < MIN_SHARING_ROWS
-    small = few or (pages.scales is None and bool(plan.window or plan.chunk))
-    if not (plan.one_token and small and _writes_pages(_choices(q, v, pages, plan), pages)):
+    reach = bool(plan.window or plan.chunk)
+    cheap = pages.scales is not None or reach or rows.slots_R.shape[0] < MIN_SHARING_ROWS
+    single = plan.one_token and cheap and not shares(rows, plan)
+    if not (single and _writes_pages(_choices(q, v, pages, plan), pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
     write = write_entry_T, write_offset_T

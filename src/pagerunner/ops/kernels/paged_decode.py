@@ -15,18 +15,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.paged_store import grown_scale, quantise
+from pagerunner.ops.kernels.paged_heads import grown_scale, quantise
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
     LOWEST,
-    exponents,
-    load_pairs,
+    attend_fp8,
+    attend_fp8_few,
+    halves,
+    joined,
     load_tile,
     online,
-    page_scores,
     prefetch_tile,
-    scaled,
     softcapped,
+    tile_scales,
 )
 
 
@@ -98,6 +99,22 @@ def prepared(
 
 
 @triton.jit
+def _slice(begin_ptr, num_units, piece, S: tl.constexpr):
+    """Tiles of a slice; the first tile of slice `piece`, how many it has, and the unit that has the first."""
+    total_tiles = tl.load(begin_ptr + num_units)
+    per = tl.maximum(tl.cdiv(total_tiles, S), 1)
+    tile = piece * per
+    left = tl.minimum(per, total_tiles - tile)
+    unit = 0
+    if (num_units > 1) & (tile > 0) & (left > 0):
+        for start in range(0, num_units, 256):
+            at = start + tl.arange(0, 256)
+            ends = tl.load(begin_ptr + 1 + at, mask=at < num_units, other=0x7FFFFFFF)
+            unit += tl.sum((ends <= tile).to(tl.int32), 0)
+    return per, tile, left, unit
+
+
+@triton.jit
 def _unit(begin_ptr, unit_ptr, unit, num_units):
     there = unit < num_units
     begin = tl.load(begin_ptr + unit, mask=there, other=0)
@@ -145,9 +162,7 @@ def _attend_fp8(
     BN: tl.constexpr, RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, even and odd elements apart, and with queries as the products' columns, of which 8 are enough: `even`
-    and `odd` are [DVP / 2, M]. A value scale goes into its keys' exponents, so that a weight with it is at most 1.
-    """
+    """As `_attend`, with queries and results as `attend_fp8_few` has them."""
     n = tl.arange(0, BN)
     for start in range(first, last, BN):
         at = start + n
@@ -157,19 +172,14 @@ def _attend_fp8(
             page = page % width
         entry = tl.load(row_table + page, mask=mask, other=0)
         inside = at % PAGE
-        k_even, k_odd = load_pairs(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO, ASM, False)
-        v_even, v_odd = load_pairs(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO, ASM, True)
-        k_scale = tl.load(scales_ptr + entry * scales_se, mask=mask, other=0.0)
-        v_scale = tl.load(scales_ptr + entry * scales_se + K, mask=mask, other=0.0)
-        scores = tl.dot(k_even, tl.trans(q_even), input_precision="ieee")
-        scores = tl.dot(k_odd, tl.trans(q_odd), scores, input_precision="ieee")
-        exponent = exponents(v_scale, ASM)[:, None]
-        scores = scaled(scores, k_scale[:, None], exponent, scale, softcap, SOFTCAP)
-        scores = tl.where(mask[:, None], scores, float("-inf"))
-        weights, highest, total, shrink = online(scores, tl.math.exp2(-exponent), highest, total, 0)
-        weights = weights.to(TO)
-        even = tl.dot(v_even, weights, even * shrink[None, :], input_precision="ieee")
-        odd = tl.dot(v_odd, weights, odd * shrink[None, :], input_precision="ieee")
+        k_scale, exponent, share = tile_scales(
+            scales_ptr, scales_se, row_table, width, start, oldest, stop, K, PAGE, BN, RING, ASM
+        )
+        highest, total, even, odd = attend_fp8_few(
+            q_even, q_odd, highest, total, even, odd, kp_ptr, entry * kp_se + inside * kp_ss,
+            vp_ptr, entry * vp_se + inside * vp_ss, k_scale, exponent, share, mask, scale, softcap,
+            D, DP, DV, DVP, SOFTCAP, FP8, TO, ASM,
+        )  # fmt: skip
     return highest, total, even, odd
 
 
@@ -367,19 +377,18 @@ def _unit_part(
         )  # fmt: skip
     else:
         if FUSED:
-            q_even, q_odd = tl.split(tl.reshape(wide_q.to(TO), [M, DP // 2, 2]))
+            q_even, q_odd = halves(wide_q.to(TO))
         else:
             twos = 2 * tl.arange(0, DP // 2)[None, :]
             q_even = tl.load(q_at + twos, mask=rows & (twos < D), other=0.0).to(TO)
             q_odd = tl.load(q_at + twos + 1, mask=rows & (twos < D), other=0.0).to(TO)
-        even, odd = tl.split(tl.reshape(acc, [M, DVP // 2, 2]))
-        even, odd = tl.trans(even), tl.trans(odd)
+        even, odd = halves(acc)
         highest, total, even, odd = _attend_fp8(
-            q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-            row_table, width, first, last, oldest, stop, scale, softcap,
+            tl.trans(q_even), tl.trans(q_odd), highest, total, tl.trans(even), tl.trans(odd),
+            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, first, last, oldest, stop, scale, softcap,
             K, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
-        acc = tl.reshape(tl.join(tl.trans(even), tl.trans(odd)), [M, DVP])
+        acc = joined(tl.trans(even), tl.trans(odd))
     if CODES:
         if ends & (slot >= 0):
             highest, total, acc = _with_own_code(
@@ -389,6 +398,20 @@ def _unit_part(
                 K, D, DP, DV, DVP, PAGE, PAGE_P, NORM, SOFTCAP, FP8, FP8_MAX, STATIC,
             )  # fmt: skip
     return highest, total, acc
+
+
+@triton.jit
+def _prefetch(
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, start, oldest, stop,
+    K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and values, and their scales."""
+    prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
+    prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
+    if FP8 is not None:
+        prefetch_tile(scales_ptr, scales_se, 0, row_table, width, start, oldest, stop, 1, PAGE, BN, RING)
+        prefetch_tile(scales_ptr + K, scales_se, 0, row_table, width, start, oldest, stop, 1, PAGE, BN, RING)
 
 
 @triton.jit(do_not_specialize=["num_units", "width", "least", "shared_split", "entry_tiles"])
@@ -418,15 +441,7 @@ def decode_kernel(
             gdc_wait()
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
-    total_tiles = tl.load(begin_ptr + num_units)
-    per = tl.maximum(tl.cdiv(total_tiles, S), 1)
-    tile, left = piece * per, tl.minimum(per, total_tiles - piece * per)
-    unit = 0
-    if (num_units > 1) & (tile > 0) & (left > 0):
-        for start in range(0, num_units, 256):
-            at = start + tl.arange(0, 256)
-            ends = tl.load(begin_ptr + 1 + at, mask=at < num_units, other=0x7FFFFFFF)
-            unit += tl.sum((ends <= tile).to(tl.int32), 0)
+    per, tile, left, unit = _slice(begin_ptr, num_units, piece, S)
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     scales_ptr += head
@@ -434,9 +449,11 @@ def decode_kernel(
     if EARLY:
         if left > 0:
             start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
-            row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
-            prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
-            prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
+            _prefetch(
+                kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
+                table_ptr + tl.cast(slot, tl.int64) * table_st, width, start, oldest, stop,
+                K, D, DV, PAGE, BN, RING, FP8,
+            )  # fmt: skip
         gdc_wait()
     while left > 0:
         next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
@@ -512,19 +529,34 @@ def shared_kernel(
             total = tl.zeros([BM], tl.float32)
             acc = tl.zeros([BM, DVP], tl.float32)
             stop = tl.minimum(shared, (split + 1) * per)
+            if FP8 is not None:
+                q_even, q_odd = halves(q)
+                even, odd = halves(acc)
             for start in range(split * per, stop, BN):
                 at = start + n
                 mask = at < stop
                 entry = tl.load(row_table + at // PAGE, mask=mask, other=0)
-                inside = at % PAGE
-                k = load_tile(kp_ptr + head * kp_sh, entry * kp_se + inside * kp_ss, mask, D, DP, FP8, TO)
-                v = load_tile(vp_ptr + head * vp_sh, entry * vp_se + inside * vp_ss, mask, DV, DVP, FP8, TO)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-                scale_at = scales_ptr + entry * scales_se + head
-                scores, share = page_scores(scores, scale_at, mask, scale, softcap, K, SOFTCAP, FP8, ASM)
-                scores = tl.where(mask[None, :], scores, float("-inf"))
-                weights, highest, total, shrink = online(scores, share, highest, total, 1)
-                acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+                k_offsets, v_offsets = entry * kp_se + at % PAGE * kp_ss, entry * vp_se + at % PAGE * vp_ss
+                if FP8 is None:
+                    k = load_tile(kp_ptr + head * kp_sh, k_offsets, mask, D, DP, FP8, TO)
+                    v = load_tile(vp_ptr + head * vp_sh, v_offsets, mask, DV, DVP, FP8, TO)
+                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    if SOFTCAP:
+                        scores = softcapped(scores, softcap)
+                    scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
+                    weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
+                    acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+                else:
+                    k_scale, exponent, share = tile_scales(
+                        scales_ptr + head, scales_se, row_table, 1, start, 0, stop, K, PAGE, BN, False, ASM
+                    )
+                    highest, total, even, odd = attend_fp8(
+                        q_even, q_odd, highest, total, even, odd, kp_ptr + head * kp_sh, k_offsets,
+                        vp_ptr + head * vp_sh, v_offsets, k_scale, exponent, share, mask, mask[None, :], scale, softcap,
+                        D, DP, DV, DVP, SOFTCAP, FP8, TO, ASM,
+                    )  # fmt: skip
+            if FP8 is not None:
+                acc = joined(even, odd)
             place = split * shared_split + row // G * (K * G) + q_head
             tl.store(shared_sums_ptr + place * 2, highest, mask=there)
             tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)

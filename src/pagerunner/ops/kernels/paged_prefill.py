@@ -11,7 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, online, page_scores, softcapped
+from pagerunner.ops.kernels.paged_tiles import (
+    LOG2E,
+    LOWEST,
+    attend_fp8,
+    halves,
+    joined,
+    load_tile,
+    online,
+    softcapped,
+    tile_scales,
+)
 
 
 @triton.jit
@@ -52,12 +62,15 @@ def _new_tiles(
 def _past_tiles(
     q, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
     first, last, past, oldest, oldest_M, scale, softcap,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
-    ASM: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last) of the row's past; without MASKED or REACH, all of them are visible."""
     n = tl.arange(0, BN)
+    if FP8 is not None:
+        q_even, q_odd = halves(q)
+        even, odd = halves(acc)
     for start in range(first, last, BN):
         at = start + n
         there = at < past
@@ -66,19 +79,31 @@ def _past_tiles(
             there = there & (at >= oldest)
             page = page % width
         entry = tl.load(row_table + page, mask=there, other=0)
-        inside = at % PAGE
-        k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, there, D, DP, FP8, TO)
-        v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, there, DV, DVP, FP8, TO)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scale_at = scales_ptr + entry * scales_se
-        scores, share = page_scores(scores, scale_at, there, scale, softcap, K, SOFTCAP, FP8, ASM)
-        if MASKED or REACH:
-            seen = there[None, :]
-            if REACH:
-                seen = seen & (at[None, :] >= oldest_M[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        weights, highest, total, shrink = online(scores, share, highest, total, 1)
-        acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+        k_offsets, v_offsets = entry * kp_se + at % PAGE * kp_ss, entry * vp_se + at % PAGE * vp_ss
+        seen = there[None, :]
+        if REACH:
+            seen = seen & (at[None, :] >= oldest_M[:, None])
+        if FP8 is None:
+            k = load_tile(kp_ptr, k_offsets, there, D, DP, FP8, TO)
+            v = load_tile(vp_ptr, v_offsets, there, DV, DVP, FP8, TO)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if SOFTCAP:
+                scores = softcapped(scores, softcap)
+            scores = scores * LOG2E
+            if MASKED or REACH:
+                scores = tl.where(seen, scores, float("-inf"))
+            weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
+            acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
+        else:
+            k_scale, exponent, share = tile_scales(
+                scales_ptr, scales_se, row_table, width, start, oldest, past, K, PAGE, BN, REACH, ASM
+            )
+            highest, total, even, odd = attend_fp8(
+                q_even, q_odd, highest, total, even, odd, kp_ptr, k_offsets, vp_ptr, v_offsets,
+                k_scale, exponent, share, there, seen, scale, softcap, D, DP, DV, DVP, SOFTCAP, FP8, TO, ASM,
+            )  # fmt: skip
+    if FP8 is not None:
+        acc = joined(even, odd)
     return highest, total, acc
 
 

@@ -61,43 +61,44 @@ def load_pairs(
 
 
 @triton.jit
-def exponents(v_scale, ASM: tl.constexpr):
-    """log2 of the value scales of fp8 keys, which goes into their scores: so a weight is multiplied by its key's value
-    scale, is at most 1 all the same, and adds to what was found before as any other. Of powers of two it is exact.
+def _spread(x, BN: tl.constexpr):
+    """One element for each page, for each of its keys: [BN]."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], BN // x.shape[0]]), [BN])
 
-    ASM: in one instruction, instead of the compiler's function.
+
+@triton.jit
+def tile_scales(
+    scales_ptr, scales_se, row_table, width, start, oldest, stop,
+    K: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Of BN fp8 keys from `start` on, of which [oldest, stop) are there: key scales, log2 of the value scales and their
+    inverse. The second goes into scores: so a weight is multiplied by its key's value scale, is at most 1 all the same, and
+    adds to what was found before as any other; the third is what of it counts in the total weight. Of powers of two all
+    are exact. ASM: a logarithm in one instruction, instead of the compiler's function.
     """
+    PART: tl.constexpr = PAGE if BN % PAGE == 0 else (BN if PAGE % BN == 0 else 1)  # keys that are in one page for sure
+    first = start + tl.arange(0, BN // PART) * PART
+    there = (first + PART > oldest) & (first < stop)
+    page = first // PAGE
+    if RING:
+        page = page % width
+    at = scales_ptr + tl.load(row_table + page, mask=there, other=0) * scales_se
+    k_scale = tl.load(at, mask=there, other=0.0)
+    v_scale = tl.load(at + K, mask=there, other=0.0)
     v_scale = tl.where(v_scale > 0, v_scale, 1.0)  # of a page of zeros
     if ASM:
-        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [v_scale], tl.float32, True, 1)
-    return tl.math.log2(v_scale)
+        exponent = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [v_scale], tl.float32, True, 1)
+    else:
+        exponent = tl.math.log2(v_scale)
+    return _spread(k_scale, BN), _spread(exponent, BN), _spread(tl.math.exp2(-exponent), BN)
 
 
 @triton.jit
 def scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP: tl.constexpr):
-    """Products of queries with fp8 keys as scores in units of log2, with the `exponents`."""
+    """Products of queries with fp8 keys as scores in units of log2, with the value scales' logarithms."""
     if SOFTCAP:
         return softcapped(scores * (k_scale * scale), softcap) * LOG2E + exponent
     return scores * (k_scale * (scale * LOG2E)) + exponent
-
-
-@triton.jit
-def page_scores(
-    scores, scale_at, there, scale, softcap,
-    K: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Products of queries with keys from pages, [M, BN], as scores in units of log2, and what of their weights goes into the
-    total weight. `scale_at` [BN], of FP8: the head's key scales of the keys' pages, K before its value scales.
-    """
-    if FP8 is None:
-        scores = scores * scale
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        return scores * LOG2E, 1.0
-    else:
-        exponent = exponents(tl.load(scale_at + K, mask=there, other=0.0), ASM)[None, :]
-        k_scale = tl.load(scale_at, mask=there, other=0.0)[None, :]
-        return scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP), tl.math.exp2(-exponent)
 
 
 @triton.jit
@@ -131,3 +132,61 @@ def prefetch_tile(
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row + line], tl.int32, False, 1
         )  # fmt: skip
+
+
+@triton.jit
+def attend_fp8(
+    q_even, q_odd, highest, total, even, odd, kp_ptr, k_offsets, vp_ptr, v_offsets, k_scale, exponent, share, there, seen,
+    scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    TO: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One tile of fp8 pages: `there` [BN], which of its keys exist; `seen` [M or 1, BN], by which query; `tile_scales`.
+    Queries are two halves [M, DP / 2], of their even and odd elements, and so are the results, [M, DVP / 2].
+    """
+    k_even, k_odd = load_pairs(kp_ptr, k_offsets, there, D, DP, FP8, TO, ASM)
+    v_even, v_odd = load_pairs(vp_ptr, v_offsets, there, DV, DVP, FP8, TO, ASM)
+    scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+    scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
+    scores = scaled(scores, k_scale[None, :], exponent[None, :], scale, softcap, SOFTCAP)
+    scores = tl.where(seen, scores, float("-inf"))
+    weights, highest, total, shrink = online(scores, share[None, :], highest, total, 1)
+    weights = weights.to(TO)
+    even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
+    odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
+    return highest, total, even, odd
+
+
+@triton.jit
+def attend_fp8_few(
+    q_even, q_odd, highest, total, even, odd, kp_ptr, k_offsets, vp_ptr, v_offsets, k_scale, exponent, share, there,
+    scale, softcap,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    TO: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `attend_fp8`, for as few as 8 queries: they are the products' columns, [DP / 2, M], as the results are, [DVP / 2, M];
+    keys and values are the rows.
+    """
+    k_even, k_odd = load_pairs(kp_ptr, k_offsets, there, D, DP, FP8, TO, ASM)
+    v_even, v_odd = load_pairs(vp_ptr, v_offsets, there, DV, DVP, FP8, TO, ASM, True)
+    scores = tl.dot(k_even, q_even, input_precision="ieee")
+    scores = tl.dot(k_odd, q_odd, scores, input_precision="ieee")
+    scores = scaled(scores, k_scale[:, None], exponent[:, None], scale, softcap, SOFTCAP)
+    scores = tl.where(there[:, None], scores, float("-inf"))
+    weights, highest, total, shrink = online(scores, share[:, None], highest, total, 0)
+    weights = weights.to(TO)
+    even = tl.dot(v_even, weights, even * shrink[None, :], input_precision="ieee")
+    odd = tl.dot(v_odd, weights, odd * shrink[None, :], input_precision="ieee")
+    return highest, total, even, odd
+
+
+@triton.jit
+def halves(x):
+    """The elements at even and at odd places of rows, [M, N / 2] each."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def joined(even, odd):
+    """What `halves` has divided."""
+    return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] * 2])

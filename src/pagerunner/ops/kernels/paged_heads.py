@@ -1,0 +1,78 @@
+"""What is done to a head on its way from the projection into a page, and the scales of fp8 pages: parts of kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.ops.fp8 import ROOM as SCALE_ROOM
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+ROOM = tl.constexpr(SCALE_ROOM)
+
+
+def fp8_type(dtype: torch.dtype) -> tl.dtype | None:
+    """Triton's name of an fp8 dtype; None for other dtypes."""
+    return {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}.get(dtype)
+
+
+@triton.jit
+def fitting_scale(largest, FP8_MAX: tl.constexpr):
+    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits."""
+    bits = tl.math.div_rn(largest, FP8_MAX).to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
+    return tl.where(largest > 0, (exponent << 23).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def grown_scale(old, largest, FP8_MAX: tl.constexpr):
+    """As ops.fp8.grown_scale."""
+    fitting = fitting_scale(largest, FP8_MAX)
+    return tl.where(fitting > old, fitting * ROOM, old)
+
+
+@triton.jit
+def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
+    """As ops.fp8.to_fp8."""
+    divided = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x))
+    return tl.minimum(tl.maximum(divided, -FP8_MAX), FP8_MAX).to(FP8)
+
+
+@triton.jit
+def normed(low, high, norm_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+    """Root-mean-square norm of heads in halves [N, HALF_P]."""
+    d = tl.arange(0, HALF_P)
+    squares = tl.sum(low * low + high * high, 1) / D
+    inverse = tl.math.rsqrt(squares + eps)[:, None]
+    low = low * inverse * tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    high = high * inverse * tl.load(norm_ptr + HALF + d, mask=d < D - HALF, other=0.0).to(tl.float32)[None, :]
+    return low, high
+
+
+@triton.jit
+def turned(low, high, cos_low, cos_high, sin_low, sin_high):
+    """Rotated by angles of the same shape, or of one row."""
+    return low * cos_low + high * sin_low, high * cos_high + low * sin_high
+
+
+@triton.jit
+def rescale_page(
+    page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """By the heads' factors [ROWS]. SLOTS slots at once: one after the other, each would be waited for."""
+    row = tl.arange(0, SLOTS * ROWS)
+    d = tl.arange(0, HALF_P)
+    head = row % ROWS
+    factor = tl.reshape(tl.broadcast_to(factor[None, :], [SLOTS, ROWS]), [SLOTS * ROWS])[:, None]
+    for first in range(0, PAGE, SLOTS):
+        slot = first + row // ROWS
+        at = page_ptr + (slot * stride_s + head * stride_h)[:, None] + d[None, :]
+        there = ((head < K) & (slot < PAGE))[:, None]
+        low = tl.load(at, mask=there & (d < HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
+        high = tl.load(at + HALF, mask=there & (d < D - HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
+        low = tl.minimum(tl.maximum(low * factor, -FP8_MAX), FP8_MAX).to(FP8)
+        high = tl.minimum(tl.maximum(high * factor, -FP8_MAX), FP8_MAX).to(FP8)
+        tl.store(at, low.to(tl.uint8, bitcast=True), mask=there & (d < HALF)[None, :])
+        tl.store(at + HALF, high.to(tl.uint8, bitcast=True), mask=there & (d < D - HALF)[None, :])
