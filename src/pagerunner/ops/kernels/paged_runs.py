@@ -60,6 +60,23 @@ def _put(at, low, high, there, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.c
 
 
 @triton.jit
+def _store_tile(
+    ptr, stride_t, token, page, page_ss, offset_ptr, low, high, scale, inverse, there, stored,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """Halves of tokens [N] into the slots of their pages, those that are `stored`, and back to where they came from, those
+    that are `there`, as pages hold them. Pointer to the page, scale and its inverse: one, or of each token.
+    """
+    low = _quantised(low, inverse, FP8_MAX, FP8)
+    high = _quantised(high, inverse, FP8_MAX, FP8)
+    slot = page + tl.load(offset_ptr + token, mask=stored, other=0) * page_ss
+    _put(slot, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), stored, D, HALF, HALF_P)
+    low, high = low.to(tl.float32) * scale, high.to(tl.float32) * scale
+    TO: tl.constexpr = ptr.dtype.element_ty
+    _put(ptr + tl.cast(token, tl.int64) * stride_t, low.to(TO), high.to(TO), there, D, HALF, HALF_P)
+
+
+@triton.jit
 def _store_alone(
     ptr, stride_t, page_ptr, page_se, page_ss, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
     entry, offset_ptr, token, alone,
@@ -68,7 +85,6 @@ def _store_alone(
 ):  # fmt: skip
     """All tokens [PAGE_P] at once whose pages get no other token of this step, or which have none."""
     t = tl.arange(0, PAGE_P)
-    TO: tl.constexpr = ptr.dtype.element_ty
     stored = alone & (entry >= 0)
     low, high, largest = _load(
         ptr, stride_t, token, alone, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
@@ -90,12 +106,10 @@ def _store_alone(
     tl.store(scale_at, scale, mask=grown)
     scale = scale[:, None]
     inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0, scale, 1.0))
-    low = _quantised(low, inverse, FP8_MAX, FP8)
-    high = _quantised(high, inverse, FP8_MAX, FP8)
-    slot = page_ptr + entry * page_se + tl.load(offset_ptr + token, mask=stored, other=0) * page_ss
-    _put(slot, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), stored, D, HALF, HALF_P)
-    low, high = low.to(tl.float32) * scale, high.to(tl.float32) * scale
-    _put(ptr + tl.cast(token, tl.int64) * stride_t, low.to(TO), high.to(TO), alone, D, HALF, HALF_P)
+    _store_tile(
+        ptr, stride_t, token, page_ptr + entry * page_se, page_ss, offset_ptr, low, high, scale, inverse, alone, stored,
+        D, HALF, HALF_P, FP8, FP8_MAX,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -108,7 +122,6 @@ def _store_head(
     """A program's work, with pointers to its head."""
     t = tl.arange(0, PAGE_P)
     token = first + t
-    TO: tl.constexpr = ptr.dtype.element_ty
     entry = tl.load(entry_ptr + token, mask=token < num_tokens, other=-2)
     before = tl.load(entry_ptr + token - 1, mask=(token > 0) & (token < num_tokens), other=-1)
     after = tl.load(entry_ptr + token + 1, mask=token + 1 < num_tokens, other=-1)
@@ -138,12 +151,10 @@ def _store_head(
                 tl.debug_barrier()
             tl.store(scale_ptr + page * scale_se, scale)
         inverse = tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0))
-        low = _quantised(low, inverse, FP8_MAX, FP8)
-        high = _quantised(high, inverse, FP8_MAX, FP8)
-        slot = slots + tl.load(offset_ptr + run, mask=there, other=0) * page_ss
-        _put(slot, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), there, D, HALF, HALF_P)
-        low, high = low.to(tl.float32) * scale, high.to(tl.float32) * scale
-        _put(ptr + tl.cast(run, tl.int64) * stride_t, low.to(TO), high.to(TO), there, D, HALF, HALF_P)
+        _store_tile(
+            ptr, stride_t, run, slots, page_ss, offset_ptr, low, high, scale, inverse, there, there,
+            D, HALF, HALF_P, FP8, FP8_MAX,
+        )  # fmt: skip
         at = tl.min(tl.where(begins & (t > at), t, PAGE_P), 0)
 
 
