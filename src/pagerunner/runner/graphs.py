@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -52,6 +53,9 @@ class GraphEngine(Protocol):
         ...
 
 
+_capturing = threading.Lock()  # engines that are made in several threads have one stream to capture on
+
+
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines of a process: torch keeps 32 MiB that cuBLAS works in for every stream that was ever used."""
@@ -68,6 +72,10 @@ class CudaGraphs:
     def capture(self, run: Callable[[], Tensors]) -> Graph:
         """See GraphEngine. Whatever `run` needs for the first time (kernels, library handles) must be there already."""
         graph = torch.cuda.CUDAGraph()
+        with _capturing:
+            return self._capture(graph, run)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Tensors]) -> Graph:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             try:
