@@ -107,7 +107,8 @@ class DeviceBackend(Protocol):
         undefined but finite.
 
         A backend may also have `from_projection(qkv_TND, prep, layer, group, batch, scale, sinks_H, softcap)`: `forward`
-        of what `prep` makes of a projection's output, which it changes in place. See `layers.attention`.
+        of what `prep` makes of a projection's output, which it changes in place; and `sampled_from_projection`, which
+        takes the same and returns the attention of `batch.logits_index` alone. See `layers.attention`.
         """
         ...
 

@@ -22,6 +22,7 @@ from pagerunner.ops.paged_attention import (
     PagedPlan,
     TableRows,
     paged_attention,
+    prepare_heads_,
     projected_attention,
     store_kv_,
 )
@@ -103,6 +104,32 @@ class PagedBackend:
         pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
         first, rows, write = _is_first(layer, batch), _rows(group, batch), (group.write_entry, group.write_offset)
         return projected_attention(qkv_TND, prep, pages, *write, rows, group.metadata, scale, sinks_H, softcap, first)
+
+    def sampled_from_projection(
+        self,
+        qkv_TND: torch.Tensor,
+        prep: HeadPrep,
+        layer: LayerKV,
+        group: GroupBatch,
+        batch: ForwardBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """As `from_projection`, but the attention of the sampled tokens alone, [S, H, size of a value head]: once all tokens
+        are in the pages, each of these is like a row that generates.
+        """
+        if group.metadata.window or group.metadata.chunk:  # where not all tokens of the step need be in the pages
+            out_THV = self.from_projection(qkv_TND, prep, layer, group, batch, scale, sinks_H, softcap)
+            return out_THV.index_select(0, batch.logits_index)
+        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
+        prepare_heads_(qkv_TND, prep, pages, group.write_entry, group.write_offset)
+        q_SHD, k_SKD, v_SKV = prep.split(qkv_TND.index_select(0, batch.logits_index))
+        if not q_SHD.shape[0]:
+            return q_SHD[..., : v_SKV.shape[-1]]
+        rows = _rows(group, batch).of_tokens(batch.logits_index)
+        plan = PagedPlan(one_token=True, usual_query_len=1)
+        return paged_attention(q_SHD, k_SKD, v_SKV, pages, rows, plan, scale, sinks_H, softcap)
 
 
 def usual_query_len(query_lens: Sequence[int]) -> int:

@@ -61,3 +61,13 @@ class PagedAttention:
             qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
         rope_(qk_TND, prep.angles)
         return self(*prep.split(qkv_TND), batch, sinks_H)
+
+    def sampled_from_projection(self, qkv_TND: torch.Tensor, prep: HeadPrep, batch: ForwardBatch) -> torch.Tensor:
+        """As `from_projection`, of the tokens of `batch.logits_index` alone, [S, H, D]; the others are stored."""
+        layer = batch.kv[self.layer_index]
+        group = batch.groups[layer.group]
+        alone = getattr(group.backend, "sampled_from_projection", None)
+        if alone is None:
+            return self.from_projection(qkv_TND, prep, batch).index_select(0, batch.logits_index)
+        out: torch.Tensor = alone(qkv_TND, prep, layer, group, batch, self.scale, None, self.softcap)
+        return out

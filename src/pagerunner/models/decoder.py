@@ -41,8 +41,7 @@ class DecoderLayer(Module):
         if not batch.last_alone:
             self.add_(x_TD, angles, batch)
             return x_TD
-        self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
-        x_SD = x_TD.index_select(0, batch.logits_index)
+        x_SD: torch.Tensor = self.self_attn.of_sampled(x_TD, self.input_layernorm, angles, batch)
         if x_SD.shape[0]:
             self.mlp.add_(x_SD, self.post_attention_layernorm)
         return x_SD

@@ -34,10 +34,23 @@ class Attention(Module):
 
     def add_(self, x_TD: torch.Tensor, norm: RMSNorm, angles: RopeAngles, batch: ForwardBatch) -> None:
         """Add the attention of `norm(x)` to x in place."""
-        qkv = self.qkv_proj.of_norm(x_TD, norm)
-        prep = HeadPrep(self.num_heads, self.num_kv_heads, angles)
-        out_THd = self.attend.from_projection(qkv.view(qkv.shape[0], -1, self.head_dim), prep, batch)
-        self.o_proj.add_(out_THd.reshape(qkv.shape[0], -1), x_TD)
+        out_THd = self.attend.from_projection(self._project(x_TD, norm), self.prep(angles), batch)
+        self.o_proj.add_(out_THd.reshape(x_TD.shape[0], -1), x_TD)
+
+    def of_sampled(self, x_TD: torch.Tensor, norm: RMSNorm, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
+        """`x` with the attention of `norm(x)` added, of the sampled tokens alone, [S, D]; of all, keys and values are stored."""
+        out_SHd = self.attend.sampled_from_projection(self._project(x_TD, norm), self.prep(angles), batch)
+        x_SD = x_TD.index_select(0, batch.logits_index)
+        if x_SD.shape[0]:
+            self.o_proj.add_(out_SHd.reshape(x_SD.shape[0], -1), x_SD)
+        return x_SD
+
+    def prep(self, angles: RopeAngles) -> HeadPrep:
+        """What is done to heads between projection and attention."""
+        return HeadPrep(self.num_heads, self.num_kv_heads, angles)
+
+    def _project(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return self.qkv_proj.of_norm(x_TD, norm).view(x_TD.shape[0], -1, self.head_dim)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -44,6 +44,19 @@ class TableRows(NamedTuple):
     row_T: torch.Tensor
     positions_T: torch.Tensor
 
+    def of_tokens(self, tokens_S: torch.Tensor) -> TableRows:
+        """Rows of which each is one of the tokens, in the order of their places [S] in T, and what is before it."""
+        positions_S = self.positions_T.index_select(0, tokens_S)
+        count = torch.arange(len(tokens_S) + 1, dtype=torch.int32, device=tokens_S.device)
+        return TableRows(
+            self.page_table,
+            slots_R=self.slots_R.index_select(0, self.row_T.index_select(0, tokens_S)),
+            query_start_R1=count,
+            seq_lens_R=(positions_S + 1).to(torch.int32),
+            row_T=count[:-1],
+            positions_T=positions_S,
+        )
+
 
 @dataclass(slots=True)
 class PagedPlan:

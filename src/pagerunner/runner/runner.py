@@ -182,7 +182,11 @@ class ModelRunner:
                 self._scored[slot] = request
 
     def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
-        for rows in (*self._first_steps(), *self._largest_steps()):
+        scored, self._scored = self._scored, {}  # so that these compute the last layer for sampled tokens alone
+        for rows in self._first_steps():
+            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._scored = scored
+        for rows in self._largest_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)

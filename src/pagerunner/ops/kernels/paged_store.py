@@ -16,7 +16,7 @@ from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, normed, quanti
 from pagerunner.ops.kernels.paged_runs import store_runs_
 from pagerunner.ops.paged_attention import HeadPrep, PagedKV
 
-_QUERY_BLOCK = 8  # query heads of one program
+_QUERY_BLOCK = 16  # query heads of one program
 
 
 @triton.jit
@@ -140,8 +140,10 @@ def _prepare_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0)
-    part = tl.program_id(1) + (2 if QUERIES else 0)
+    # a token's parts are adjacent: they lie side by side in memory, and have the same angles
+    PARTS: tl.constexpr = (H + QUERY_BLOCK - 1) // QUERY_BLOCK + (0 if QUERIES else 2)
+    token = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS + (2 if QUERIES else 0)
     if part >= 2:
         first = (part - 2) * QUERY_BLOCK
         count = tl.minimum(H - first, QUERY_BLOCK)
@@ -203,14 +205,14 @@ def _launch(
     cos, sin = (k, k) if prep is None else prep.angles
     query_block = min(_QUERY_BLOCK, padded(max(num_heads, 1)))
     half, half_v = (dim + 1) // 2, (dim_v + 1) // 2
-    _prepare_kernel[(num_tokens, blocks(num_heads, query_block) + (0 if runs else 2))](
+    _prepare_kernel[(num_tokens * (blocks(num_heads, query_block) + (0 if runs else 2)),)](
         k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],
         cos, sin, cos.stride(0), q_norm, k_norm, 0.0 if prep is None else prep.eps,
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales,
         write_entry_T, write_offset_T,
         num_heads, num_kv_heads, padded(num_kv_heads), query_block, dim, half, padded(half), dim_v, half_v, padded(half_v),
         norm, prep is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), runs,
-        num_warps=2 if num_kv_heads * dim <= 1024 else 4, **dependent(k.device),
+        num_warps=4, **dependent(k.device),
     )  # fmt: skip
 
 
