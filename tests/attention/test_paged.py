@@ -9,12 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.attention_cases import Case, batch_for_tables, cases, make_step, plain, run
+from helpers.attention_cases import Case, cases, check_sampled, plain, run
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend, usual_query_len
 from pagerunner.memory.specs import FullKV, LatentKV, WindowKV
-from pagerunner.ops.paged_attention import HeadPrep
-from pagerunner.ops.rope import RopeAngles
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,17 +73,4 @@ def test_sampled_tokens_alone_see_what_they_see_among_all(
     sampled: list[int], reach: Reach | None, kv_dtype: torch.dtype
 ) -> None:
     case = Case((plain(0, 40), plain(60, 31), plain(33, 3)), 16, 2, 2, 8, kv_dtype=kv_dtype, reach=reach)
-    angles = RopeAngles(*torch.randn(2, 74, 1, 8))
-    prep = HeadPrep(4, 2, angles, torch.rand(8), torch.rand(8), 1e-6)
-    found, stored = [], []
-    for alone in (False, True):
-        step, backend = make_step(case), PagedBackend()
-        batch = batch_for_tables(step, case, backend)
-        batch = replace(batch, logits_index=torch.tensor(sampled, dtype=torch.int64))
-        run_layer = backend.sampled_from_projection if alone else backend.from_projection
-        qkv = torch.cat((step.q, step.k, step.v), 1)
-        out = run_layer(qkv, prep, step.layer, batch.groups[0], batch, 0.3, None, 5.0)
-        found.append(out if alone else out[batch.logits_index])
-        stored.append([step.layer.k.view(torch.uint8), step.layer.v.view(torch.uint8)])
-    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)
-    assert all(map(torch.equal, *stored)), "the keys and values of the others are in the pages"
+    check_sampled(case, sampled, PagedBackend(), atol=2e-5, rtol=2e-5)

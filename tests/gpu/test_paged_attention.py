@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.attention_cases import Case, plain
+from helpers.attention_cases import Case, check_sampled, plain
 from helpers.paged_kernels import check_attention, check_projected, check_store
 from pagerunner.attention.base import Reach
+from pagerunner.attention.paged import PagedBackend
 
 pytest.importorskip("triton")
 
@@ -49,6 +50,13 @@ def test_windows_and_chunks(reach: Reach, rows: tuple) -> None:
 def test_from_the_projection_on(rows: tuple, kv_dtype: torch.dtype) -> None:
     case = Case(rows, 16, 8, 2, 128, dtype=BF16, kv_dtype=kv_dtype)
     check_projected(case, "cuda", atol=6e-2, rtol=0.26 if kv_dtype == E4M3 else 3e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("sampled", [[], [0, 5, 38, 39, 339, 539], list(range(100, 180))], ids=["none", "few", "many"])
+def test_sampled_tokens_alone(sampled: list[int], kv_dtype: torch.dtype) -> None:
+    case = Case(MIXED, 16, 8, 2, 128, dtype=BF16, kv_dtype=kv_dtype)
+    check_sampled(case, sampled, PagedBackend(), "cuda", **CLOSE)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3, E5M2])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
+from pagerunner.ops.paged_attention import HeadPrep
+from pagerunner.ops.rope import RopeAngles
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,28 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         assert out[-case.padding :].isfinite().all()
         out = out[: -case.padding]
     return out.double().cpu(), torch.cat(expected(case, step))
+
+
+def check_sampled(case: Case, sampled: list[int], backend: Any, device: str = "cpu", **close: float) -> None:
+    """What a backend computes for some tokens alone is what it computes for them among all; it stores the same."""
+    heads, dim = case.kv_heads * case.group, case.head_dim
+    tokens = sum(row.queries for row in case.rows)
+    gen = torch.Generator().manual_seed(1)
+    angles = RopeAngles(*torch.randn(2, tokens, 1, dim, generator=gen).to(device, case.dtype))
+    q_norm, k_norm = torch.rand(2, dim, generator=gen).to(device, case.dtype)
+    prep = HeadPrep(heads, case.kv_heads, angles, q_norm, k_norm, 1e-6)
+    index = torch.tensor(sampled, dtype=torch.int64, device=device)
+    found, stored = [], []
+    for alone in (False, True):
+        step = make_step(case, device)
+        batch = replace(batch_for_tables(step, case, backend), logits_index=index)
+        run_layer = backend.sampled_from_projection if alone else backend.from_projection
+        qkv = torch.cat((step.q, step.k, step.v), 1)
+        out = run_layer(qkv, prep, step.layer, batch.groups[0], batch, step.scale, step.sinks, case.softcap)
+        found.append(out if alone else out[index])
+        stored.append([x.view(torch.uint8) for x in (step.layer.k, step.layer.v)])
+    torch.testing.assert_close(found[1], found[0], **close)
+    assert all(map(torch.equal, *stored))
 
 
 def expected(case: Case, step: Step) -> list[torch.Tensor]:
