@@ -4,11 +4,16 @@
 
 Sizes are those of Qwen3-Next (gated delta rule), Bamba (Mamba-2), DeepSeek-V3 (128 heads) and V2-Lite (16 heads), in
 bfloat16. Floors: bytes read and written once over `--bandwidth`, operations over `--rate`; the larger one counts.
+Where the flash-linear-attention package is installed, its kernels for prompts stand beside ours: from queries, keys, values,
+decays and rates to outputs and last states, without what ours do before (softplus, unit length of Mamba-2's steps) and
+without states in between.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,6 +86,34 @@ def recurrent_lines(lengths: list[int], what: str) -> list[Timed]:
     ]
 
 
+def peer_lines(lengths: list[int], what: str) -> list[Timed]:
+    """flash-linear-attention over rows of one length, of the sizes of `recurrent_lines`; nothing where it isn't installed."""
+    if importlib.util.find_spec("fla") is None:
+        return []
+    gated_delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    ours, f32 = recurrent_lines(lengths, what), torch.float32
+    batch = len(lengths), lengths[0]
+    known = {"output_final_state": True}
+    q, k, v, state = (
+        rand(*batch, 16, 128),
+        rand(*batch, 16, 128),
+        rand(*batch, 32, 128),
+        rand(len(lengths), 32, 128, 128),
+    )
+    decays, rates = -torch.rand(*batch, 32, device="cuda", dtype=f32), rand(*batch, 32).sigmoid()
+    delta = {"initial_state": state.to(f32), "use_qk_l2norm_in_kernel": True, **known}
+    q_2, k_2 = (rand(*batch, 1, 128).expand(-1, -1, 128, -1).contiguous() for _ in range(2))
+    v_2, state_2 = rand(*batch, 128, 64), rand(len(lengths), 128, 128, 64, dtype=f32)
+    decays_2 = -torch.rand(*batch, 128, device="cuda", dtype=f32)
+    return [
+        ours[1]._replace(name="gated delta, fla", run=lambda: gated_delta(q, k, v, decays, rates, **delta)),
+        ours[2]._replace(
+            name="Mamba-2, fla", run=lambda: simple_gla(q_2, k_2, v_2, decays_2, initial_state=state_2, **known)
+        ),
+    ]
+
+
 def latent_line(heads: int, count: int, length: int) -> Timed:
     """Absorbed decode of `count` rows of `length` tokens, pages in random order."""
     pages_each = -(-length // 64)
@@ -122,6 +155,8 @@ def lines() -> list[Callable[[], list[Timed]]]:
         lambda: recurrent_lines([1], "1 x 1"),
         lambda: recurrent_lines([8192], "1 x 8192"),
         lambda: recurrent_lines([256] * 32, "32 x 256"),
+        lambda: peer_lines([8192], "1 x 8192"),
+        lambda: peer_lines([256] * 32, "32 x 256"),
         lambda: [latent_line(16, 64, 4096), latent_line(16, 1, 8192), latent_line(128, 64, 4096)],
         lambda: [latent_line(128, 1, 8192), expanded_line(16, 8192), expanded_line(128, 4096)],
     ]

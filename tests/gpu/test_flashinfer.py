@@ -91,12 +91,22 @@ ONE_TOKEN = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, allowe
 def logprobs(path: str, **settings) -> torch.Tensor:
     """Of the one token that may be drawn, in every place after every prompt; steps of all kinds have made them."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 320, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
+    limits["enable_prefix_caching"] = False  # which would make the steps of a second generation other ones
     llm = LLM(path, **limits, device="cuda", dtype="bfloat16", poison_fresh_pages=True, **settings)
-    found = [output.outputs[0].logprobs for output in llm.generate(PROMPTS, ONE_TOKEN, use_tqdm=False)]
+    found = []
+    for level in (None, 1, 2, None):  # plans made on the host before are of no use afterwards
+        outputs = llm.generate(PROMPTS, ONE_TOKEN, use_tqdm=False)
+        found.append(torch.tensor([[place[7].logprob for place in x.outputs[0].logprobs] for x in outputs]))
+        if level is not None and settings.get("enable_sleep_mode"):
+            llm.sleep(level)
+            llm.wake_up()
     del llm
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.tensor([[place[7].logprob for place in row] for row in found])
+    assert all(torch.equal(other, found[0]) for other in found[1:]), (
+        "sleep, wake, or pages in other places changed something"
+    )
+    return found[0]
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -104,5 +114,5 @@ def test_an_engine_finds_what_it_finds_without_flashinfer(family: str, tmp_path:
     path = str(MODELS[family](tmp_path))
     want = logprobs(path, attention_backend="triton", enforce_eager=True)
     for eager in (True, False):
-        got = logprobs(path, attention_backend="flashinfer", enforce_eager=eager)
+        got = logprobs(path, attention_backend="flashinfer", enforce_eager=eager, enable_sleep_mode=True)
         assert (got - want).abs().mean() < 0.03, f"eager: {eager}"
