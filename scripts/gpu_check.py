@@ -70,6 +70,7 @@ def steps() -> dict[str, Step]:
     )
     found = {
         "tests": Step((PYTHON, *pytest, "tests/gpu"), 240, 30),
+        "compiled": Step(script("check_compiled.py"), 120, 8),  # what the tests have left in Triton's cache
         "host-copy": Step(script("bench_host_copy.py", "--gib", "8"), 60, 4),
         "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
     }

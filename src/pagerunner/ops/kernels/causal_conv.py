@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks
-from pagerunner.ops.kernels.state_rows import next_save, save_arguments, state_entry
+from pagerunner.ops.kernels.state_rows import save_arguments, state_entry
 from pagerunner.ops.state_rows import StateRows
 
 BLOCK_TOKENS = 16
@@ -110,7 +110,7 @@ def _step(
     tl.store(target, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
         at = tl.load(save_start + row)
-        if next_save(save_end, at, tl.load(save_start + row + 1)) == row + 1:
+        if at < tl.load(save_start + row + 1):
             copy = state + tl.load(save_target + at) // ITEM
             _keep(x, own, copy, channel, in_range, row, row + 1, x_stride, channels, TAPS)
     _keep(x, own, own, channel, in_range, row, row + 1, x_stride, channels, TAPS)

@@ -1,9 +1,11 @@
 """The gated delta rule through pages of states. Twins: `pagerunner.ops.gdn`.
 
 Rows of a few tokens take them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step, cut where
-rows meet by masks alone: `_systems` solves every block's triangular system in parallel, `_chunks` passes states from
-block to block. A correction depends on the tokens before it only, so the state after any token of a block follows from
-the same solution, and a save costs one more product.
+rows meet by masks alone. `_systems` does all that doesn't depend on states for every block in parallel: it solves the
+triangular systems (arXiv 2412.06464, section 3.3), so that `_chunks`, which passes states from block to block, is left with
+four products. A correction depends on the tokens before it only, so the state after any token of a block follows from the
+same solution: `_chunks` keeps the state before a save's block, and `_finish_saves` takes all of them on to their tokens.
+Products of half precision are of the inputs' type, sums and states float32.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
+from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
-CHUNKS = (32, 8, 1)  # values of a program, its warps, stages of its loads
-SOLVE = tl.constexpr(16)  # rows of a system that are solved one after another
+CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
+MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
 @triton.jit
@@ -52,78 +54,72 @@ def _few(
         return
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = in_k[:, None] & in_v[None, :]
-    own = state + state_entry(table, slots, row, table_stride) * state_stride + inside
-    held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    own = state_entry(table, slots, row, table_stride)
+    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
     q_at = (head // (HEADS // KEY_HEADS)) * K + keys
     at = tl.load(save_start + row) if HAS_SAVES else 0
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
-    for token in range(first, end):
-        source = mixed + tl.cast(token, tl.int64) * mixed_stride
-        q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
-        k = tl.load(source + KEY_HEADS * K + q_at, mask=in_k, other=0.0).to(tl.float32)
-        v = tl.load(source + 2 * KEY_HEADS * K + head * V + values, mask=in_v, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head).to(tl.float32)))
-        fade = rate_of_decay * softplus(tl.load(decays + token * decays_stride + head).to(tl.float32) + bias)
-        held *= tl.exp(fade)
-        change = (v - tl.sum(held * k[:, None], 0)) * rate
-        held += k[:, None] * change[None, :]
-        answer = tl.sum(held * q[:, None], 0)
-        tl.store(out + tl.cast(token, tl.int64) * (HEADS * V), answer.to(out.dtype.element_ty), mask=in_v)
-        if HAS_SAVES:
-            while next_save(save_end, at, stop) <= token + 1:
-                copy = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(copy, held.to(state.dtype.element_ty), mask=mask)
-                at += 1
-    tl.store(own, held.to(state.dtype.element_ty), mask=mask)
+    for save in range(at, stop + 1):
+        begin = tl.load(save_end + save - 1, mask=save > at, other=first)
+        upto = tl.load(save_end + save, mask=save < stop, other=end)
+        for token in range(begin, upto):
+            source = mixed + tl.cast(token, tl.int64) * mixed_stride
+            q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
+            k = tl.load(source + KEY_HEADS * K + q_at, mask=in_k, other=0.0).to(tl.float32)
+            v = tl.load(source + 2 * KEY_HEADS * K + head * V + values, mask=in_v, other=0.0).to(tl.float32)
+            q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
+            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head).to(tl.float32)))
+            fade = rate_of_decay * softplus(tl.load(decays + token * decays_stride + head).to(tl.float32) + bias)
+            held *= tl.exp(fade)
+            change = (v - tl.sum(held * k[:, None], 0)) * rate
+            held += k[:, None] * change[None, :]
+            answer = tl.sum(held * q[:, None], 0)
+            tl.store(out + tl.cast(token, tl.int64) * (HEADS * V), answer.to(out.dtype.element_ty), mask=in_v)
+        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _inverse(a, index, C: tl.constexpr):
-    """The inverse of I + a, where a [C, C] is strictly lower triangular.
-
-    Blocks of SOLVE on the diagonal by substitution, all of them at once; what is left is nilpotent in blocks.
+def _inverse(a, index, DOUBLINGS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + a, where a [C, C] is strictly lower triangular: the inverses of blocks on its diagonal make those
+    of blocks twice as large. No entry is beyond [-1, 1], because taking a key out of another makes that no longer.
     """
-    parts: tl.constexpr = C // SOLVE
-    same = (index[:, None] // SOLVE) == (index[None, :] // SOLVE)
-    split = tl.reshape(tl.where(same, -a, 0.0), (parts, SOLVE, parts, SOLVE))
-    found = tl.sum(split, 2)
-    lane = tl.arange(0, SOLVE)
-    for i in tl.static_range(1, SOLVE):
-        row = tl.sum(tl.where((lane == i)[None, :, None], found, 0.0), 1)
-        row += tl.sum(row[:, :, None] * found, 1)
-        found = tl.where((lane == i)[None, :, None], row[:, None, :], found)
-    found += (lane[:, None] == lane[None, :]).to(tl.float32)[None, :, :]
-    whole = tl.reshape(tl.broadcast_to(found[:, :, None, :], (parts, SOLVE, parts, SOLVE)), (C, C))
-    diagonal = tl.where(same, whole, 0.0)
-    off = tl.dot(diagonal, tl.where(same, 0.0, a), input_precision="tf32x3")
-    one = (index[:, None] == index[None, :]).to(tl.float32)
-    square = tl.dot(off, off, input_precision="tf32x3")
-    rest = one - off + square - tl.dot(off, square, input_precision="tf32x3")
-    return tl.dot(rest, diagonal, input_precision="tf32x3")
+    found = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    found = tl.where((index[:, None] ^ index[None, :]) == 1, found - a, found)
+    for doubling in tl.static_range(1, DOUBLINGS):
+        block = index >> doubling
+        below = (block[:, None] ^ block[None, :]) == 1
+        part, known = tl.where(below, a, 0.0).to(OPERAND), found.to(OPERAND)
+        part = tl.dot(part, known, input_precision=PRECISION).to(OPERAND)
+        found -= tl.dot(known, part, input_precision=PRECISION)
+    return found
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _systems(
-    mixed, rates, decays, decay_log, decay_bias, solved, attended, sums, row_T,
+    mixed, rates, decays, decay_log, decay_bias, wanted, known, attended, factors, row_T,
     num_tokens, mixed_stride, rates_stride, decays_stride,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, SUM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DOUBLINGS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Of one head and block: the running sums of log decays since the row's or block's beginning [T, H], the matrix
-    from wanted values to corrections and that from corrections to outputs [T, H, C].
+    """What doesn't depend on states, of one head and block.
+
+    Corrections are `wanted` [T, H, V] less `known` [T, H, K] times the state before the block; outputs read them through
+    `attended` [T, H, C]. `factors` [3, H, T] are the running sums of log decays since the row's or block's beginning and
+    what makes keys and queries as long as they should be.
     """
     head, index = tl.program_id(1), tl.arange(0, C)
-    token, keys = tl.program_id(0) * C + index, tl.arange(0, BK)
+    token, keys, values = tl.program_id(0) * C + index, tl.arange(0, BK), tl.arange(0, BV)
     live = token < num_tokens
     row = tl.load(row_T + token, mask=live, other=-1)
     mask = (row >= 0)[:, None] & (keys < K)[None, :]
-    q_at = token.to(tl.int64)[:, None] * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
-    q = tl.load(mixed + q_at, mask=mask, other=0.0)
-    k = tl.load(mixed + KEY_HEADS * K + q_at, mask=mask, other=0.0)
+    source = mixed + token.to(tl.int64)[:, None] * mixed_stride
+    q_at = source + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
+    q = tl.load(q_at, mask=mask, other=0.0)
+    k = tl.load(q_at + KEY_HEADS * K, mask=mask, other=0.0)
     q_scale, k_scale = _scale(q.to(tl.float32), K**-0.5), _scale(k.to(tl.float32), 1.0)
     rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head, mask=live, other=0.0).to(tl.float32)))
     logit = tl.load(decays + token * decays_stride + head, mask=live, other=0.0).to(tl.float32)
@@ -131,75 +127,156 @@ def _systems(
     fade = rate_of_decay * softplus(logit + tl.load(decay_bias + head).to(tl.float32))
     seen = (row[:, None] == row[None, :]) & (index[:, None] >= index[None, :]) & (row >= 0)[:, None]
     # a strong decay makes sums large of which small differences matter
-    total = tl.sum(tl.where(seen, tl.broadcast_to(fade[None, :], (C, C)).to(SUM), 0.0), 1)
-    other = tl.sum(tl.where(index[:, None] == index[None, :], total[:, None], 0.0), 0)
-    decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - other[None, :]).to(tl.float32), 0.0)), 0.0)
+    total = row_sums(fade.to(SUM), row, row_T, token, index)
+    decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0)), 0.0)
+    answers = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * k_scale[None, :]
+    at = token.to(tl.int64) * HEADS + head
+    tl.store(attended + at[:, None] * C + index[None, :], answers.to(k.dtype), mask=live[:, None])
     alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_scale[:, None] * k_scale[None, :])
-    strict = tl.where(index[:, None] > index[None, :], alike * decay * rate[:, None], 0.0)
-    inverse = _inverse(strict, index, C)
-    answers = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * (q_scale[:, None] * k_scale[None, :])
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * C + index[None, :]
-    tl.store(solved + at, inverse * rate[None, :], mask=live[:, None])
-    tl.store(attended + at, answers, mask=live[:, None])
-    tl.store(sums + token * HEADS + head, total.to(tl.float32), mask=live)
+    alike = tl.where(index[:, None] > index[None, :], alike * decay * rate[:, None], 0.0)
+    solution = _inverse(alike, index, DOUBLINGS, OPERAND, PRECISION) * rate[None, :]
+    v_at = source + 2 * KEY_HEADS * K + head * V + values[None, :]
+    v = tl.load(v_at, mask=(row >= 0)[:, None] & (values < V)[None, :], other=0.0)
+    found = tl.dot(solution.to(v.dtype), v, input_precision=PRECISION)
+    tl.store(wanted + at[:, None] * V + values[None, :], found.to(v.dtype), mask=live[:, None] & (values < V)[None, :])
+    solution *= (k_scale * tl.exp(total.to(tl.float32)))[None, :]
+    found = tl.dot(solution.to(k.dtype), k, input_precision=PRECISION)
+    tl.store(known + at[:, None] * K + keys[None, :], found.to(k.dtype), mask=live[:, None] & (keys < K)[None, :])
+    factors += head * num_tokens + token
+    tl.store(factors, total.to(tl.float32), mask=live)
+    tl.store(factors + HEADS * num_tokens, k_scale, mask=live)
+    tl.store(factors + 2 * HEADS * num_tokens, q_scale, mask=live)
 
 
 @triton.jit
+def _block(
+    held, block, first, cut, mixed, wanted, known, attended, factors, out, num_tokens, mixed_stride, head,
+    OUTPUTS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before token `cut` from that before this block, and the outputs of tokens from `first` up to it."""
+    keys, values, index = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, C)
+    first_token = tl.cast(block, tl.int64) * C
+    token = block * C + index
+    mine = (token >= first) & (token < cut)
+    in_k, in_v = mine[:, None] & (keys < K)[None, :], mine[:, None] & (values < V)[None, :]
+    own = (index * HEADS + head)[:, None]
+    factors += head * num_tokens
+    reading = tl.load(factors + 2 * HEADS * num_tokens + token, mask=mine, other=0.0) if OUTPUTS else 0.0
+    q_at = first_token * mixed_stride + (head // (HEADS // KEY_HEADS)) * K
+    q_at = mixed + q_at + (index[:, None] * mixed_stride + keys[None, :])
+    k = tl.load(q_at + KEY_HEADS * K, mask=in_k, other=0.0)
+    before = tl.load(known + first_token * (HEADS * K) + (own * K + keys[None, :]), mask=in_k, other=0.0)
+    v_at = first_token * (HEADS * V) + (own * V + values[None, :])
+    change = tl.load(wanted + v_at, mask=in_v, other=0.0).to(tl.float32)
+    total = tl.load(factors + token, mask=mine, other=0.0)
+    k_scale = tl.load(factors + HEADS * num_tokens + token, mask=mine, other=0.0)
+    last = tl.load(factors + cut - 1)
+    state = held.to(k.dtype)
+    change -= tl.dot(before, state, input_precision=PRECISION)
+    if OUTPUTS:
+        q = tl.load(q_at, mask=in_k, other=0.0)
+        weights_at = first_token * (HEADS * C) + (own * C + index[None, :])
+        weights = tl.load(attended + weights_at, mask=mine[:, None], other=0.0)
+        answer = tl.dot(q, state, input_precision=PRECISION) * tl.exp(total)[:, None]
+        answer = tl.dot(weights, change.to(k.dtype), answer, input_precision=PRECISION) * reading[:, None]
+        tl.store(out + v_at, answer.to(k.dtype), mask=in_v)
+    kept = change * (tl.exp(tl.minimum(last - total, 0.0)) * k_scale)[:, None]
+    return tl.dot(tl.trans(k), kept.to(k.dtype), held * tl.exp(last), input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, solved, attended, sums, state, out, table, slots, query_start, save_start, save_end, save_target,
-    mixed_stride, state_stride, table_stride,
+    mixed, wanted, known, attended, factors, state, out, table, slots, query_start, save_start, save_end, save_target,
+    num_tokens, mixed_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BV values of one head of one row of more than MOST tokens, block by block."""
+    """BV values of one head of one row of more than MOST tokens, block by block from save to save."""
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
     if end - first <= MOST:
         return
-    keys, values, index = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, C)
-    in_k, in_v = keys < K, values < V
+    keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
-    mask = in_k[:, None] & in_v[None, :]
-    own = state + state_entry(table, slots, row, table_stride) * state_stride + inside
-    held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    mask = (keys < K)[:, None] & (values < V)[None, :]
+    own = state_entry(table, slots, row, table_stride)
+    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     at = tl.load(save_start + row) if HAS_SAVES else 0
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
-    for block in range(first // C, tl.cdiv(end, C)):
-        token = block * C + index
-        mine = (token >= first) & (token < end)
-        first_token = tl.cast(block, tl.int64) * C
-        source = mixed + first_token * mixed_stride
-        q_at = index[:, None] * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys[None, :]
-        k = tl.load(source + KEY_HEADS * K + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
-        v_at = index[:, None] * mixed_stride + 2 * KEY_HEADS * K + head * V + values[None, :]
-        v = tl.load(source + v_at, mask=mine[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-        total = tl.load(sums + token * HEADS + head, mask=mine, other=0.0)
-        m_at = first_token * (HEADS * C) + ((index * HEADS + head)[:, None] * C + index[None, :])
-        k *= _scale(k, 1.0)[:, None]
-        fade = tl.exp(total)
-        wanted = v - tl.dot(k, held, input_precision=PRECISION) * fade[:, None]
-        solution = tl.load(solved + m_at, mask=mine[:, None], other=0.0)
-        change = tl.dot(solution, wanted, input_precision=PRECISION)
-        q = tl.load(source + q_at, mask=mine[:, None] & in_k[None, :], other=0.0).to(tl.float32)
-        answer = tl.dot(q, held, input_precision=PRECISION) * (fade * _scale(q, K**-0.5))[:, None]
-        weights = tl.load(attended + m_at, mask=mine[:, None], other=0.0)
-        answer += tl.dot(weights, change, input_precision=PRECISION)
-        target = out + first_token * (HEADS * V) + ((index[:, None] * HEADS + head) * V + values[None, :])
-        tl.store(target, answer.to(out.dtype.element_ty), mask=mine[:, None] & in_v[None, :])
-        upto = tl.minimum(end, block * C + C)
-        if HAS_SAVES:
-            while next_save(save_end, at, stop) <= upto:
-                cut = tl.load(save_end + at)
-                now = tl.load(sums + (cut - 1) * HEADS + head)
-                part = k * tl.where(mine & (token < cut), tl.exp(tl.minimum(now - total, 0.0)), 0.0)[:, None]
-                saved = held * tl.exp(now) + tl.dot(tl.trans(part), change, input_precision=PRECISION)
-                copy = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(copy, saved.to(state.dtype.element_ty), mask=mask)
-                at += 1
-        last = tl.load(sums + (upto - 1) * HEADS + head)
-        kept = k * tl.where(mine, tl.exp(tl.minimum(last - total, 0.0)), 0.0)[:, None]
-        held = held * tl.exp(last) + tl.dot(tl.trans(kept), change, input_precision=PRECISION)
-    tl.store(own, held.to(state.dtype.element_ty), mask=mask)
+    for save in range(at, stop + 1):
+        # whole blocks before the token at which a state is to be saved, the last time all that is left
+        begin = tl.load(save_end + save - 1, mask=save > at, other=first) // C
+        upto = tl.load(save_end + save, mask=save < stop, other=end + C - 1) // C
+        for whole in range(begin, upto):
+            held = _block(
+                held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
+                num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
+            )  # fmt: skip
+        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _finish_saves(
+    mixed, wanted, known, attended, factors, state, out, query_start, row_T, save_start, save_end, save_target,
+    num_rows, num_tokens, mixed_stride, state_stride,
+    ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BV values of one head of states to be saved, whose pages hold those before their blocks."""
+    head, keys, values = tl.program_id(1), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    inside = head * (K * V) + keys[:, None] * V + values[None, :]
+    mask = (keys < K)[:, None] & (values < V)[None, :]
+    for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
+        cut = tl.load(save_end + save)
+        row = tl.load(row_T + cut - 1)
+        first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+        if (cut % C != 0) & (end - first > MOST):
+            own = tl.load(save_target + save) // (tl.cast(state_stride, tl.int64) * ITEM)
+            own = state + own * state_stride + inside
+            held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+            held = _block(
+                held, cut // C, first, cut, mixed, wanted, known, attended, factors, out,
+                num_tokens, mixed_stride, head, False, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
+            )  # fmt: skip
+            tl.store(own, held.to(state.dtype.element_ty), mask=mask)
+
+
+def _long_rows(
+    inputs: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    state_EHKV: torch.Tensor,
+    out_THV: torch.Tensor,
+    key_heads: int,
+    rows: StateRows,
+) -> None:
+    """Rows of more than FEW_TOKENS, block by block."""
+    mixed_TC = inputs[0]
+    tokens, (heads, key_dim, value_dim) = mixed_TC.shape[0], state_EHKV.shape[1:]
+    wide = mixed_TC.dtype == torch.float32
+    sizes, block_k = (key_heads, heads, key_dim, value_dim), max(16, padded(key_dim))
+    wanted, known, attended = (mixed_TC.new_empty(tokens, heads, size) for size in (value_dim, key_dim, CHUNK))
+    factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=mixed_TC.device)
+    parts, precision = (wanted, known, attended, factors), "tf32x3" if wide else "tf32"
+    _systems[(blocks(tokens, CHUNK), heads)](
+        *inputs, *parts, rows.row_T, tokens, *strides, *sizes, block_k, max(16, padded(value_dim)), CHUNK,
+        CHUNK.bit_length() - 1, tl.float32 if wide else tl.float16, precision, tl.float64 if wide else tl.float32,
+        num_warps=SYSTEM_WARPS,
+    )  # fmt: skip
+    block_v, warps, stages = CHUNKS
+    grid, (*saves, has_saves) = (blocks(value_dim, block_v), heads), save_arguments(rows)
+    options = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k, block_v, CHUNK, precision)
+    _chunks[(*grid, rows.num_rows)](
+        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
+        tokens, strides[0], state_EHKV.stride(0), rows.page_table.stride(0), has_saves, *options,
+        num_warps=warps, num_stages=1 if wide else stages,
+    )  # fmt: skip
+    if rows.saves is not None:
+        _finish_saves[(*grid, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
+            mixed_TC, *parts, state_EHKV, out_THV, rows.query_start_R1, rows.row_T, *saves,
+            rows.num_rows, tokens, strides[0], state_EHKV.stride(0), *options, num_warps=warps, num_stages=1,
+        )  # fmt: skip
 
 
 def gated_delta_rows(
@@ -217,30 +294,14 @@ def gated_delta_rows(
     heads, key_dim, value_dim = state_EHKV.shape[1:]
     out_THV = torch.empty(tokens, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     inputs = (mixed_TC, rates_TH, decays_TH, decay_log_H, decay_bias_H)
-    where = (rows.page_table, rows.slots_R, rows.query_start_R1)
-    *saves, has_saves = save_arguments(rows)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
-    to_state = (state_EHKV.stride(0), rows.page_table.stride(0))
-    block_k = max(16, padded(key_dim))
-    shape = (key_heads, heads, key_dim)
-    options = (has_saves, state_EHKV.element_size(), FEW_TOKENS, *shape, value_dim, block_k)
-    block_v, warps = FEW
+    (*saves, has_saves), (block_v, warps) = save_arguments(rows), FEW
     _few[(blocks(value_dim, block_v), heads, rows.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, *where, *saves, rows.num_rows, tokens, *strides, *to_state, *options, block_v,
-        num_warps=warps,
+        *inputs, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
+        rows.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
+        has_saves, state_EHKV.element_size(), FEW_TOKENS, key_heads, heads, key_dim, value_dim, max(16, padded(key_dim)),
+        block_v, num_warps=warps,
     )  # fmt: skip
-    if rows.few:
-        return out_THV
-    precision = "tf32x3" if mixed_TC.dtype == torch.float32 else "tf32"
-    solved = torch.empty(2, tokens, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
-    sums = torch.empty(tokens, heads, dtype=torch.float32, device=mixed_TC.device)
-    _systems[(blocks(tokens, CHUNK), heads)](
-        *inputs, *solved, sums, rows.row_T, tokens, *strides, *shape, block_k, CHUNK, precision,
-        tl.float64 if mixed_TC.dtype == torch.float32 else tl.float32, num_warps=SYSTEM_WARPS,
-    )  # fmt: skip
-    block_v, warps, stages = CHUNKS
-    _chunks[(blocks(value_dim, block_v), heads, rows.num_rows)](
-        mixed_TC, *solved, sums, state_EHKV, out_THV, *where, *saves, strides[0], *to_state, *options, block_v,
-        CHUNK, precision, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    if not rows.few:
+        _long_rows(inputs, strides, state_EHKV, out_THV, key_heads, rows)
     return out_THV

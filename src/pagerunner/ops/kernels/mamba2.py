@@ -1,7 +1,9 @@
 """Mamba-2's recurrence through pages of states. Twins: `pagerunner.ops.mamba2`.
 
-Rows of a few tokens take them one after another (`_few`), longer ones in blocks of 64 tokens of the step (`_chunks`), cut
-where rows meet by masks alone.
+Rows of a few tokens take them one after another (`_few`), longer ones in blocks of 64 tokens of the step, cut where rows
+meet by masks alone. `_prepare` does all that doesn't depend on states for every block in parallel, `_chunks` passes states
+from block to block (arXiv 2405.21060, section 6) and keeps those before blocks in which one is to be saved, and
+`_finish_saves` takes these on to their tokens. Products of half precision are of the inputs' type, sums and states float32.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.state_rows import next_save, save_arguments, softplus, state_entry
+from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
-CHUNKS = (32, 4, 1)  # values of a program, its warps, stages of its loads
+PREPARE = (16, 1)  # heads of a program, its warps
+CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
+MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -42,94 +46,193 @@ def _few(
         return
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = in_p[:, None] & in_n[None, :]
-    own = state + state_entry(table, slots, row, table_stride) * state_stride + inside
-    held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    own = state_entry(table, slots, row, table_stride)
+    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
     b_at = HEADS * P + (head // (HEADS // GROUPS)) * N + inner
     at = tl.load(save_start + row) if HAS_SAVES else 0
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
-    for token in range(first, end):
-        source = mixed + tl.cast(token, tl.int64) * mixed_stride
-        x = tl.load(source + head * P + values, mask=in_p, other=0.0).to(tl.float32)
-        b = tl.load(source + b_at, mask=in_n, other=0.0).to(tl.float32)
-        c = tl.load(source + GROUPS * N + b_at, mask=in_n, other=0.0).to(tl.float32)
-        dt = softplus(tl.load(steps + token * steps_stride + head).to(tl.float32) + bias)
-        held = held * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
-        answer = tl.sum(held * c[None, :], 1) + x * passed
-        tl.store(out + tl.cast(token, tl.int64) * (HEADS * P), answer.to(out.dtype.element_ty), mask=in_p)
-        if HAS_SAVES:
-            while next_save(save_end, at, stop) <= token + 1:
-                copy = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(copy, held.to(state.dtype.element_ty), mask=mask)
-                at += 1
-    tl.store(own, held.to(state.dtype.element_ty), mask=mask)
+    for save in range(at, stop + 1):
+        begin = tl.load(save_end + save - 1, mask=save > at, other=first)
+        upto = tl.load(save_end + save, mask=save < stop, other=end)
+        for token in range(begin, upto):
+            source = mixed + tl.cast(token, tl.int64) * mixed_stride
+            x = tl.load(source + head * P + values, mask=in_p, other=0.0).to(tl.float32)
+            b = tl.load(source + b_at, mask=in_n, other=0.0).to(tl.float32)
+            c = tl.load(source + GROUPS * N + b_at, mask=in_n, other=0.0).to(tl.float32)
+            dt = softplus(tl.load(steps + token * steps_stride + head).to(tl.float32) + bias)
+            held = held * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
+            answer = tl.sum(held * c[None, :], 1) + x * passed
+            tl.store(out + tl.cast(token, tl.int64) * (HEADS * P), answer.to(out.dtype.element_ty), mask=in_p)
+        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare(
+    mixed, steps, decay_log, step_bias, weights, factors, row_T, num_tokens, mixed_stride, steps_stride,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
+    BH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What doesn't depend on states, of one block and BH heads of a group.
+
+    Outputs read inputs of their block through `weights` [T, H, C]. `factors` [2, H, T] are the running sums of log decays
+    since the row's or block's beginning, and step sizes.
+    """
+    inner, index = tl.arange(0, BN), tl.arange(0, C)
+    token, group = tl.program_id(0) * C + index, tl.program_id(2)
+    live = token < num_tokens
+    row = tl.load(row_T + token, mask=live, other=-1)
+    mask = (row >= 0)[:, None] & (inner < N)[None, :]
+    b_at = mixed + token.to(tl.int64)[:, None] * mixed_stride + HEADS * P + group * N + inner[None, :]
+    b = tl.load(b_at, mask=mask, other=0.0)
+    c = tl.load(b_at + GROUPS * N, mask=mask, other=0.0)
+    seen = (row[:, None] == row[None, :]) & (index[:, None] >= index[None, :]) & (row >= 0)[:, None]
+    product = tl.where(seen, tl.dot(c, tl.trans(b), input_precision=PRECISION), 0.0)
+    first_head, stop = tl.program_id(1) * BH, HEADS // GROUPS
+    for head in range(group * stop + first_head, group * stop + tl.minimum(first_head + BH, stop)):
+        step = tl.load(steps + token * steps_stride + head, mask=row >= 0, other=0.0).to(tl.float32)
+        dt = tl.where(row >= 0, softplus(step + tl.load(step_bias + head).to(tl.float32)), 0.0)
+        fade = -tl.exp(tl.load(decay_log + head).to(tl.float32)) * dt
+        # a strong decay makes sums large of which small differences matter
+        total = row_sums(fade.to(factors.dtype.element_ty), row, row_T, token, index)
+        decay = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
+        target = weights + (token.to(tl.int64) * HEADS + head)[:, None] * C + index[None, :]
+        tl.store(target, (product * decay * dt[None, :]).to(b.dtype), mask=live[:, None])
+        at = factors + head * num_tokens + token
+        tl.store(at, total, mask=live)
+        tl.store(at + HEADS * num_tokens, dt, mask=live)
 
 
 @triton.jit
+def _block(
+    held, block, first, cut, mixed, weights, factors, passed, out, num_tokens, mixed_stride, head,
+    OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state [BN, BP] before token `cut` from that before this block, and outputs of tokens from `first` up to it."""
+    values, inner, index = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, C)
+    first_token = tl.cast(block, tl.int64) * C
+    token = block * C + index
+    mine = (token >= first) & (token < cut)
+    in_p, in_n = mine[:, None] & (values < P)[None, :], mine[:, None] & (inner < N)[None, :]
+    group = head // (HEADS // GROUPS)
+    source = mixed + first_token * mixed_stride
+    b_at = source + HEADS * P + group * N + (index[:, None] * mixed_stride + inner[None, :])
+    b = tl.load(b_at, mask=in_n, other=0.0)
+    x = tl.load(source + head * P + (index[:, None] * mixed_stride + values[None, :]), mask=in_p, other=0.0)
+    factors += head * num_tokens
+    total = tl.load(factors + token, mask=mine, other=0.0)
+    dt = tl.load(factors + HEADS * num_tokens + token, mask=mine, other=0.0).to(tl.float32)
+    last = tl.load(factors + cut - 1)
+    wide = x.to(tl.float32)
+    if OUTPUTS:
+        c = tl.load(b_at + GROUPS * N, mask=in_n, other=0.0)
+        own = (index * HEADS + head)[:, None]
+        weights_at = weights + first_token * (HEADS * C) + (own * C + index[None, :])
+        inside = tl.load(weights_at, mask=mine[:, None], other=0.0)
+        answer = tl.dot(c, held.to(c.dtype), input_precision=PRECISION) * tl.exp(total.to(tl.float32))[:, None]
+        answer = tl.dot(inside, x, answer, input_precision=PRECISION) + wide * passed
+        target = out + first_token * (HEADS * P) + (own * P + values[None, :])
+        tl.store(target, answer.to(x.dtype), mask=in_p)
+    kept = wide * (tl.exp(tl.minimum((last - total).to(tl.float32), 0.0)) * dt)[:, None]
+    return tl.dot(tl.trans(b), kept.to(x.dtype), held * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, steps, decay_log, step_bias, skip, state, out,
-    table, slots, query_start, save_start, save_end, save_target,
-    mixed_stride, steps_stride, state_stride, table_stride,
+    mixed, weights, factors, skip, state, out, table, slots, query_start, save_start, save_end, save_target,
+    num_tokens, mixed_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
 ):  # fmt: skip
-    """BP values of one head of one row of more than MOST tokens, block by block."""
+    """BP values of one head of one row of more than MOST tokens, block by block from save to save."""
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
     if end - first <= MOST:
         return
-    values, inner, index = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, C)
-    in_p, in_n = values < P, inner < N
+    values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
-    mask = in_p[:, None] & in_n[None, :]
-    own = state + state_entry(table, slots, row, table_stride) * state_stride + inside
-    held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
-    rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
-    bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
+    mask = (values < P)[:, None] & (inner < N)[None, :]
+    own = state_entry(table, slots, row, table_stride)
+    held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
+    passed = tl.load(skip + head).to(tl.float32)
     at = tl.load(save_start + row) if HAS_SAVES else 0
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
-    for block in range(first // C, tl.cdiv(end, C)):
-        token = block * C + index
-        mine = (token >= first) & (token < end)
-        first_token = tl.cast(block, tl.int64) * C
-        source = mixed + first_token * mixed_stride
-        b_at = index[:, None] * mixed_stride + HEADS * P + (head // (HEADS // GROUPS)) * N + inner[None, :]
-        b = tl.load(source + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
-        c = tl.load(source + GROUPS * N + b_at, mask=mine[:, None] & in_n[None, :], other=0.0)
-        x_at = index[:, None] * mixed_stride + head * P + values[None, :]
-        x = tl.load(source + x_at, mask=mine[:, None] & in_p[None, :], other=0.0).to(tl.float32)
-        step = tl.load(steps + token * steps_stride + head, mask=mine, other=0.0)
-        dt = tl.where(mine, softplus(step.to(tl.float32) + bias), 0.0)
-        # a strong decay makes sums large of which small differences matter
-        total = tl.cumsum((dt * rate).to(SUM), 0)
-        seen = (index[:, None] >= index[None, :]) & mine[:, None] & mine[None, :]
-        decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0)), 0.0)
-        scaled = x * dt[:, None]
-        weights = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay
-        answer = tl.dot(weights, scaled, input_precision=PRECISION) + x * passed
-        read = tl.dot(c.to(tl.float32), tl.trans(held), input_precision=PRECISION)
-        answer += read * tl.exp(total.to(tl.float32))[:, None]
-        target = out + first_token * (HEADS * P) + (index[:, None] * HEADS + head) * P + values[None, :]
-        tl.store(target, answer.to(out.dtype.element_ty), mask=mine[:, None] & in_p[None, :])
-        upto = tl.minimum(end, block * C + C)
-        b_wide = b.to(tl.float32)
-        if HAS_SAVES:
-            while next_save(save_end, at, stop) <= upto:
-                cut = tl.load(save_end + at)
-                now = tl.sum(tl.where(token == cut - 1, total, 0.0), 0)
-                fade = tl.where(mine & (token < cut), tl.exp(tl.minimum((now - total).to(tl.float32), 0.0)), 0.0)
-                part = tl.dot(tl.trans(scaled * fade[:, None]), b_wide, input_precision=PRECISION)
-                saved = held * tl.exp(now.to(tl.float32)) + part
-                copy = state + tl.load(save_target + at) // ITEM + inside
-                tl.store(copy, saved.to(state.dtype.element_ty), mask=mask)
-                at += 1
-        last = tl.sum(tl.where(token == upto - 1, total, 0.0), 0)
-        tail = tl.where(mine, tl.exp(tl.minimum((last - total).to(tl.float32), 0.0)), 0.0)
-        added = tl.dot(tl.trans(scaled * tail[:, None]), b_wide, input_precision=PRECISION)
-        held = held * tl.exp(last.to(tl.float32)) + added
-    tl.store(own, held.to(state.dtype.element_ty), mask=mask)
+    for save in range(at, stop + 1):
+        # whole blocks before the token at which a state is to be saved, the last time all that is left
+        begin = tl.load(save_end + save - 1, mask=save > at, other=first) // C
+        upto = tl.load(save_end + save, mask=save < stop, other=end + C - 1) // C
+        for whole in range(begin, upto):
+            held = _block(
+                held, whole, first, tl.minimum(end, whole * C + C), mixed, weights, factors, passed, out,
+                num_tokens, mixed_stride, head, True, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
+            )  # fmt: skip
+        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+        tl.store(state + to * state_stride + inside, tl.trans(held).to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _finish_saves(
+    mixed, weights, factors, state, out, query_start, row_T, save_start, save_end, save_target,
+    num_rows, num_tokens, mixed_stride, state_stride,
+    ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BP values of one head of states to be saved, whose pages hold those before their blocks."""
+    head, values, inner = tl.program_id(1), tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
+    inside = head * (P * N) + values[:, None] * N + inner[None, :]
+    mask = (values < P)[:, None] & (inner < N)[None, :]
+    for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
+        cut = tl.load(save_end + save)
+        row = tl.load(row_T + cut - 1)
+        first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+        if (cut % C != 0) & (end - first > MOST):
+            own = tl.load(save_target + save) // (tl.cast(state_stride, tl.int64) * ITEM)
+            own = state + own * state_stride + inside
+            held = tl.trans(tl.load(own, mask=mask, other=0.0).to(tl.float32))
+            held = _block(
+                held, cut // C, first, cut, mixed, weights, factors, 0.0, out,
+                num_tokens, mixed_stride, head, False, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
+            )  # fmt: skip
+            tl.store(own, tl.trans(held).to(state.dtype.element_ty), mask=mask)
+
+
+def _long_rows(
+    inputs: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    skip_H: torch.Tensor,
+    state_EHPN: torch.Tensor,
+    out_THP: torch.Tensor,
+    groups: int,
+    rows: StateRows,
+) -> None:
+    """Rows of more than FEW_TOKENS, block by block."""
+    mixed_TC = inputs[0]
+    tokens, (heads, head_dim, state_size) = mixed_TC.shape[0], state_EHPN.shape[1:]
+    wide = mixed_TC.dtype == torch.float32
+    sizes, block_n = (groups, heads, head_dim, state_size), max(16, padded(state_size))
+    weights, precision = mixed_TC.new_empty(tokens, heads, CHUNK), "tf32x3" if wide else "tf32"
+    factors = torch.empty(2, heads, tokens, dtype=torch.float64 if wide else torch.float32, device=mixed_TC.device)
+    block_h, warps = PREPARE
+    _prepare[(blocks(tokens, CHUNK), blocks(heads // groups, block_h), groups)](
+        *inputs, weights, factors, rows.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
+        num_warps=warps,
+    )  # fmt: skip
+    block_p, warps, stages = CHUNKS
+    grid, (*saves, has_saves) = (blocks(head_dim, block_p), heads), save_arguments(rows)
+    options = (state_EHPN.element_size(), FEW_TOKENS, *sizes, block_p, block_n, CHUNK, precision)
+    _chunks[(*grid, rows.num_rows)](
+        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, rows.slots_R, rows.query_start_R1,
+        *saves, tokens, strides[0], state_EHPN.stride(0), rows.page_table.stride(0), has_saves, *options,
+        num_warps=warps, num_stages=1 if wide else stages,
+    )  # fmt: skip
+    if rows.saves is not None:
+        _finish_saves[(*grid, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
+            mixed_TC, weights, factors, state_EHPN, out_THP, rows.query_start_R1, rows.row_T, *saves,
+            rows.num_rows, tokens, strides[0], state_EHPN.stride(0), *options, num_warps=warps, num_stages=1,
+        )  # fmt: skip
 
 
 def mamba2_rows(
@@ -145,23 +248,15 @@ def mamba2_rows(
     tokens, channels = mixed_TC.shape
     heads, head_dim, state_size = state_EHPN.shape[1:]
     out_THP = torch.empty(tokens, heads, head_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
-    *saves, has_saves = save_arguments(rows)
-    arguments = (
-        mixed_TC, steps_TH, decay_log_H, step_bias_H, skip_H, state_EHPN, out_THP,
-        rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
-    )  # fmt: skip
-    strides = (mixed_TC.stride(0), steps_TH.stride(0), state_EHPN.stride(0), rows.page_table.stride(0))
+    inputs, strides = (mixed_TC, steps_TH, decay_log_H, step_bias_H), (mixed_TC.stride(0), steps_TH.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
-    block_n = max(16, padded(state_size))
-    options = (has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size)
-    block_p, warps = FEW
+    (*saves, has_saves), (block_p, warps) = save_arguments(rows), FEW
     _few[(blocks(head_dim, block_p), heads, rows.num_rows + 1)](
-        *arguments, rows.num_rows, tokens, *strides, *options, block_p, block_n, num_warps=warps
-    )
+        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
+        rows.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
+        has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size,
+        block_p, max(16, padded(state_size)), num_warps=warps,
+    )  # fmt: skip
     if not rows.few:
-        block_p, warps, stages = CHUNKS
-        precision, sums = ("tf32x3", tl.float64) if mixed_TC.dtype == torch.float32 else ("tf32", tl.float32)
-        _chunks[(blocks(head_dim, block_p), heads, rows.num_rows)](
-            *arguments, *strides, *options, block_p, block_n, CHUNK, precision, sums, num_warps=warps, num_stages=stages
-        )
+        _long_rows(inputs, strides, skip_H, state_EHPN, out_THP, groups, rows)
     return out_THP

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from pagerunner.ops.state_rows import StateRows
 
-NO_TOKEN = tl.constexpr(2**31 - 1)
-
 
 @triton.jit
 def softplus(x):
@@ -20,6 +18,20 @@ def softplus(x):
 
 
 @triton.jit
+def _add_within_row(begins, sum_before, begins_too, x):
+    """Combine two stretches of tokens, each with whether a row begins in it and its sum since then."""
+    return begins | begins_too, tl.where(begins_too != 0, x, sum_before + x)
+
+
+@triton.jit
+def row_sums(x, row, row_T, token, index):
+    """Running sums over a block's tokens, which begin anew where a row does."""
+    before = tl.load(row_T + token - 1, mask=(index > 0) & (row >= 0), other=-1)
+    _, total = tl.associative_scan(((before != row).to(tl.int32), x), 0, _add_within_row)
+    return total
+
+
+@triton.jit
 def state_entry(table, slots, row, table_stride):
     """The row's page table entry, int64."""
     slot = tl.load(slots + row).to(tl.int64)
@@ -27,9 +39,13 @@ def state_entry(table, slots, row, table_stride):
 
 
 @triton.jit
-def next_save(save_end, at, stop):
-    """The token before which save `at` wants the state, or one that never comes."""
-    return tl.load(save_end + at, mask=at < stop, other=NO_TOKEN)
+def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
+    """The page table entry that save `save` goes to, int64; the row's own after the last one.
+
+    An entry times the stride is an offset whose alignment the compiler knows, other than the target's.
+    """
+    target = tl.load(save_target + save, mask=save < stop, other=0)
+    return tl.where(save < stop, target // (tl.cast(state_stride, tl.int64) * ITEM), own)
 
 
 def save_arguments(rows: StateRows) -> tuple[object, ...]:
