@@ -20,7 +20,7 @@ from pagerunner.ops.latent_attention import LatentRows
 MAX_SPLITS = 64
 MIN_SPLIT = 128  # keys of a split, so that the merge stays cheap
 MAX_HEADS = 64  # of a program
-TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}  # keys, warps and stages, by heads
+TILES = {16: (128, 8, 1), 32: (128, 8, 1), 64: (64, 8, 2)}  # keys, warps and stages, by heads
 NOTHING = tl.constexpr(-1e30)  # a log-sum-exp of no keys, and a score that nothing reaches
 
 
