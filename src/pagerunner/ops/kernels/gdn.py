@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, state_entry
+from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, stages, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
+# values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
+FINISH = (16, 2)
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -264,18 +266,20 @@ def _long_rows(
         CHUNK.bit_length() - 1, tl.float32 if wide else tl.float16, precision, tl.float64 if wide else tl.float32,
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
-    block_v, warps, stages = CHUNKS
-    grid, (*saves, has_saves) = (blocks(value_dim, block_v), heads), save_arguments(rows)
-    options = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k, block_v, CHUNK, precision)
-    _chunks[(*grid, rows.num_rows)](
+    block_v, warps, most = CHUNKS
+    tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
+    memory, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
+    whole, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
+    _chunks[(blocks(value_dim, block_v), heads, rows.num_rows)](
         mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
-        tokens, strides[0], state_EHKV.stride(0), rows.page_table.stride(0), has_saves, *options,
-        num_warps=warps, num_stages=1 if wide else stages,
+        *lengths, *memory, has_saves, *whole, block_v, CHUNK, precision,
+        num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
-        _finish_saves[(*grid, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
+        block_v, warps = FINISH
+        _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
             mixed_TC, *parts, state_EHKV, out_THV, rows.query_start_R1, rows.row_T, *saves,
-            rows.num_rows, tokens, strides[0], state_EHKV.stride(0), *options, num_warps=warps, num_stages=1,
+            rows.num_rows, *lengths, memory[0], *whole, block_v, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 

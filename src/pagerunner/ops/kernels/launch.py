@@ -28,6 +28,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; Hopper's for the interpreter."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def dependent(device: torch.device) -> dict[str, Any]:
     """The launch arguments `PDL` (of the kernel) and `launch_pdl` (of the launch)."""
     if has_dependent_launch(device):

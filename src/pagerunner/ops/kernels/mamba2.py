@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, state_entry
+from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, stages, state_entry
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
 PREPARE = (16, 1)  # heads of a program, its warps
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
+# values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
+FINISH = (16, 2)
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -220,18 +222,20 @@ def _long_rows(
         *inputs, weights, factors, rows.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
         num_warps=warps,
     )  # fmt: skip
-    block_p, warps, stages = CHUNKS
-    grid, (*saves, has_saves) = (blocks(head_dim, block_p), heads), save_arguments(rows)
-    options = (state_EHPN.element_size(), FEW_TOKENS, *sizes, block_p, block_n, CHUNK, precision)
-    _chunks[(*grid, rows.num_rows)](
+    block_p, warps, most = CHUNKS
+    tile_bytes = CHUNK * (2 * block_n + block_p + CHUNK) * mixed_TC.element_size()
+    memory, (*saves, has_saves) = (state_EHPN.stride(0), rows.page_table.stride(0)), save_arguments(rows)
+    whole, lengths = (state_EHPN.element_size(), FEW_TOKENS, *sizes), (tokens, mixed_TC.stride(0))
+    _chunks[(blocks(head_dim, block_p), heads, rows.num_rows)](
         mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, rows.slots_R, rows.query_start_R1,
-        *saves, tokens, strides[0], state_EHPN.stride(0), rows.page_table.stride(0), has_saves, *options,
-        num_warps=warps, num_stages=1 if wide else stages,
+        *saves, *lengths, *memory, has_saves, *whole, block_p, block_n, CHUNK, precision,
+        num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
-        _finish_saves[(*grid, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
+        block_p, warps = FINISH
+        _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
             mixed_TC, weights, factors, state_EHPN, out_THP, rows.query_start_R1, rows.row_T, *saves,
-            rows.num_rows, tokens, strides[0], state_EHPN.stride(0), *options, num_warps=warps, num_stages=1,
+            rows.num_rows, *lengths, memory[0], *whole, block_p, block_n, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.launch import shared_memory
 from pagerunner.ops.state_rows import StateRows
 
 
@@ -46,6 +48,11 @@ def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
     """
     target = tl.load(save_target + save, mask=save < stop, other=0)
     return tl.where(save < stop, target // (tl.cast(state_stride, tl.int64) * ITEM), own)
+
+
+def stages(most: int, block: int, device: torch.device) -> int:
+    """Blocks whose tiles, `block` bytes each, are held at a time: at most `most`, while a sixth of the memory is left."""
+    return max(1, min(most, shared_memory(device) * 5 // 6 // block))
 
 
 def save_arguments(rows: StateRows) -> tuple[object, ...]:
