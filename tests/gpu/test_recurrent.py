@@ -50,8 +50,8 @@ def test_mamba2(step: Step, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(2, 4, 64, 64), (1, 2, 96, 40), (1, 2, 256, 256)])
 def test_gated_delta_of_other_sizes(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     call, shapes = delta_call(STEPS["mixed"], sizes, dtype, "cuda"), [(3, 768), sizes[1:]]
-    # of few heads the first one, whose keys are all alike, is a larger part
-    tolerance = 2 * TOLERANCE[dtype]
+    # of few heads the first one is a larger part: what is between products, rounded to bfloat16, makes 1.6e-2 of it
+    tolerance = {torch.float32: 4e-5, torch.bfloat16: 2e-2}[dtype]
     compare(gated_delta_rows, call, 1, STEPS["mixed"], shapes, [dtype, torch.float32], "cuda", tolerance)
 
 

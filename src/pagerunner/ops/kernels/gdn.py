@@ -22,7 +22,8 @@ FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
-FINISH = (16, 2)
+NARROW = (16, 2)
+LARGEST_KEY = 128  # that CHUNKS are for
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -266,7 +267,7 @@ def _long_rows(
         CHUNK.bit_length() - 1, tl.float32 if wide else tl.float16, precision, tl.float64 if wide else tl.float32,
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
-    block_v, warps, most = CHUNKS
+    block_v, warps, most = CHUNKS if block_k <= LARGEST_KEY else (*NARROW, 1)
     tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
     memory, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
     whole, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
@@ -276,7 +277,7 @@ def _long_rows(
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
-        block_v, warps = FINISH
+        block_v, warps = NARROW
         _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
             mixed_TC, *parts, state_EHKV, out_THV, rows.query_start_R1, rows.row_T, *saves,
             rows.num_rows, *lengths, memory[0], *whole, block_v, CHUNK, precision, num_warps=warps,

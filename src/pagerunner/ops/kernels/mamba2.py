@@ -20,7 +20,8 @@ FEW = (32, 8)  # values of a program, its warps
 PREPARE = (16, 1)  # heads of a program, its warps
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
-FINISH = (16, 2)
+NARROW = (16, 2)
+LARGEST_STATE = 128  # that CHUNKS are for
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -222,7 +223,7 @@ def _long_rows(
         *inputs, weights, factors, rows.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
         num_warps=warps,
     )  # fmt: skip
-    block_p, warps, most = CHUNKS
+    block_p, warps, most = CHUNKS if block_n <= LARGEST_STATE else (*NARROW, 1)
     tile_bytes = CHUNK * (2 * block_n + block_p + CHUNK) * mixed_TC.element_size()
     memory, (*saves, has_saves) = (state_EHPN.stride(0), rows.page_table.stride(0)), save_arguments(rows)
     whole, lengths = (state_EHPN.element_size(), FEW_TOKENS, *sizes), (tokens, mixed_TC.stride(0))
@@ -232,7 +233,7 @@ def _long_rows(
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
-        block_p, warps = FINISH
+        block_p, warps = NARROW
         _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
             mixed_TC, weights, factors, state_EHPN, out_THP, rows.query_start_R1, rows.row_T, *saves,
             rows.num_rows, *lengths, memory[0], *whole, block_p, block_n, CHUNK, precision, num_warps=warps,
