@@ -46,6 +46,15 @@ def test_mamba2(step, dtype, tolerance):
     compare(mamba2_rows, mamba_call(step, sizes, dtype, "cpu"), 1, step, shapes, dtypes, "cpu", tolerance)
 
 
+@each_dtype
+def test_keys_and_states_beyond_the_usual_tiles(dtype, tolerance):
+    step, dtypes = STEPS["long, short and one, saves, padded"], [torch.float16, torch.float32]
+    call = delta_call(step, (1, 2, 136, 24), dtype, "cpu")
+    compare(gated_delta_rows, call, 1, step, [(3, 6), (2, 136, 24)], dtypes, "cpu", tolerance)
+    call = mamba_call(step, (1, 2, 20, 136), dtype, "cpu")
+    compare(mamba2_rows, call, 1, step, [(3, 6), (2, 20, 136)], dtypes, "cpu", tolerance)
+
+
 def test_a_planted_fault_is_caught():
     step = STEPS["a long row"]
 
