@@ -1,10 +1,13 @@
-"""Look through compiled Triton kernels for registers that are read before anything is written to them.
+"""Look through compiled Triton kernels for operands of tensor core instructions whose address comes from nowhere.
 
     python scripts/check_compiled.py [DIR]
 
-ptxas 12.8 (of Triton 3.6) sometimes adds to a uniform register that it never set when it works out where an operand of a
-tensor core instruction lies, so that products are wrong or the card reports an illegal access. Neither the interpreter nor
-the PTX shows it. DIR is Triton's cache (default: where it is), after the kernels have run. The exit status is 1 if one was found.
+ptxas 12.8 (of Triton 3.6) sometimes forgets the register from which it works out where a second operand lies, and adds to
+whatever is in another one: products are wrong, or the card reports an illegal access. Neither the interpreter nor the PTX
+shows it; ptxas 12.9 and later don't do it (`TRITON_PTXAS_PATH`). It shows in two ways: a uniform register is read that
+nothing has written, or the upper half of an operand's descriptor, which is a constant, is added to something other than 0.
+
+DIR is Triton's cache (default: where it is), after the kernels have run. The exit status is 1 if a kernel was found.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from triton import knobs
 
 LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);")
 UNIFORM = re.compile(r"\bUR(\d+)\b")
+REGISTER = re.compile(r"(U?R)(\d+|Z)(?:\.reuse)?")
+CONSTANT = re.compile(r"-?0x[0-9a-f]+")
+ZERO = {"RZ", "URZ", "SRZ"}
 
 
 def reads_of(operand: str, operands: list[str]) -> set[int]:
@@ -32,23 +38,50 @@ def reads_of(operand: str, operands: list[str]) -> set[int]:
     return found | {base + 1 for base in found if "desc[" in operand}
 
 
-def unwritten(disassembly: str) -> Iterator[str]:
-    """Instructions that read a uniform register before any instruction above has written it."""
+def width(name: str) -> int:
+    """How many registers an instruction writes, at most."""
+    return 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1
+
+
+def is_descriptor(constant: str) -> bool:
+    """Whether a 32-bit constant may be the upper half of an operand's descriptor: how it is swizzled, and a small stride.
+
+    PTX ISA, "Matrix descriptor": bits 62 and 63 of the whole are the swizzle, bits 32 to 45 the stride.
+    """
+    value = int(constant, 16) & 0xFFFFFFFF
+    return value >> 30 != 0 and value & 0x3FFFC000 == 0
+
+
+def misplaced(name: str, operands: list[str], zero: set[str]) -> bool:
+    """Whether the upper half of a descriptor is added to a register that isn't in `zero`."""
+    if name not in {"IADD3.X", "UIADD3.X"} or not any(CONSTANT.fullmatch(x) and is_descriptor(x) for x in operands[1:]):
+        return False
+    sources = [match for operand in operands[1:] if (match := REGISTER.fullmatch(operand))]
+    return any(match[1] + match[2] not in zero | ZERO for match in sources)
+
+
+def faults(disassembly: str) -> Iterator[str]:
+    """Instructions that show the fault, in the order in which they are written."""
     written: set[int] = set()
+    zero: set[str] = set()
     for line in disassembly.splitlines():
         match = LINE.match(line)
         if match is None:
             continue
         where, name, rest = match.groups()
         operands = [operand.strip() for operand in rest.split(",")]
-        target = UNIFORM.fullmatch(operands[0])
+        target = REGISTER.fullmatch(operands[0])
         reads = set[int]().union(*(reads_of(operand, operands) for operand in operands[1 if target else 0 :]))
-        for register in sorted(reads - written):
-            yield f"{where}: {name} {rest.strip()} (UR{register})"
+        if reads - written or misplaced(name, operands, zero):
+            yield f"{where}: {name} {rest.strip()}"
         written |= reads
-        if target:
-            first = int(target[1])
-            written |= set(range(first, first + (2 if ".64" in name or "WIDE" in name else 4 if ".128" in name else 1)))
+        if target is None or target[2] == "Z":
+            continue
+        names = [f"{target[1]}{number}" for number in range(int(target[2]), int(target[2]) + width(name))]
+        if target[1] == "UR":
+            written |= {int(own[2:]) for own in names}
+        moves = name in {"CS2R", "CS2R.32", "MOV", "UMOV", "IMAD.MOV.U32", "IMAD.MOV"}
+        (zero.update if moves and set(operands[1:]) <= ZERO | zero else zero.difference_update)(names)
 
 
 def disassembled(cubin: Path) -> str:
@@ -66,10 +99,10 @@ def main() -> int:
     wrong = 0
     with ThreadPoolExecutor() as pool:
         for cubin, text in zip(kernels, pool.map(disassembled, kernels), strict=True):
-            if found := list(unwritten(text)):
+            if found := list(faults(text)):
                 wrong += 1
                 print(f"{cubin.parent.name[:12]}/{cubin.name}:", *found, sep="\n    ")
-    print(f"{len(kernels)} kernels, {wrong} read a register that nothing wrote")
+    print(f"{len(kernels)} kernels, {wrong} with operands from nowhere")
     return 1 if wrong or not kernels else 0
 
 

@@ -14,27 +14,36 @@ PAIR = "        /*0020*/              @!P0 UIADD3.64 UR26, UR24, 0x2, URZ ;   /*
 NEXT = "        /*0030*/                   UMOV UR25, 0x40000040 ;            /* 0x0000 */\n"
 ALL = "        /*0040*/                   HGMMA.64x32x16.F32.BF16 R40, gdesc[UR24].tnspB, RZ, !UPT ;\n"
 B_ONLY = "        /*0040*/                   HGMMA.64x32x16.F32.BF16 R40, R24, gdesc[UR24].tnspB, R40 ;\n"
+ZERO = "        /*0010*/                   IMAD.MOV.U32 R44, RZ, RZ, RZ ;\n"
+UPPER = "        /*0020*/                   IADD3.X R36, R44, -0x7fffffe0, RZ, P1, !PT ;\n"
+LOADED = "        /*0018*/               @P0 LDG.E.64 R44, desc[UR60][R2.64] ;\n"
 
 
 @pytest.fixture
-def unwritten():
+def faults():
     spec = importlib.util.spec_from_file_location("check_compiled", ROOT / "scripts" / "check_compiled.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return lambda text: [found.rsplit("(", 1)[1] for found in module.unwritten(text)]
+    return lambda text: [found.split(":")[0] for found in module.faults(text)]
 
 
 @pytest.mark.parametrize(
-    ("text", "registers"),
+    ("text", "where"),
     [
         (SET + NEXT + PAIR + ALL, []),
-        (SET + PAIR + ALL, ["UR25)"]),
+        (SET + PAIR + ALL, ["0040"]),
         (SET + PAIR + B_ONLY, []),
-        (SET + NEXT + B_ONLY, ["UR26)", "UR27)"]),
-        ("        /*1000*/                   UIADD3 UR38, UP0, UR38, 0x40, URZ ;\n" * 2, ["UR38)"]),
-        ("        /*1000*/                   LDG.E R4, desc[UR6][R2.64+0x4] ;\n", ["UR6)", "UR7)"]),
-        ("        /*1000*/                   ULDC.64 UR6, c[0x0][0x208] ;\n" + SET.replace("R2UR UR24, R2", "UMOV UR4, UR7"), []),
+        (SET + NEXT + B_ONLY, ["0040"]),
+        ("        /*1000*/                   UIADD3 UR38, UP0, UR38, 0x40, URZ ;\n" * 2, ["1000"]),
+        ("        /*1000*/                   LDG.E R4, desc[UR6][R2.64+0x4] ;\n", ["1000"]),
+        ("        /*1000*/                   ULDC.64 UR6, c[0x0][0x208] ;\n" + NEXT.replace("0x40000040", "UR7"), []),
+        (ZERO + UPPER, []),
+        (UPPER.replace("R44", "RZ"), []),
+        (UPPER, ["0020"]),
+        (ZERO + LOADED.replace("LDG.E.64 R44", "LDG.E.64 R43").replace("UR60", "URZ") + UPPER, ["0020"]),
+        (ZERO + UPPER.replace("-0x7fffffe0", "0x40"), []),
+        (UPPER.replace("-0x7fffffe0", "0x12345"), []),
     ],
-)  # fmt: skip
-def test_registers_that_nothing_wrote(unwritten, text, registers):
-    assert unwritten(text) == registers
+)
+def test_operands_from_nowhere(faults, text, where):
+    assert faults(text) == where

@@ -20,6 +20,7 @@ from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
+ROW = 64  # elements of an operand's row, at least: where shorter ones lie, ptxas 12.8 gets wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
 NARROW = (16, 2)
@@ -263,7 +264,7 @@ def _long_rows(
     factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=mixed_TC.device)
     parts, precision = (wanted, known, attended, factors), "tf32x3" if wide else "tf32"
     _systems[(blocks(tokens, CHUNK), heads)](
-        *inputs, *parts, rows.row_T, tokens, *strides, *sizes, block_k, max(16, padded(value_dim)), CHUNK,
+        *inputs, *parts, rows.row_T, tokens, *strides, *sizes, max(ROW, padded(key_dim)), max(ROW, padded(value_dim)), CHUNK,
         CHUNK.bit_length() - 1, tl.float32 if wide else tl.float16, precision, tl.float64 if wide else tl.float32,
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
