@@ -20,7 +20,8 @@ from pagerunner.memory.specs import Spec
 from pagerunner.ops.state_rows import StateRows, StateSaves
 from pagerunner.ops.transfer import to_device
 
-SHARED_MEMORY = (98_304, 131_072)  # bytes that the largest program takes: in half precision, in float32
+# bytes that the largest program takes, of keys and values of 256 and one stage: in half precision, in float32
+SHARED_MEMORY = (66_560, 147_456)
 
 
 @dataclass(frozen=True, slots=True)

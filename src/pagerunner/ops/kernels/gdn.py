@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.state_rows import row_sums, save_arguments, saved_entry, softplus, stages, state_entry
+from pagerunner.ops.kernels.state_rows import (
+    row_sums,
+    save_arguments,
+    saved_entry,
+    softplus,
+    stages,
+    state_entry,
+    stretch,
+)
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
@@ -66,8 +74,7 @@ def _few(
     at = tl.load(save_start + row) if HAS_SAVES else 0
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
     for save in range(at, stop + 1):
-        begin = tl.load(save_end + save - 1, mask=save > at, other=first)
-        upto = tl.load(save_end + save, mask=save < stop, other=end)
+        begin, upto = stretch(save_end, save, at, stop, first, end)
         for token in range(begin, upto):
             source = mixed + tl.cast(token, tl.int64) * mixed_stride
             q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
@@ -210,9 +217,8 @@ def _chunks(
     stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved, the last time all that is left
-        begin = tl.load(save_end + save - 1, mask=save > at, other=first) // C
-        upto = tl.load(save_end + save, mask=save < stop, other=end + C - 1) // C
-        for whole in range(begin, upto):
+        begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
+        for whole in range(begin // C, upto // C):
             held = _block(
                 held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
                 num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
@@ -270,18 +276,18 @@ def _long_rows(
     )  # fmt: skip
     block_v, warps, most = CHUNKS if block_k <= LARGEST_KEY else (*NARROW, 1)
     tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
-    memory, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
-    whole, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
+    state_strides, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
+    constants, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
     _chunks[(blocks(value_dim, block_v), heads, rows.num_rows)](
         mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
-        *lengths, *memory, has_saves, *whole, block_v, CHUNK, precision,
+        *lengths, *state_strides, has_saves, *constants, block_v, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_v, warps = NARROW
         _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
             mixed_TC, *parts, state_EHKV, out_THV, rows.query_start_R1, rows.row_T, *saves,
-            rows.num_rows, *lengths, memory[0], *whole, block_v, CHUNK, precision, num_warps=warps,
+            rows.num_rows, *lengths, state_strides[0], *constants, block_v, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 

@@ -41,6 +41,14 @@ def state_entry(table, slots, row, table_stride):
 
 
 @triton.jit
+def stretch(save_end, save, at, stop, first, end):
+    """The tokens up to save `save` from the one before it on: saves `at` to `stop` divide those from `first` to `end`."""
+    begin = tl.load(save_end + save - 1, mask=save > at, other=first)
+    upto = tl.load(save_end + save, mask=save < stop, other=end)
+    return begin, upto
+
+
+@triton.jit
 def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
     """The page table entry that save `save` goes to, int64; the row's own after the last one.
 
