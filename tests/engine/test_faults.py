@@ -6,12 +6,14 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.engine import core
+from pagerunner.engine.faults import step_fault
 from pagerunner.errors import EngineDeadError
-from pagerunner.ops.lost_device import device_failure
+from pagerunner.ops.device_errors import device_failure
 
 LOST = "CUDA error: an illegal memory access was encountered"
 
@@ -55,6 +57,12 @@ def test_tensors_of_a_lost_device_are_never_freed_and_others_are(monkeypatch, fa
     del llm
     gc.collect()
     assert (tensors() is not None) == (failure is not None)
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_full_device_is_told_from_a_failed_one(kind: type[RuntimeError]) -> None:
+    assert "start it with a lower gpu_memory_utilization" in step_fault(kind("CUDA error: out of memory"))
+    assert step_fault(kind("CUDA error: out of memory"), LOST).startswith(f"The device failed in a step ({LOST})")
 
 
 def test_a_process_without_a_device_has_not_lost_it() -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from pagerunner.engine import build, startup
 from pagerunner.engine import resolve as resolving
 from pagerunner.engine.build import build_from
 from pagerunner.engine.core import EngineCore
-from pagerunner.engine.machine import CudaFacts, DeviceMemory, resolve_device
+from pagerunner.engine.machine import CudaFacts, DeviceMemory, device_memory, resolve_device
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
@@ -172,15 +173,43 @@ def test_what_is_not_pages_may_leave_no_room(card: DeviceMemory, checkpoint: str
         final_plan(plan, {"graphs": 64 * MIB, "pages": 0}, CARD, 0, 0.9, fixed=False, auto=False)
 
 
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other API call"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
 def test_running_out_of_memory_in_a_phase_is_a_sentence_with_the_numbers() -> None:
     driver = FakeDriver(8 * MIB)
     meter = StartMeter(driver)
     with meter.phase("weights"):
         driver.create(2 * MIB)
     assert meter.taken == {"weights": 2 * MIB}
-    with pytest.raises(CapacityError, match=r"'capture': 6.00 MiB of the device's 8.00 MiB are free.*weights 2.00 MiB"):
-        with meter.phase("capture", "graphs"):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    numbers = r"'capture' \(.*\): 6.00 MiB of the device's 8.00 MiB are free.*weights 2.00 MiB"
+    for error in OUT_OF_MEMORY:
+        with pytest.raises(CapacityError, match=numbers) as caught, meter.phase("capture", "graphs"):
+            raise error
+        assert f"({str(error).splitlines()[0]})" in str(caught.value)
+    with pytest.raises(RuntimeError, match="illegal"), meter.phase("capture", "graphs"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_a_device_too_full_to_begin_with_is_a_sentence_with_the_numbers(
+    checkpoint: str, card: DeviceMemory, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "CudaDriver", full)
+    with pytest.raises(CapacityError, match=r"before anything is loaded \(.*\): 60.00 MiB of .* 64.00 MiB were free"):
+        build_from(resolve(EngineArgs(model=checkpoint)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=64 * MIB))
+    with pytest.raises(CapacityError, match=r"64.00 MiB are used up.*CUDA_VISIBLE_DEVICES"):
+        device_memory()
 
 
 GOOD = CudaFacts("NVIDIA H200", (9, 0), triton=True, bindings=True)

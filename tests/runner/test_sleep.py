@@ -23,12 +23,12 @@ MIB = 2**20
 class _Reload:
     def __init__(self) -> None:
         self.calls = 0
-        self.fails = False
+        self.error: Exception | None = None
 
     def __call__(self) -> None:
         self.calls += 1
-        if self.fails:
-            raise OSError("the checkpoint is gone")
+        if self.error is not None:
+            raise self.error
 
 
 @pytest.fixture
@@ -77,14 +77,32 @@ def test_calls_are_idempotent_and_deeper_levels_free_more(parts: tuple[CpuArena,
     assert arena.mapped_bytes() == {"weights": 0, "kv": 0}
 
 
-def test_a_failed_wake_can_be_tried_again(parts: tuple[CpuArena, _Reload, Sleeper]) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (OSError("the checkpoint is gone"), OSError, "gone"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTry"),
+            CapacityError,
+            r"\(CUDA out of memory\)\. The engine stays",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCompile"),
+            CapacityError,
+            r"\(CUDA error: out of memory\)\.",
+        ),
+    ],
+)
+def test_a_failed_wake_can_be_tried_again(
+    parts: tuple[CpuArena, _Reload, Sleeper], error: Exception, kind: type[Exception], said: str
+) -> None:
     _, reload, sleeper = parts
     sleeper.sleep(2)
-    reload.fails = True
-    with pytest.raises(OSError, match="gone"):
+    reload.error = error
+    with pytest.raises(kind, match=said):
         sleeper.wake_up()
     assert sleeper.state == "failed"
-    reload.fails = False
+    reload.error = None
     sleeper.wake_up()
     assert sleeper.state == "running"
     assert reload.calls == 2

@@ -21,17 +21,19 @@ from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core import EngineCore
 from pagerunner.engine.executors.inline import InlineExecutor
 from pagerunner.engine.grammar import Guides, guide_tokenizer
-from pagerunner.engine.machine import available_memory
+from pagerunner.engine.machine import DeviceMemory, available_memory
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
+from pagerunner.errors import CapacityError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.report import plan_table
+from pagerunner.memory.report import human_bytes, plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.models.loader import Model, build_model, dummy_weights, load_weights, materialize, weights_bytes
 from pagerunner.models.staging import PinnedStager, copy_now
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.ops.ahead import load_libraries
+from pagerunner.ops.device_errors import first_line, out_of_memory
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -73,10 +75,18 @@ class Card:
     scratch: Scratch
 
     @classmethod
-    def first(cls) -> Card:
-        """The first one that torch sees."""
+    def first(cls, memory: DeviceMemory) -> Card:
+        """The first one that torch sees. Raises CapacityError when it has not even memory for a stream."""
         device = torch.device("cuda", 0)
-        return cls(CudaDriver(0), CudaHostMemory(device), TorchCache(device))
+        try:
+            return cls(CudaDriver(0), CudaHostMemory(device), TorchCache(device))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"Out of device memory before anything is loaded ({first_line(error)}): {human_bytes(memory.free)} of the "
+                f"device's {human_bytes(memory.total)} were free; free memory on the device."
+            ) from error
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
@@ -85,7 +95,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     if memory is None:
         card = None
     elif card is None:
-        card = Card.first()
+        card = Card.first(memory)
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     loading = load_libraries(torch.device(config.device))

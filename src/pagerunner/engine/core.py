@@ -18,7 +18,7 @@ from pagerunner.engine.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.ops.lost_device import device_failure, never_free
+from pagerunner.ops.device_errors import device_failure, never_free
 from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.ops.lost_device import first_line
+from pagerunner.ops.device_errors import first_line, out_of_memory
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())  # what torch raises for an error of the CUDA runtime
 
@@ -14,11 +14,11 @@ def step_fault(error: BaseException, failure: str | None = None) -> str:
     `device_failure` found it; the exception may be but its consequence.
     """
     first = first_line(error)
-    if failure is not None or isinstance(error, _ACCELERATOR_ERROR):
-        return f"The device failed in a step ({failure or first}), and the engine has ended: start it again."
-    if isinstance(error, torch.OutOfMemoryError):
+    if failure is None and out_of_memory(error):
         return (
             f"The device ran out of memory in a step ({first}), and the engine has ended: start it with a lower "
             "gpu_memory_utilization, which leaves more beside the pages, or with a lower max_num_batched_tokens."
         )
+    if failure is not None or isinstance(error, _ACCELERATOR_ERROR):
+        return f"The device failed in a step ({failure or first}), and the engine has ended: start it again."
     return f"A step failed ({type(error).__name__}: {first}), and the engine has ended."

@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from pagerunner.engine.machine import DeviceMemory
 from pagerunner.engine.messages import StartUp
 from pagerunner.errors import CapacityError
 from pagerunner.memory.planner import MemoryPlan, refit
 from pagerunner.memory.report import human_bytes
+from pagerunner.ops.device_errors import first_line, out_of_memory
 from pagerunner.runner.cuda_driver import Driver
 
 
@@ -42,8 +41,10 @@ class StartMeter:
         started = time.perf_counter()
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(self._out_of_memory(name)) from error
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise CapacityError(self._out_of_memory(name, first_line(error))) from error
         if self._driver is not None:
             self._driver.synchronize()
             free = self._driver.memory()[0]
@@ -64,9 +65,9 @@ class StartMeter:
             memory["free"] = self._driver.memory()[0]
         return StartUp(dict(self._seconds), memory)
 
-    def _out_of_memory(self, phase: str) -> str:
+    def _out_of_memory(self, phase: str, reason: str) -> str:
         gc.collect()
-        where = f"Out of device memory in the start-up phase {phase!r}"
+        where = f"Out of device memory in the start-up phase {phase!r} ({reason})"
         if self._driver is None:
             return f"{where}; lower max_num_batched_tokens or max_num_seqs."
         free, total = self._driver.memory()

@@ -131,6 +131,7 @@ class CudaArena:
         return CapacityError(
             f"{human_bytes(target)} of device memory are wanted for {NAMES[tag]}, of which {human_bytes(missing)} are "
             f"still to be mapped, but {human_bytes(free)} of the device's {human_bytes(total)} are free"
+            f"{', not all of which its driver hands out' if free >= missing else ''}"
             f"{' (this engine holds ' + ' and '.join(held) + ')' if held else ''}: free memory on the device, or lower "
             "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
         )

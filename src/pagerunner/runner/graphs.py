@@ -24,7 +24,7 @@ import torch
 
 from pagerunner.attention.base import GraphShape
 from pagerunner.batch import ForwardBatch
-from pagerunner.ops.lost_device import never_free
+from pagerunner.ops.device_errors import never_free
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave

@@ -14,6 +14,7 @@ import torch
 
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.report import human_bytes
+from pagerunner.ops.device_errors import first_line, out_of_memory
 from pagerunner.runner.arena import TAGS, Arena, Tag
 from pagerunner.runner.host_copy import HostCopy
 
@@ -261,12 +262,12 @@ class Sleeper:
             self._wake([tag for tag in wanted if tag in self._asleep])
             if not self._asleep:
                 self._scratch.take_again()
-        except (CapacityError, torch.OutOfMemoryError) as error:
+        except BaseException as error:
             self.state = "failed"
-            raise CapacityError(f"{error} The engine stays asleep, and wake_up can be tried again.") from error
-        except BaseException:
-            self.state = "failed"
-            raise
+            if not isinstance(error, CapacityError) and not out_of_memory(error):
+                raise
+            missing = error if isinstance(error, CapacityError) else f"Out of device memory ({first_line(error)})."
+            raise CapacityError(f"{missing} The engine stays asleep, and wake_up can be tried again.") from error
         self.state = "parked" if self._asleep else "running"
         if not self._asleep:
             self.level = None

@@ -1,4 +1,4 @@
-"""A device that no longer works, and what must be left alone then."""
+"""What errors of a device mean: one that is full, one that no longer works, and what must be left alone then."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def never_free(*things: object) -> None:
     """Keep objects for as long as the process lives: freeing tensors of a context that has ended aborts the process."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device's memory is used up.
+
+    Only torch's allocator has a type for it. The CUDA runtime (for a stream, or a context), Triton (for a kernel's code) and
+    cuBLAS (for its workspace) say so in the text of a RuntimeError.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower().replace("_", " ")
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "cublas status alloc failed" in text)
 
 
 def first_line(error: BaseException) -> str:
