@@ -183,11 +183,14 @@ OUT_OF_MEMORY = [
 
 def test_running_out_of_memory_in_a_phase_is_a_sentence_with_the_numbers() -> None:
     driver = FakeDriver(8 * MIB)
+    driver.others = MIB
     meter = StartMeter(driver)
     with meter.phase("weights"):
         driver.create(2 * MIB)
-    assert meter.taken == {"weights": 2 * MIB}
-    numbers = r"'capture' \(.*\): 6.00 MiB of the device's 8.00 MiB are free.*weights 2.00 MiB"
+    with meter.phase("tables"):
+        driver.others = 0
+    assert meter.taken == {"weights": 2 * MIB, "tables": -MIB}
+    numbers = r"'capture' \(.*\): 6.00 MiB of the device's 8.00 MiB are free.* taken weights 2.00 MiB before"
     for error in OUT_OF_MEMORY:
         with pytest.raises(CapacityError, match=numbers) as caught, meter.phase("capture", "graphs"):
             raise error

@@ -71,7 +71,8 @@ class StartMeter:
         if self._driver is None:
             return f"{where}; lower max_num_batched_tokens or max_num_seqs."
         free, total = self._driver.memory()
-        used = ", ".join(f"{name} {human_bytes(size)}" for name, size in self._taken.items()) or "nothing"
+        taken = {name: size for name, size in self._taken.items() if size > 0}  # others may have given back more
+        used = ", ".join(f"{name} {human_bytes(size)}" for name, size in taken.items()) or "nothing"
         return (
             f"{where}: {human_bytes(free)} of the device's {human_bytes(total)} are free, and this engine has taken "
             f"{used} before; free memory on the device, or lower max_num_batched_tokens or max_num_seqs."
