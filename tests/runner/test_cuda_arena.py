@@ -96,6 +96,17 @@ def test_memory_that_another_process_took_is_named_and_waking_works_once_it_is_b
     assert driver.used == 24 * K
 
 
+def test_advice_is_what_helps_and_free_memory_that_the_driver_keeps_is_said() -> None:
+    driver, arena = make(8 * K)
+    knobs, kept = "or lower gpu_memory_utilization", "not all of which its driver hands out"
+    for tag, advised in (("weights", False), ("kv", True)):
+        for size, there in ((16 * K, False), (4 * K, True)):
+            driver.fail_create = 0
+            with pytest.raises(CapacityError, match="free memory on the device") as caught:
+                arena.reserve(tag, size)
+            assert (knobs in str(caught.value), kept in str(caught.value)) == (advised, there)
+
+
 def test_a_failed_reservation_keeps_no_addresses_and_may_be_repeated() -> None:
     driver, arena = make(8 * K)
     with pytest.raises(CapacityError, match="weights"):

@@ -132,8 +132,8 @@ class CudaArena:
             f"{human_bytes(target)} of device memory are wanted for {NAMES[tag]}, of which {human_bytes(missing)} are "
             f"still to be mapped, but {human_bytes(free)} of the device's {human_bytes(total)} are free"
             f"{', not all of which its driver hands out' if free >= missing else ''}"
-            f"{' (this engine holds ' + ' and '.join(held) + ')' if held else ''}: free memory on the device, or lower "
-            "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
+            f"{' (this engine holds ' + ' and '.join(held) + ')' if held else ''}: free memory on the device"
+            f"{', or lower gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override' if tag == 'kv' else ''}."
         )
 
 
