@@ -24,7 +24,6 @@ from pagerunner.engine.grammar import Guides, guide_tokenizer
 from pagerunner.engine.machine import DeviceMemory, available_memory
 from pagerunner.engine.resolve import Resolved, resolve
 from pagerunner.engine.startup import StartMeter, final_plan
-from pagerunner.errors import CapacityError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import human_bytes, plan_table
@@ -33,7 +32,7 @@ from pagerunner.models.loader import Model, build_model, dummy_weights, load_wei
 from pagerunner.models.staging import PinnedStager, copy_now
 from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.ops.ahead import load_libraries
-from pagerunner.ops.device_errors import first_line, out_of_memory
+from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -78,15 +77,13 @@ class Card:
     def first(cls, memory: DeviceMemory) -> Card:
         """The first one that torch sees. Raises CapacityError when it has not even memory for a stream."""
         device = torch.device("cuda", 0)
-        try:
+        with full_device_said(
+            lambda reason: (
+                f"Out of device memory before anything is loaded ({reason}): {human_bytes(memory.free)} of the device's "
+                f"{human_bytes(memory.total)} were free; free memory on the device."
+            )
+        ):
             return cls(CudaDriver(0), CudaHostMemory(device), TorchCache(device))
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"Out of device memory before anything is loaded ({first_line(error)}): {human_bytes(memory.free)} of the "
-                f"device's {human_bytes(memory.total)} were free; free memory on the device."
-            ) from error
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:

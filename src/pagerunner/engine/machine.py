@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 
 from pagerunner.attention.capability import OLDEST_DEVICE
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import ConfigError
 from pagerunner.memory.report import human_bytes
-from pagerunner.ops.device_errors import first_line, out_of_memory
+from pagerunner.ops.device_errors import full_device_said
 from pagerunner.ops.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
@@ -95,17 +95,16 @@ class DeviceMemory:
 
 def device_memory() -> DeviceMemory:
     """The memory of the CUDA device in use now. Raises CapacityError when it is too full to begin with."""
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
+
+    def full(reason: str) -> str:
         total = torch.cuda.get_device_properties(0).total_memory
-        raise CapacityError(
+        return (
             f"The device's {human_bytes(total)} are used up: what a process needs to begin with, some hundred MiB, can't be "
-            f'had ({first_line(error)}). Free memory on it, or choose another one with CUDA_VISIBLE_DEVICES; device="cpu" '
-            "works without one."
-        ) from error
+            f'had ({reason}). Free memory on it, or choose another one with CUDA_VISIBLE_DEVICES; device="cpu" works without.'
+        )
+
+    with full_device_said(full):
+        free, total = torch.cuda.mem_get_info()
     return DeviceMemory(total, free)
 
 

@@ -12,7 +12,7 @@ from pagerunner.engine.messages import StartUp
 from pagerunner.errors import CapacityError
 from pagerunner.memory.planner import MemoryPlan, refit
 from pagerunner.memory.report import human_bytes
-from pagerunner.ops.device_errors import first_line, out_of_memory
+from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.cuda_driver import Driver
 
 
@@ -39,12 +39,8 @@ class StartMeter:
         Raises CapacityError for a phase that ran out of device memory, with the numbers.
         """
         started = time.perf_counter()
-        try:
+        with full_device_said(lambda reason: self._out_of_memory(name, reason)):
             yield
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise CapacityError(self._out_of_memory(name, first_line(error))) from error
         if self._driver is not None:
             self._driver.synchronize()
             free = self._driver.memory()[0]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+from pagerunner.errors import CapacityError
 
 
 def device_failure() -> str | None:
@@ -34,6 +38,17 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower().replace("_", " ")
     return isinstance(error, RuntimeError) and ("out of memory" in text or "cublas status alloc failed" in text)
+
+
+@contextmanager
+def full_device_said(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Raises CapacityError when the device's memory doesn't suffice for what runs inside; `sentence` gets the error's first line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise CapacityError(sentence(first_line(error))) from error
 
 
 def first_line(error: BaseException) -> str:
