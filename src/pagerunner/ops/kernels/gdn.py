@@ -19,10 +19,13 @@ from pagerunner.ops.kernels.state_rows import (
     row_sums,
     save_arguments,
     saved_entry,
+    saves_of,
     softplus,
     stages,
     state_entry,
     stretch,
+    unfinished,
+    unfinished_entry,
 )
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
@@ -71,8 +74,7 @@ def _few(
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
     q_at = (head // (HEADS // KEY_HEADS)) * K + keys
-    at = tl.load(save_start + row) if HAS_SAVES else 0
-    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
         begin, upto = stretch(save_end, save, at, stop, first, end)
         for token in range(begin, upto):
@@ -213,8 +215,7 @@ def _chunks(
     mask = (keys < K)[:, None] & (values < V)[None, :]
     own = state_entry(table, slots, row, table_stride)
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
-    at = tl.load(save_start + row) if HAS_SAVES else 0
-    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved, the last time all that is left
         begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
@@ -239,12 +240,9 @@ def _finish_saves(
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = (keys < K)[:, None] & (values < V)[None, :]
     for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
-        cut = tl.load(save_end + save)
-        row = tl.load(row_T + cut - 1)
-        first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-        if (cut % C != 0) & (end - first > MOST):
-            own = tl.load(save_target + save) // (tl.cast(state_stride, tl.int64) * ITEM)
-            own = state + own * state_stride + inside
+        cut, first, within = unfinished(save_end, save, query_start, row_T, MOST, C)
+        if within:
+            own = state + unfinished_entry(save_target, save, state_stride, ITEM) * state_stride + inside
             held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
             held = _block(
                 held, cut // C, first, cut, mixed, wanted, known, attended, factors, out,

@@ -17,10 +17,13 @@ from pagerunner.ops.kernels.state_rows import (
     row_sums,
     save_arguments,
     saved_entry,
+    saves_of,
     softplus,
     stages,
     state_entry,
     stretch,
+    unfinished,
+    unfinished_entry,
 )
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
@@ -62,8 +65,7 @@ def _few(
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
     b_at = HEADS * P + (head // (HEADS // GROUPS)) * N + inner
-    at = tl.load(save_start + row) if HAS_SAVES else 0
-    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
         begin, upto = stretch(save_end, save, at, stop, first, end)
         for token in range(begin, upto):
@@ -168,8 +170,7 @@ def _chunks(
     own = state_entry(table, slots, row, table_stride)
     held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
     passed = tl.load(skip + head).to(tl.float32)
-    at = tl.load(save_start + row) if HAS_SAVES else 0
-    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved, the last time all that is left
         begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
@@ -194,12 +195,9 @@ def _finish_saves(
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = (values < P)[:, None] & (inner < N)[None, :]
     for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
-        cut = tl.load(save_end + save)
-        row = tl.load(row_T + cut - 1)
-        first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-        if (cut % C != 0) & (end - first > MOST):
-            own = tl.load(save_target + save) // (tl.cast(state_stride, tl.int64) * ITEM)
-            own = state + own * state_stride + inside
+        cut, first, within = unfinished(save_end, save, query_start, row_T, MOST, C)
+        if within:
+            own = state + unfinished_entry(save_target, save, state_stride, ITEM) * state_stride + inside
             held = tl.trans(tl.load(own, mask=mask, other=0.0).to(tl.float32))
             held = _block(
                 held, cut // C, first, cut, mixed, weights, factors, 0.0, out,

@@ -41,11 +41,24 @@ def state_entry(table, slots, row, table_stride):
 
 
 @triton.jit
+def saves_of(save_start, row, HAS_SAVES: tl.constexpr):
+    """Which saves are the row's: the first one, and the one after the last."""
+    at = tl.load(save_start + row) if HAS_SAVES else 0
+    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    return at, stop
+
+
+@triton.jit
 def stretch(save_end, save, at, stop, first, end):
     """The tokens up to save `save` from the one before it on: saves `at` to `stop` divide those from `first` to `end`."""
     begin = tl.load(save_end + save - 1, mask=save > at, other=first)
     upto = tl.load(save_end + save, mask=save < stop, other=end)
     return begin, upto
+
+
+@triton.jit
+def _entry_of(target, state_stride, ITEM: tl.constexpr):
+    return target // (tl.cast(state_stride, tl.int64) * ITEM)
 
 
 @triton.jit
@@ -55,7 +68,22 @@ def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
     An entry times the stride is an offset whose alignment the compiler knows, other than the target's.
     """
     target = tl.load(save_target + save, mask=save < stop, other=0)
-    return tl.where(save < stop, target // (tl.cast(state_stride, tl.int64) * ITEM), own)
+    return tl.where(save < stop, _entry_of(target, state_stride, ITEM), own)
+
+
+@triton.jit
+def unfinished(save_end, save, query_start, row_T, MOST: tl.constexpr, C: tl.constexpr):
+    """The token that a save is before, its row's first one, and whether it lies within a block of a row of more than MOST."""
+    cut = tl.load(save_end + save)
+    row = tl.load(row_T + cut - 1)
+    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    return cut, first, (cut % C != 0) & (end - first > MOST)
+
+
+@triton.jit
+def unfinished_entry(save_target, save, state_stride, ITEM: tl.constexpr):
+    """The page table entry, int64, of a save that is there."""
+    return _entry_of(tl.load(save_target + save), state_stride, ITEM)
 
 
 def stages(most: int, block: int, device: torch.device) -> int:
