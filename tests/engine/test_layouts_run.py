@@ -1,12 +1,8 @@
-"""Page layouts that engines with one block size for everything refuse or pad: they plan and run, with the right tokens.
-
-What can't run is refused with the number that would.
-"""
+"""Page layouts that engines with one block size for everything refuse or pad: they plan and run, with the right tokens."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +16,9 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
-from pagerunner.attention.select import BACKENDS
-from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.config import EngineArgs
 from pagerunner.engine.resolve import resolve
-from pagerunner.errors import CapacityError, ConfigError, InvalidRequestError
-from pagerunner.memory.report import plan_json
+from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import build_model, dummy_weights, materialize, weights_bytes
 from pagerunner.models.registry import FAMILIES
@@ -33,30 +26,6 @@ from pagerunner.models.registry import FAMILIES
 pytest.importorskip("transformers")
 
 Tokens = list[list[int]]
-
-
-class PagesOf64(TorchBackend):
-    """Takes pages of 64 tokens and no others."""
-
-    name = "pages_of_64"
-    page_sizes = (64,)
-    calls = 0
-
-    def plan(self, query_lens: Any, seq_lens: Any, page_table_RP: Any, page_tokens: int, *more: Any) -> Any:
-        assert page_tokens == 64
-        return super().plan(query_lens, seq_lens, page_table_RP, page_tokens, *more)
-
-    def forward(self, q_THD: Any, k_TKD: Any, v_TKD: Any, layer: Any, *more: Any) -> torch.Tensor:
-        assert layer.k.shape[1] == layer.v.shape[1] == 64
-        type(self).calls += 1
-        return super().forward(q_THD, k_TKD, v_TKD, layer, *more)
-
-
-@pytest.fixture
-def pages_of_64(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(BACKENDS, "pages_of_64", PagesOf64)
-    monkeypatch.setattr(PagesOf64, "calls", 0)
-    return "pages_of_64"
 
 
 @pytest.fixture(scope="module")
@@ -87,56 +56,6 @@ def generate(path: str, asked: Tokens, max_tokens: int = 12, **options: Any) -> 
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
     assert all(output.error is None for output in outputs)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-KERNEL_CONDITIONS: dict[str, dict[str, Any]] = {
-    "defaults": {"block_size": 128},
-    "tight-poisoned": {"block_size": 128, "num_gpu_blocks_override": 5, "poison_fresh_pages": True, "max_in_flight": 2},
-    "budget-50-192": {"block_size": 192, "max_num_batched_tokens": 50},
-    "no-chunking": {"block_size": 128, "enable_chunked_prefill": False},
-    "exact-64": {"block_size": 64},
-}
-
-
-@pytest.mark.parametrize("condition", KERNEL_CONDITIONS)
-@pytest.mark.parametrize("model", ["qwen3", "gemma-3"])
-def test_a_backend_that_takes_64_tokens_runs_on_larger_pages(
-    checkpoints: Callable[[str], str], pages_of_64: str, model: str, condition: str
-) -> None:
-    path, asked = checkpoints(model), prompts()
-    expected = generate(path, asked)
-    assert generate(path, asked, attention_backend=pages_of_64, **KERNEL_CONDITIONS[condition]) == expected
-    assert PagesOf64.calls > 0
-
-
-def test_the_plan_counts_tables_as_the_backend_reads_them(checkpoints: Callable[[str], str], pages_of_64: str) -> None:
-    def other(**options: Any) -> dict[str, int]:
-        args = EngineArgs(model=checkpoints("gemma-3"), max_model_len=384, kv_cache_memory_bytes=1 << 24, **options)
-        return dict(resolve(args).plan.other)
-
-    plan = resolve(EngineArgs(model=checkpoints("qwen3"), block_size=128, attention_backend=pages_of_64)).plan
-    (group,) = plan_json(plan)["groups"]
-    assert (group["page_tokens"], group["kernel_tokens"]) == (128, 64)
-    whole, halves = other(block_size=128), other(block_size=128, attention_backend=pages_of_64)
-    assert halves["page tables"] == 2 * whole["page tables"]
-
-
-@pytest.mark.parametrize(("block_size", "enough"), [(16, 64), (96, 192), (48, 192)])
-def test_pages_that_it_cannot_read_are_refused_with_the_size_that_would_do(
-    checkpoints: Callable[[str], str], pages_of_64: str, block_size: int, enough: int
-) -> None:
-    path = checkpoints("qwen3")
-    with pytest.raises(ConfigError, match=f"takes? .*64.*take a block_size of {enough}"):
-        LLM(path, block_size=block_size, attention_backend=pages_of_64)
-    generate(path, prompts(1), block_size=enough, attention_backend=pages_of_64)
-
-
-def test_pages_with_scales_cannot_be_split(checkpoints: Callable[[str], str], pages_of_64: str) -> None:
-    with pytest.raises(ConfigError, match="take a block_size of 64"):
-        LLM(checkpoints("qwen3"), block_size=128, kv_cache_dtype="fp8", attention_backend=pages_of_64)
-    path, asked = checkpoints("qwen3"), prompts(2)
-    ours = generate(path, asked, block_size=64, kv_cache_dtype="fp8", attention_backend=pages_of_64)
-    assert ours == generate(path, asked, block_size=64, kv_cache_dtype="fp8")
 
 
 # -- layers of unequal head sizes
@@ -196,17 +115,6 @@ def test_layers_of_unequal_head_sizes_share_pages_and_run(
     expected = dense_tokens(path, asked, 10)
     assert generate(str(path), asked, 10, load_format="dummy", **options) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected) and len(set(sum(expected, []))) > 4
-
-
-def test_a_backend_that_cannot_split_unequal_layers_says_what_would_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages_of_64: str
-) -> None:
-    monkeypatch.setitem(FAMILIES, "unequal", unequal.FAMILY)
-    path, asked = str(unequal.write_config(tmp_path)), prompts(2)
-    with pytest.raises(ConfigError, match=re.escape("its layers differ in size")):
-        LLM(path, block_size=128, load_format="dummy", attention_backend=pages_of_64, skip_tokenizer_init=True)
-    ours = generate(path, asked, 10, load_format="dummy", block_size=64, attention_backend=pages_of_64)
-    assert ours == generate(path, asked, 10, load_format="dummy")
 
 
 # -- 1 full + 30 window layers; 313 pages for 1,024 sequences

@@ -65,11 +65,9 @@ class HybridHarness:
                     offset += -(-spec.page_bytes(page_tokens) // 16) * 16
             plan: Any = SimpleNamespace(
                 page_tokens=page_tokens,
-                kernel_tokens=page_tokens,
                 page_bytes=offset,
                 unit=offset,
                 kind=kind,
-                entries_inside=0,
             )
             memory = torch.full((count * offset,), 0xFF, dtype=torch.uint8)
             layers |= {piece.layer: view(memory, plan, index, piece) for piece in pieces}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState, Spec, WindowKV
 
@@ -88,32 +86,3 @@ def test_layer_mixes_leave_no_slot_empty(specs: list[Spec], block: int) -> None:
     assert sum(len(group.layers) for group in plan.groups) == len(specs)
     assert all(group.useful_page_bytes >= 0.999 * group.page_bytes for group in plan.groups)
     assert plan.waste < 0.04
-
-
-@pytest.mark.parametrize("slab_pages", [None, 313])
-def test_a_backend_may_read_pages_of_128_tokens_as_pages_of_64(slab_pages: int | None) -> None:
-    specs: list[Spec] = [FullKV(2, 8, "float32")] * 3 + [WindowKV(2, 8, "float32", window=200)] * 2
-    plan = plan_for(specs, 1 << 22, page_tokens=128, kernel_tokens=64, num_pages_override=slab_pages, model_max_len=512)
-    memory = torch.arange(plan.kv_bytes // 4, dtype=torch.float32)
-    for number, group in enumerate(plan.groups):
-        pages = [0, 1, plan.num_pages(number) - 1]
-        entries = [plan.page_offset(number, page) // group.unit for page in pages]
-        halves = plan.table_entries(number, pages)
-        assert halves == plan.kernel_entries(number, entries, 64) and len(halves) == 6
-        assert plan.table_entries(number, [-1, pages[1], -1]) == [-1, -1, *halves[2:4], -1, -1]
-        seen = plan.for_kernels().groups[number]
-        assert (seen.page_tokens, seen.table_width) == (64, 2 * group.table_width)
-        for part in group.layers:
-            for start in (part.offset, part.offset + part.spec.value_offset(128)):  # type: ignore[attr-defined]
-                whole = [memory[(entry * group.unit + start) // 4 :][: 128 * 16] for entry in entries]
-                split = [memory[(entry * group.unit + start) // 4 :][: 64 * 16] for entry in halves]
-                assert torch.equal(torch.cat(whole), torch.cat(split))
-
-
-def test_pages_that_a_backend_cannot_split_are_refused_with_the_size_that_would_do() -> None:
-    unlike = plan_for([FullKV(2, 8, "float32"), FullKV(1, 8, "float32")], page_tokens=128, kernel_tokens=64)
-    with pytest.raises(ConfigError, match="take a block_size of 64"):
-        unlike.kernel_entries(0, [0], 64)
-    with pytest.raises(ConfigError, match="take a block_size of 384"):
-        unlike.kernel_entries(0, [0], 48)
-    assert unlike.kernel_entries(0, [5], 128) == [5]

@@ -121,9 +121,6 @@ def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
 class AttentionBackend(Protocol):
     """Attention over paged keys and values, planned on the host from gathered tables. Shape letters: T tokens of the step,
     R rows, P pages of a row, H query heads, K key/value heads, D head size.
-
-    A backend (a DeviceBackend too) that takes pages of certain sizes only also has `page_sizes`, in tokens: it is given larger
-    pages as several of those (`GroupPlan.for_kernels`).
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,6 @@ from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
-from pagerunner.memory.specs import Spec
 
 Backend = AttentionBackend | DeviceBackend
 KindBackend = (
@@ -71,30 +70,6 @@ def select_backends(
     if wanted == "flashinfer" and not any(backend.name.startswith(wanted) for backend in found):
         why = "; ".join(dict.fromkeys(refusals)) or "all of them are recurrent"
         raise ConfigError(f"attention_backend {wanted!r} can't serve any layer of this model: {why}.")
-    return found
-
-
-def kernel_tokens(
-    specs: Sequence[Spec], page_tokens: int, wanted: str, device: torch.device, dtype: torch.dtype
-) -> dict[Hashable, int]:
-    """The page size, in tokens, that the backend of each lifetime of keys and values reads, where it doesn't take `page_tokens`.
-
-    A backend that takes certain sizes only says so in `page_sizes`; the largest that divides `page_tokens` is chosen, and
-    the smallest of all if none does (the plan then refuses it by number).
-    """
-    found: dict[Hashable, int] = {}
-    backends = [BACKENDS[name]() for name in _names(wanted, device) if name in BACKENDS]
-    if not any(hasattr(backend, "page_sizes") for backend in backends):
-        return found
-    for lifetime in {spec.lifetime for spec in specs if spec.kind not in KIND_BACKENDS}:
-        own = [spec for spec in specs if spec.lifetime == lifetime]
-        for backend in backends:
-            if any(backend.unsupported(spec, device.type, dtype) for spec in own):
-                continue
-            sizes: tuple[int, ...] = getattr(backend, "page_sizes", ())
-            if sizes and page_tokens not in sizes:
-                found[lifetime] = max((size for size in sizes if page_tokens % size == 0), default=min(sizes))
-            break
     return found
 
 

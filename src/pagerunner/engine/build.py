@@ -227,15 +227,14 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
     device = torch.device(config.device)
     backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
-    seen = plan.for_kernels()
-    tables = PageTables(seen, device)
+    tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
     return ModelRunner(
         model=model,
         pages=pages,
         tables=tables,
         last_tokens=last_tokens,
-        builder=BatchBuilder(seen, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
+        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
         sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(

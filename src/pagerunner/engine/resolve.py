@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from pagerunner import limits
-from pagerunner.attention.select import kernel_tokens
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.machine import DeviceMemory, available_memory, device_memory, resolve_device
@@ -184,9 +181,6 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
     weights = weights_bytes(build_model(model, wish.dtype))
-    device = torch.device(wish.device)
-    kernel = kernel_tokens(specs, args.block_size, args.attention_backend, device, getattr(torch, wish.dtype))
-
     num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
@@ -213,7 +207,6 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
             chunked_prefill=args.enable_chunked_prefill,
-            kernel_tokens=kernel,
         )
 
     if args.num_gpu_blocks_override is not None:
@@ -224,9 +217,9 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
         if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
             _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights, memory_bytes)
     else:
-        widest = sum(-(-longest // kernel.get(one, args.block_size)) for one in {spec.lifetime for spec in specs})
+        widest = num_groups * -(-longest // args.block_size)
         made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
-    width = sum(group.table_width for group in made.for_kernels().groups)
+    width = sum(group.table_width for group in made.groups)
     return replace(made, other=other(made.max_model_len, width))
 
 

@@ -53,7 +53,6 @@ class KVManager:
         self.pool = make_pool(plan, self.index, keep_cached=enable_prefix_caching, sampler=sampler)
         self._rules = [group.rule for group in plan.groups]
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
-        self._parts = [group.kernel_pages for group in plan.groups]
         self._shortens = all(rule.shortens for rule in self._rules)
         self._lookup_order = sorted(
             range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
@@ -481,7 +480,7 @@ class KVManager:
                 first = max(grant.sent[group], grant.first[group])
                 if first < len(pages):
                     entries = self.plan.table_entries(group, pages[first:])
-                    writes.append(TableWrite(group, grant.slot, first * self._parts[group], entries))
+                    writes.append(TableWrite(group, grant.slot, first, entries))
                     grant.sent[group] = len(pages)
         self._dirty.clear()
         return writes

@@ -11,14 +11,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any
 
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.memory.report import human_bytes
 from pagerunner.memory.rules import GroupRule, make_rule
 from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
-from pagerunner.memory.specs import FullKV, Spec
+from pagerunner.memory.specs import Spec
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
 MAX_ALIGNMENT_WASTE = 0.02  # of a compressed group's page; above it the page takes more slots
@@ -40,8 +39,6 @@ class GroupPlan:
 
     A page table entry is the page's byte offset // `unit`; `unit` divides the slab and the page. `table_width` is the
     entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out.
-    Where `kernel_tokens` is less than `page_tokens`, the group's backend reads a page as several of that many tokens:
-    page tables have an entry for each of them, `table_width` counts pages all the same (`for_kernels`).
     """
 
     name: str
@@ -54,29 +51,6 @@ class GroupPlan:
     table_width: int
     zero_fresh: bool
     rule: GroupRule
-    kernel_tokens: int
-
-    @property
-    def kernel_pages(self) -> int:
-        """Kernel pages in a page."""
-        return self.page_tokens // self.kernel_tokens
-
-    def for_kernels(self) -> GroupPlan:
-        """The group as its backend sees it: pages of `kernel_tokens` tokens. Their bytes are parts of `page_bytes`."""
-        if self.kernel_pages == 1:
-            return self
-        rule: Any = self.rule
-        return replace(
-            self,
-            page_tokens=self.kernel_tokens,
-            table_width=self.table_width * self.kernel_pages,
-            rule=replace(rule, page_tokens=self.kernel_tokens),
-        )
-
-    @property
-    def entries_inside(self) -> int:
-        """Table units from a page's first kernel page to its last."""
-        return (self.kernel_pages - 1) * self.kernel_step(self.kernel_tokens)
 
     def pages_needed(self, tokens: int) -> int:
         """The most pages that a request holds at once on its way to `tokens` tokens."""
@@ -85,28 +59,6 @@ class GroupPlan:
     def request_bytes(self, tokens: int) -> int:
         """Bytes of the most pages that a request holds at once on its way to `tokens` tokens."""
         return self.pages_needed(tokens) * self.page_bytes
-
-    def kernel_step(self, kernel_tokens: int) -> int:
-        """Table units from one kernel page of `kernel_tokens` tokens to the next inside a page, the same for every layer.
-
-        Raises:
-            ConfigError: kernel pages don't fill a page, their size differs between layers, or the unit doesn't divide it.
-        """
-        if kernel_tokens < 1 or self.page_tokens % kernel_tokens:
-            raise ConfigError(
-                f"A backend that takes pages of {kernel_tokens} tokens can't read {self.name} pages of {self.page_tokens}; "
-                f"take a block_size of {lcm(self.page_tokens, max(kernel_tokens, 1))}."
-            )
-        if kernel_tokens == self.page_tokens:
-            return self.page_bytes // self.unit
-        steps = {_kernel_bytes(part.spec, kernel_tokens) for part in self.layers}
-        step = steps.pop()
-        if steps or step is None or step % self.unit:
-            raise ConfigError(
-                f"Pages of {self.name} can't be read as smaller ones of {kernel_tokens} tokens, because its layers differ "
-                f"in size or hold more than tokens; take a block_size of {kernel_tokens}."
-            )
-        return step // self.unit
 
     @property
     def useful_page_bytes(self) -> int:
@@ -166,36 +118,18 @@ class MemoryPlan:
         slab, place = divmod(page, plan.pages_per_slab)
         return slab * self.slab_bytes + place * plan.page_bytes
 
-    def kernel_entries(self, group: int, entries: Sequence[int], kernel_tokens: int) -> list[int]:
-        """Table entries of the kernel pages inside the pages that `entries` name: page_tokens // kernel_tokens for each.
-
-        Raises:
-            ConfigError: see `GroupPlan.kernel_step`.
-        """
-        plan = self.groups[group]
-        step = plan.kernel_step(kernel_tokens)
-        return [entry + part * step for entry in entries for part in range(plan.page_tokens // kernel_tokens)]
-
-    def for_kernels(self) -> MemoryPlan:
-        """The plan as page tables and batches see it: `GroupPlan.for_kernels` of every group."""
-        return replace(self, groups=tuple(group.for_kernels() for group in self.groups))
-
     def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
-        """What a page table holds for these pages: byte offset // unit for each kernel page; -1 for a hole (-1)."""
+        """What a page table holds for these pages: byte offset // unit; -1 for a hole (-1)."""
         plan = self.groups[group]
         if -1 in pages:
             held = [page for page in pages if page != -1]
-            entries, parts = iter(self.table_entries(group, held)), range(plan.kernel_pages)
-            return [-1 if page == -1 else next(entries) for page in pages for _ in parts]
+            entries = iter(self.table_entries(group, held))
+            return [-1 if page == -1 else next(entries) for page in pages]
         per_slab = plan.pages_per_slab
         slab_units, page_units = self.slab_bytes // plan.unit, plan.page_bytes // plan.unit
         if slab_units == per_slab * page_units:
-            found = list(pages) if page_units == 1 else [page * page_units for page in pages]
-        else:
-            found = [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
-        return (
-            found if plan.kernel_tokens == plan.page_tokens else self.kernel_entries(group, found, plan.kernel_tokens)
-        )
+            return list(pages) if page_units == 1 else [page * page_units for page in pages]
+        return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
 
     def slabs_needed(self, tokens: int) -> int:
         """Slabs that one request of `tokens` tokens takes when it is alone."""
@@ -251,7 +185,6 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_in_flight: int = 1,
-    kernel_tokens: int | Mapping[Hashable, int] | None = None,
     chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
 ) -> MemoryPlan:
@@ -260,14 +193,12 @@ def plan_memory(
     `page_tokens` is one size or one per lifetime; one size is rounded up in groups whose slots stand for several tokens.
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
-    With `kernel_tokens` a backend reads pages as smaller ones of that many tokens: a number for all groups that are larger and
-    whose layers are alike, or one per lifetime, which must be possible. Without `chunked_prefill` a step of
-    `max_num_batched_tokens` is never shortened, so windows are promised what it takes. `max_in_flight` costs no pages: steps run in order, so
-    what one gives back the next may take.
+    Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, so windows are promised what it takes.
+    `max_in_flight` costs no pages: steps run in order, so what one gives back the next may take.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
-        ConfigError: a limit is out of range, or a backend can't read the pages as they are.
+        ConfigError: a limit is out of range.
     """
     _check_positive(
         max_num_seqs=max_num_seqs,
@@ -275,7 +206,7 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, kernel_tokens, not chunked_prefill)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, not chunked_prefill)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -341,7 +272,6 @@ def _form_groups(
     specs: Sequence[Spec],
     page_tokens: int | Mapping[Hashable, int],
     step_tokens: int,
-    kernel_tokens: int | Mapping[Hashable, int] | None,
     whole_steps: bool,
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
@@ -359,11 +289,6 @@ def _form_groups(
         if isinstance(page_tokens, int):
             size = _page_tokens(size, [spec for _, spec in layers], cell)
         slices, end = _slices(layers, size)
-        kernel = (
-            kernel_tokens if kernel_tokens is None or isinstance(kernel_tokens, int) else kernel_tokens.get(lifetime)
-        )
-        units = _kernel_units(layers, size, kernel)
-        must = isinstance(kernel_tokens, Mapping) and kernel is not None
         first = layers[0][1]
         groups.append(
             GroupPlan(
@@ -373,15 +298,12 @@ def _form_groups(
                 page_tokens=size,
                 page_bytes=end,
                 pages_per_slab=1,
-                unit=gcd(end, *units),
+                unit=end,
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
                 rule=make_rule(first, size, step_tokens, whole_steps),
-                kernel_tokens=kernel if kernel is not None and (units or must) else size,
             )
         )
-        if must:
-            groups[-1].kernel_step(groups[-1].kernel_tokens)  # raises
     return groups
 
 
@@ -410,21 +332,6 @@ def _least_page(block_size: int, specs: Sequence[Spec]) -> int:
     """The least page size in tokens, at least the block size, that holds whole slots."""
     size = lcm(block_size, *(spec.token_multiple for spec in specs))
     return size if size in (1, 2, 4, 8) else lcm(size, UNIT_TOKENS)
-
-
-def _kernel_units(layers: Sequence[tuple[int, Spec]], page_tokens: int, kernel_tokens: int | None) -> list[int]:
-    """What the unit must divide, beside the page, so that kernel pages have table entries."""
-    if kernel_tokens is None or page_tokens % kernel_tokens or page_tokens == kernel_tokens:
-        return []
-    steps = {_kernel_bytes(spec, kernel_tokens) for _, spec in layers}
-    return [step for step in steps if step is not None] if len(steps) == 1 else []
-
-
-def _kernel_bytes(spec: Spec, kernel_tokens: int) -> int | None:
-    """Bytes of `kernel_tokens` tokens of the layer's keys and also of its values; None if they aren't runs of one size."""
-    if isinstance(spec, FullKV) and not spec.has_page_scales and spec.head_dim == spec.value_dim:
-        return spec.value_offset(kernel_tokens)
-    return None
 
 
 def _slices(layers: Sequence[tuple[int, Spec]], page_tokens: int) -> tuple[tuple[LayerSlice, ...], int]:

@@ -87,7 +87,6 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
                 "kind": group.kind,
                 "layers": [part.layer for part in group.layers],
                 "page_tokens": group.page_tokens,
-                "kernel_tokens": group.kernel_tokens,
                 "page_bytes": group.page_bytes,
                 "pages_per_slab": group.pages_per_slab,
                 "unit": group.unit,

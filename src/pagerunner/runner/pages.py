@@ -31,7 +31,7 @@ def layer_view(
     piece: LayerSlice,
     static_scales: tuple[float, float] | None = None,
 ) -> LayerKV:
-    """One layer's K and V as views [num_entries, kernel_tokens, num_kv_heads, head_dim] whose first stride is the unit.
+    """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
 
     The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
     `static_scales` (of keys, of values) are those of a layer whose spec has them.
@@ -39,11 +39,11 @@ def layer_view(
     spec = piece.spec
     dtype = TORCH_DTYPES[spec.dtype]
     typed = kv_bytes.view(dtype)
-    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
 
     def view(offset_bytes: int, head_dim: int) -> torch.Tensor:
         row = spec.num_kv_heads * head_dim
-        size = (num_entries, group.kernel_tokens, spec.num_kv_heads, head_dim)
+        size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
     static = spec.quantised and spec.static_scales
@@ -62,7 +62,7 @@ def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) ->
     spec = piece.spec
     if not spec.has_page_scales:
         return None
-    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1 + group.entries_inside
+    num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
     first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
     heads = 1 if isinstance(spec, LatentSpec) else spec.num_kv_heads
     strides = (group.unit // SCALE_BYTES, heads, 1)
