@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
-from pagerunner.models.base import RopeConfig
-from pagerunner.models.decoder_config import DecoderConfig
-from pagerunner.models.loader import Model, build_model, dummy_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.loader import Model, build_model, dummy_weights, materialize, weights_bytes
+from pagerunner.models.configs.base import RopeConfig
+from pagerunner.models.configs.decoder import DecoderConfig
 
 PAGE_TOKENS = 16
 NUM_PAGES = 1400

@@ -33,8 +33,8 @@ import msgspec
 
 from bench_server_overhead import children, one_stream, prompts, write_checkpoint
 from pagerunner.config import EngineArgs
-from pagerunner.engine import messages as wire
-from pagerunner.engine.build import build_core
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.startup.build import build_core
 from pagerunner.server.live import PERIOD_SECONDS, frame
 from pagerunner.server.service import sse
 from pagerunner.types import EngineRequest, SamplingParams

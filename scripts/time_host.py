@@ -22,14 +22,14 @@ from typing import Any, cast
 
 import torch
 
-import pagerunner.engine.build as build
+import pagerunner.engine.startup.build as build
 import pagerunner.runner.builder as builder
 from pagerunner import LLM, SamplingParams
 from pagerunner.batch import ForwardBatch
 from pagerunner.bench.workloads import WORKLOADS, workload, write_config
-from pagerunner.engine.core import EngineCore
-from pagerunner.engine.executors.inline import InlineExecutor
-from pagerunner.engine.output_processor import OutputProcessor
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors.inline import InlineExecutor
+from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.memory.manager import KVManager
 from pagerunner.runner.graphs import StepGraphs, Tensors
 from pagerunner.runner.runner import ModelRunner, PendingStep

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-import pagerunner.engine.build as build
+import pagerunner.engine.startup.build as build
 from pagerunner import LLM, SamplingParams
 from pagerunner.bench.workloads import SHAPES, write_model
 from pagerunner.ops.dispatch import Op

@@ -19,8 +19,8 @@ import torch
 
 from pagerunner.bench.workloads import write_config
 from pagerunner.config import EngineArgs
-from pagerunner.engine.build import build_core
-from pagerunner.engine.core import EngineCore
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup.build import build_core
 from pagerunner.runner.staging import Staging
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 

@@ -21,7 +21,7 @@ from pagerunner.errors import (
 from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from pagerunner.engine.async_engine import AsyncEngine
+    from pagerunner.engine.frontend.async_engine import AsyncEngine
     from pagerunner.llm import LLM
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ __all__ = [
     "__version__",
 ]
 
-_LAZY = {"LLM": "pagerunner.llm", "AsyncEngine": "pagerunner.engine.async_engine"}
+_LAZY = {"LLM": "pagerunner.llm", "AsyncEngine": "pagerunner.engine.frontend.async_engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
-    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/pooling.py).
+    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/configs/pooling.py).
     `kv_cache_metrics_sample` is the share of pages of which is measured how long they stay, 0 for none.
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """

@@ -1,4 +1,4 @@
-"""The one table of what a request may ask for. Each limit holds at the door (`server/`, `engine/input_processor.py`), where the
+"""The one table of what a request may ask for. Each limit holds at the door (`server/`, `engine/frontend/input_processor.py`), where the
 answer is a sentence for the client, and those of single requests again wherever a `SamplingParams` or an `EngineRequest` is
 built or decoded, so also in the core's process, whatever a frontend let through.
 

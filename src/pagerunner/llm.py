@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 from pagerunner import limits
 from pagerunner.config import engine_args
-from pagerunner.engine.build import build_from
-from pagerunner.engine.core import SleepMode
-from pagerunner.engine.frontend import build_frontend
-from pagerunner.engine.garbage import seldom_collected
-from pagerunner.engine.input_processor import POOLING_PARAMS
-from pagerunner.engine.messages import StartUp
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.core.core import SleepMode
+from pagerunner.engine.core.garbage import seldom_collected
+from pagerunner.engine.core.messages import StartUp
+from pagerunner.engine.frontend.frontend import build_frontend
+from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
+from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.sched.stats import SchedulerStats
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
 
 Prompt = str | dict[str, Any]

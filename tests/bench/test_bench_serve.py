@@ -20,9 +20,9 @@ from pagerunner.bench.serving import Sample, arrivals, series, summarize
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 
 DEMO = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=8, device="cpu")
 LENGTHS = ("--random-input-len", "20", "--random-output-len", "6")

@@ -14,8 +14,8 @@ from pagerunner.bench.memory_models import ModelMemory
 from pagerunner.cli.main import main
 from pagerunner.cli.session import demo_model_path
 from pagerunner.config import EngineArgs
-from pagerunner.engine.build import build_from
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError
 from pagerunner.memory.drawing import arena_text, packed_state
 from pagerunner.memory.manager import KVManager

@@ -18,10 +18,10 @@ import pytest
 from helpers import fake_core
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
-from pagerunner.engine import grammar_door
-from pagerunner.engine.async_engine import AsyncEngine
-from pagerunner.engine.frontend import Frontend, build_frontend
-from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.engine.frontend.async_engine import AsyncEngine
+from pagerunner.engine.frontend.frontend import Frontend, build_frontend
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
+from pagerunner.engine.structured_output import grammar_door
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
 from pagerunner.types import (
     EngineRequest,

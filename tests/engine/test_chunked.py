@@ -15,9 +15,9 @@ import pytest
 from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
-from pagerunner.models.config import read_model_config
+from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
 

@@ -16,9 +16,9 @@ import torch
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
 from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
-from pagerunner.models.config import read_model_config
+from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
 

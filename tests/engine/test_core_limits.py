@@ -13,8 +13,8 @@ from helpers import failing_core
 from helpers.serving import write_text_side
 from pagerunner import limits
 from pagerunner.config import EngineArgs
-from pagerunner.engine import messages as wire
-from pagerunner.engine.core_client import CoreClient, launch_core
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.client import CoreClient, launch_core
 from pagerunner.errors import EngineDeadError
 from pagerunner.types import EngineRequest, SamplingParams
 

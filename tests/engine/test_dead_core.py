@@ -13,8 +13,8 @@ from helpers import failing_core
 from helpers.failing_core import IN_RESULT, IN_RUN, OUT_OF_MEMORY
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
-from pagerunner.engine.async_engine import AsyncEngine
-from pagerunner.engine.core import EngineCore, SleepMode
+from pagerunner.engine.core.core import EngineCore, SleepMode
+from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import CapacityError, EngineDeadError
 from pagerunner.types import EngineRequest, SamplingParams
 

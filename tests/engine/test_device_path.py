@@ -19,7 +19,7 @@ from helpers.device import as_on_cuda
 from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine import build
+from pagerunner.engine.startup import build
 
 FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "full": (make_checkpoint, "qwen3", {"head_dim": 32}),

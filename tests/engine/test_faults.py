@@ -10,8 +10,8 @@ import torch
 
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
-from pagerunner.engine import core
-from pagerunner.engine.faults import step_fault
+from pagerunner.engine.core import core
+from pagerunner.engine.core.faults import step_fault
 from pagerunner.errors import EngineDeadError
 from pagerunner.ops.device_errors import device_failure
 

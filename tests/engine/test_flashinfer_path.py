@@ -16,7 +16,7 @@ from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import flashinfer_backend
-from pagerunner.engine import build
+from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
 
 MODELS: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine import garbage
-from pagerunner.engine.garbage import OLD, YOUNG, seldom_collected, set_apart
+from pagerunner.engine.core import garbage
+from pagerunner.engine.core.garbage import OLD, YOUNG, seldom_collected, set_apart
 from pagerunner.types import RequestUpdate
 
 USUAL = (700, 10, 10)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.tokenizers_for_tests import tokenizer
 from pagerunner import limits
-from pagerunner.engine.input_processor import InputProcessor, prompt_text
+from pagerunner.engine.frontend.input_processor import InputProcessor, prompt_text
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import SamplingParams
+from text.tokenizers_for_tests import tokenizer
 
 V = 330
 LENGTH = 32

@@ -17,7 +17,7 @@ from helpers.checkpoints_window import make_window_checkpoint
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.models.config import read_model_config
 from pagerunner.models.loader import build_model, dummy_weights, materialize, weights_bytes

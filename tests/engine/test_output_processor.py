@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.tokenizers_for_tests import tokenizer
-from pagerunner.engine.input_processor import InputProcessor
-from pagerunner.engine.output_processor import OutputProcessor
+from pagerunner.engine.frontend.input_processor import InputProcessor
+from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import OutputKind, RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
+from text.tokenizers_for_tests import tokenizer
 
 EOS = 1
 TEXT = "the fox and the dog; don't stop"

@@ -20,10 +20,10 @@ import pytest
 from helpers import fake_core
 from pagerunner import limits
 from pagerunner.config import EngineArgs
-from pagerunner.engine import messages as wire
-from pagerunner.engine.core_client import CoreClient, launch_core
-from pagerunner.engine.input_processor import InputProcessor
-from pagerunner.engine.process import CoreLoop
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.client import CoreClient, launch_core
+from pagerunner.engine.core.process import CoreLoop
+from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.errors import (
     CheckpointError,
     ConfigError,
@@ -363,7 +363,7 @@ def test_a_killed_parent_leaves_no_orphan_and_no_directory(tmp_path: Path) -> No
         import asyncio, sys
         from helpers import fake_core
         from pagerunner.config import EngineArgs
-        from pagerunner.engine.core_client import launch_core
+        from pagerunner.engine.core.client import launch_core
 
         async def main():
             core = await launch_core(EngineArgs(model="none"), fake_core.FACTORY)

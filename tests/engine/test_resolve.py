@@ -6,7 +6,7 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint
 from pagerunner.config import EngineArgs
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError
 
 

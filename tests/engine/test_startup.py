@@ -16,13 +16,13 @@ from helpers.checkpoints import make_checkpoint
 from helpers.fake_driver import FakeDriver, fake_card
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.engine import build, startup
-from pagerunner.engine import resolve as resolving
-from pagerunner.engine.build import build_from
-from pagerunner.engine.core import EngineCore
-from pagerunner.engine.machine import CudaFacts, DeviceMemory, device_memory, resolve_device
-from pagerunner.engine.resolve import Resolved, resolve
-from pagerunner.engine.startup import StartMeter, final_plan
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup import build, measure
+from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.machine import CudaFacts, DeviceMemory, device_memory, resolve_device
+from pagerunner.engine.startup.measure import StartMeter, final_plan
+from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.types import EngineRequest, SamplingParams
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
     """A machine with a small card, whose driver hands out all of it."""
-    monkeypatch.setattr(startup, "DRIVER_BYTES", 0)
+    monkeypatch.setattr(measure, "DRIVER_BYTES", 0)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cpu" if asked == "cpu" else "cuda")
     monkeypatch.setattr(resolving, "device_memory", lambda: CARD)
     return CARD
@@ -97,7 +97,7 @@ def test_pages_take_what_is_left_of_the_share_and_never_more_than_is_free(
 def test_what_the_driver_needs_for_itself_is_left_to_it(
     card: DeviceMemory, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "DRIVER_BYTES", 8 * MIB)
+    monkeypatch.setattr(measure, "DRIVER_BYTES", 8 * MIB)
     resolved, driver = on_card(checkpoint, gpu_memory_utilization=1.0)
     core = build_from(resolved, card=fake_card(driver))
     page = core.memory_plan.groups[0].page_bytes

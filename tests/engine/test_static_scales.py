@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError
 from pagerunner.memory.specs import LatentKV
-from pagerunner.models.kv_scales import place_of, read_kv_scales
-from pagerunner.models.loader import checkpoint_files
+from pagerunner.models.checkpoint.kv_scales import place_of, read_kv_scales
+from pagerunner.models.checkpoint.loader import checkpoint_files
 
 LAYERS = 2
 PROMPTS = [[(7 * i + 3 * j) % 500 + 4 for j in range(length)] for i, length in enumerate((5, 60, 100, 17))]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pagerunner.engine.stream import OutputStream
+from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError
 from pagerunner.types import CompletionOutput, Logprob, RequestOutput
 

@@ -16,11 +16,12 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
-from pagerunner.engine import build, grammar_door
-from pagerunner.engine import grammar as module
-from pagerunner.engine.grammar_door import GrammarDoor
+from pagerunner.engine.startup import build
+from pagerunner.engine.structured_output import grammar as module
+from pagerunner.engine.structured_output import grammar_door
+from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError, RequestFailedError
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Grammar
 
 TIGHT = {"max_model_len": 192, "num_gpu_blocks_override": 14, "max_num_seqs": 6, "max_in_flight": 2}

@@ -55,7 +55,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("token", NAMES, ids=NAMES.values())
 def test_every_waiting_request_hears_why_and_the_cores_process_ends(token: int) -> None:
     pytest.importorskip("zmq")
-    from pagerunner.engine.async_engine import AsyncEngine
+    from pagerunner.engine.frontend.async_engine import AsyncEngine
 
     async def scenario() -> None:
         args = EngineArgs(model=str(demo_path()), enable_sleep_mode=True, **SETTINGS)

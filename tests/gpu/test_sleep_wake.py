@@ -25,7 +25,7 @@ from helpers.device import (
 )
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
-from pagerunner.engine.startup import DRIVER_BYTES
+from pagerunner.engine.startup.measure import DRIVER_BYTES
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.runner.runner import ModelRunner
 

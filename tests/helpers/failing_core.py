@@ -7,9 +7,9 @@ import time
 import torch
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.build import build_scheduler
-from pagerunner.engine.core import EngineCore
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup.build import build_scheduler
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError
 from pagerunner.types import StepPlan, StepResult
 

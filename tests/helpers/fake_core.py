@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.live import LiveState
-from pagerunner.engine.messages import StartUp
+from pagerunner.engine.core.live import LiveState
+from pagerunner.engine.core.messages import StartUp
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError
 from pagerunner.memory.ownership import GroupOwnership, MemoryState, RequestPages
 from pagerunner.memory.planner import plan_memory

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.build import build_core
-from pagerunner.engine.core import EngineCore
-from pagerunner.engine.executors.inline import InlineExecutor
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors.inline import InlineExecutor
+from pagerunner.engine.startup.build import build_core
 from pagerunner.types import StepPlan
 
 FACTORY = "helpers.faulty_device:build"

@@ -12,9 +12,9 @@ import torch
 from pagerunner.attention.base import Reach
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
-from pagerunner.models.base import ModelConfig
-from pagerunner.models.config import read_model_config
-from pagerunner.models.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.reader import read_model_config
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
 from pagerunner.config import Dtype
 from pagerunner.memory.planner import LayerSlice
-from pagerunner.models.base import ModelConfig
-from pagerunner.models.loader import Model
+from pagerunner.models.checkpoint.loader import Model
+from pagerunner.models.configs.base import ModelConfig
 from pagerunner.runner.pages import layer_view, recurrent_view
 from pagerunner.types import StateSave
 

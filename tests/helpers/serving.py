@@ -16,7 +16,7 @@ import openai
 from helpers import fake_core
 from helpers.checkpoints import make_config, write_tokenizer
 from pagerunner.config import EngineArgs
-from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.server import launch
 
 MODEL = "tiny"

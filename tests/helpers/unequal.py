@@ -17,8 +17,8 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.memory.specs import FullKV, Spec, WindowKV
-from pagerunner.models.base import ModelConfig
-from pagerunner.models.fields import Fields
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.fields import Fields
 from pagerunner.models.registry import Family
 
 HIDDEN = 32

@@ -13,8 +13,8 @@ import pytest
 from helpers.checkpoints import FAMILIES, make_config
 from pagerunner.errors import CheckpointError, ConfigError, PagerunnerError
 from pagerunner.memory.specs import FullKV
-from pagerunner.models.config import ModelConfig, read_model_config
-from pagerunner.models.decoder_config import DecoderConfig
+from pagerunner.models.configs.decoder import DecoderConfig
+from pagerunner.models.configs.reader import ModelConfig, read_model_config
 
 
 def write(path: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -42,7 +42,7 @@ def test_reads_every_family(tmp_path: Path, family: str) -> None:
 def test_planning_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path, make_config("qwen3"))
     code = (
-        "import sys; from pagerunner.models.config import read_model_config;"
+        "import sys; from pagerunner.models.configs.reader import read_model_config;"
         f"read_model_config({str(path)!r}).layer_specs('float16'); assert 'torch' not in sys.modules"
     )
     source = str(Path(__file__).parents[2] / "src")

@@ -11,7 +11,7 @@ import pytest
 
 from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import FullKV, RecurrentState, WindowKV
-from pagerunner.models.config import read_model_config
+from pagerunner.models.configs.reader import read_model_config
 
 GATED_DELTA: dict[str, Any] = {
     "vocab_size": 512,

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint, make_config, make_weights, write_safetensors
 from pagerunner.errors import CheckpointError
-from pagerunner.models.config import read_model_config
-from pagerunner.models.loader import (
+from pagerunner.models.checkpoint.loader import (
     ALIGNMENT,
     Model,
     build_model,
@@ -22,6 +21,7 @@ from pagerunner.models.loader import (
     materialize,
     weights_bytes,
 )
+from pagerunner.models.configs.reader import read_model_config
 
 
 def build(path: Path, dtype: str = "float32") -> tuple[Model, torch.Tensor]:

@@ -19,7 +19,7 @@ from helpers.forward import Harness, Sequence, check, load, prompts
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.batch import LatentKV
 from pagerunner.errors import CheckpointError, ConfigError
-from pagerunner.models.config import read_model_config
+from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
 

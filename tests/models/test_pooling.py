@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
-from pagerunner.models.pooling import Pooler, read_pooler
+from pagerunner.models.configs.pooling import Pooler, read_pooler
 
 
 def write(

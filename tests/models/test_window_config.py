@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagerunner.errors import ConfigError
-from pagerunner.models.config import read_model_config
+from pagerunner.models.configs.reader import read_model_config
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",

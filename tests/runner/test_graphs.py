@@ -15,7 +15,7 @@ from pagerunner.attention import select
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import LayerKV
-from pagerunner.engine import build
+from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner.arena import CpuArena

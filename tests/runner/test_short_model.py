@@ -7,9 +7,9 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.families import MAKERS
 from pagerunner.config import EngineArgs
-from pagerunner.engine.build import build_from
-from pagerunner.engine.core import EngineCore
-from pagerunner.engine.resolve import resolve
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner.short_model import first_of_each_kind, one_layer_of_each_kind
 

@@ -13,7 +13,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 
 STREAMS = 500
 BODY: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

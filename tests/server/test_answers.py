@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagerunner.engine.grammar_door import GrammarDoor
+from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.models.chat_template import ChatTemplate
-from pagerunner.models.tokenizer import Tokenizer
 from pagerunner.server.answers import ChatOptions, ChatPlan
 from pagerunner.server.params import chat_params
 from pagerunner.server.protocol import ChatRequest
+from pagerunner.text.chat_template import ChatTemplate
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import SamplingParams
 
 AUTO = ChatOptions(tool_parser="hermes", auto_tools=True)

@@ -22,7 +22,7 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 
 DEMO = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=8, device="cpu")
 

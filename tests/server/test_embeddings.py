@@ -13,7 +13,7 @@ import pytest
 from helpers import fake_core
 from helpers.serving import MODEL, RunningServer, running_server, write_text_side
 from pagerunner.config import EngineArgs
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import RequestOutput
 
 

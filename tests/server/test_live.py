@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from helpers.memory_bench import Bench, tokens
-from pagerunner.engine.live import LiveState, LiveStep, StepLog
-from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.engine.core.live import LiveState, LiveStep, StepLog
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
 from pagerunner.sched.live import page_books
@@ -298,6 +298,6 @@ def test_steps_are_kept_only_after_somebody_asked(monkeypatch: pytest.MonkeyPatc
     assert (first.number, first.rows, first.tokens, first.graph) == (1, 2, 6, True)
     assert second.seconds == pytest.approx(second.at - first.at)
     assert log.after(1) == [second]
-    monkeypatch.setattr("pagerunner.engine.live.time.monotonic", lambda: second.at + 60)
+    monkeypatch.setattr("pagerunner.engine.core.live.time.monotonic", lambda: second.at + 60)
     log.note(plan, 0.0, False)
     assert not log.watched and log.after(0) == []

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import MODEL, RunningServer
-from pagerunner.engine.messages import EngineStats
-from pagerunner.engine.observer import FinishedSequence
+from pagerunner.engine.core.messages import EngineStats
+from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.memory.residency import Residency
 from pagerunner.sched.stats import GroupUsage
 from pagerunner.server import stats_log

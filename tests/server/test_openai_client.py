@@ -11,7 +11,7 @@ import pytest
 
 from helpers import fake_core
 from helpers.serving import MODEL, RunningServer
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 
 PROMPT = "What is the capital of France? Grüße 日本語 🙂"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello, world"}]

@@ -18,7 +18,7 @@ from helpers import browser as browsers
 from helpers.browser import Browser
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.server.page_routes import FILE_PATHS
 
 PACKAGE = Path(pagerunner.__file__).parent

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.checkpoints import make_checkpoint
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.llm import LLM
 from pagerunner.types import SamplingParams
 

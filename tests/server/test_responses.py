@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from helpers.serving import MODEL, RunningServer
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 
 RAW = {"skip_special_tokens": False, "ignore_eos": True}
 EVENTS_BEFORE = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.serving import RunningServer
-from pagerunner.models.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hello"}]
 

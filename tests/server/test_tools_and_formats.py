@@ -16,7 +16,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core_client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.answers import ChatOptions
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from helpers.serving import running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.observer import FinishedSequence
+from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.errors import ConfigError
 from pagerunner.server.tracing import Spans, _carrier, sent_spans
 from pagerunner.types import EngineRequest, SamplingParams

@@ -120,7 +120,7 @@ def _sleep(namespace: argparse.Namespace, args: EngineArgs) -> SleepReport:
 
 
 def _host_free_bytes() -> int:
-    from pagerunner.engine.machine import available_memory
+    from pagerunner.engine.startup.machine import available_memory
 
     return available_memory()
 
@@ -203,7 +203,7 @@ def _engine_args(namespace: argparse.Namespace, directory: Path) -> EngineArgs:
 
 
 def _vocab_size(model: str) -> int:
-    from pagerunner.models.config import read_model_config
+    from pagerunner.models.configs.reader import read_model_config
 
     return int(read_model_config(Path(model)).vocab_size)
 

@@ -182,7 +182,7 @@ def _requests(namespace: argparse.Namespace, places: Sequence[str | None]) -> li
         raise ConfigError(f"--dataset-name {name} needs --dataset-path.")
     if name == "custom":
         return custom_requests(path, count, output_len=namespace.custom_output_len, as_chat=as_chat)
-    from pagerunner.models.tokenizer import Tokenizer
+    from pagerunner.text.tokenizer import Tokenizer
 
     found = [find_model(place)[0] for place in places if place is not None]
     directory = next((place for place in found if (Path(place) / "tokenizer.json").is_file()), None)

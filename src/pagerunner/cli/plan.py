@@ -46,7 +46,7 @@ def run(namespace: argparse.Namespace) -> int:
         model = str(demo_model_path())
     with _directory(find_model(model)[0]) as directory:
         args = engine_args(namespace, directory)
-        from pagerunner.engine.resolve import resolve
+        from pagerunner.engine.startup.resolve import resolve
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state
         from pagerunner.memory.report import plan_json, plan_table
 

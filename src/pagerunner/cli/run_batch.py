@@ -19,7 +19,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagerunner.engine.async_engine import AsyncEngine
+    from pagerunner.engine.frontend.async_engine import AsyncEngine
     from pagerunner.server.launch import StopSignals
 
 _INTERRUPTED = 130

@@ -1,1 +1,1 @@
-"""Model families: config readers (torch-free), models, checkpoint loader and tokenizer."""
+"""Model families, one file each; `configs/` reads config.json, `checkpoint/` builds and fills models."""

@@ -17,8 +17,8 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.models.configs.hybrid import BambaConfig
 from pagerunner.models.decoder import CausalLM
-from pagerunner.models.hybrid_config import BambaConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import gate_then_rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_

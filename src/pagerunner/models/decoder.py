@@ -14,7 +14,7 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.models.base import ModelConfig
+from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles
 

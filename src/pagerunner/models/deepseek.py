@@ -20,8 +20,8 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import GatedExperts
 from pagerunner.layers.norm import LayerNorm, RMSNorm
+from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig, RoutingConfig
 from pagerunner.models.decoder import CausalLM, LaggingDecoder
-from pagerunner.models.deepseek_config import DeepseekConfig, IndexerConfig, RoutingConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
 from pagerunner.ops.routing import sigmoid_top_k, softmax_top_k

@@ -24,7 +24,7 @@ from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
-from pagerunner.models.deepseek_v4_config import DeepseekV4Config, LayerConfig
+from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import limited_silu_and_mul
 from pagerunner.ops.moe import moe_experts

@@ -16,9 +16,9 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import OffsetRMSNorm
+from pagerunner.models.configs.window import Gemma3Config
 from pagerunner.models.decoder import CausalLM
 from pagerunner.models.rotary import Rotary
-from pagerunner.models.window_config import Gemma3Config
 from pagerunner.ops.activation import gelu_tanh_and_mul, softcap_
 from pagerunner.ops.rope import RopeAngles, rope_
 

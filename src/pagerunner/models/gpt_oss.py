@@ -16,9 +16,9 @@ from pagerunner.layers.attention import PagedAttention, head_projection
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.configs.window import GptOssConfig
 from pagerunner.models.decoder import CausalLM, LaggingDecoder
 from pagerunner.models.rotary import Rotary
-from pagerunner.models.window_config import GptOssConfig
 from pagerunner.ops.activation import clamped_swiglu
 from pagerunner.ops.moe import moe_experts, route_topk_softmax
 from pagerunner.ops.rope import RopeAngles, rope_

@@ -14,8 +14,8 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.configs.decoder import DecoderConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
-from pagerunner.models.decoder_config import DecoderConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles

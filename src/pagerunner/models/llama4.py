@@ -17,8 +17,8 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.configs.llama4 import Llama4Config
 from pagerunner.models.decoder import CausalLM, LaggingDecoder
-from pagerunner.models.llama4_config import Llama4Config
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.moe import moe_experts

@@ -10,8 +10,8 @@ import torch
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.models.configs.moe import Qwen3MoeConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
-from pagerunner.models.moe_config import Qwen3MoeConfig
 from pagerunner.models.qwen3 import Attention
 from pagerunner.models.rotary import Rotary
 

@@ -22,8 +22,8 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.models.configs.hybrid import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.decoder import CausalLM, LaggingDecoder
-from pagerunner.models.hybrid_config import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import RopeAngles, rope_

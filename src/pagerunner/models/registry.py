@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagerunner.models.base import ModelConfig
-from pagerunner.models.decoder_config import read_llama, read_mistral, read_qwen2, read_qwen3
-from pagerunner.models.deepseek_config import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
-from pagerunner.models.deepseek_v4_config import read_deepseek_v4
-from pagerunner.models.fields import Fields
-from pagerunner.models.hybrid_config import read_bamba, read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
-from pagerunner.models.llama4_config import read_llama4_text
-from pagerunner.models.moe_config import read_qwen3_moe
-from pagerunner.models.window_config import read_gemma3_text, read_gpt_oss
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.decoder import read_llama, read_mistral, read_qwen2, read_qwen3
+from pagerunner.models.configs.deepseek import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
+from pagerunner.models.configs.deepseek_v4 import read_deepseek_v4
+from pagerunner.models.configs.fields import Fields
+from pagerunner.models.configs.hybrid import read_bamba, read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
+from pagerunner.models.configs.llama4 import read_llama4_text
+from pagerunner.models.configs.moe import read_qwen3_moe
+from pagerunner.models.configs.window import read_gemma3_text, read_gpt_oss
 
 
 @dataclass(frozen=True, slots=True)

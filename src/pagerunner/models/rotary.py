@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from pagerunner.models.base import RopeConfig
+from pagerunner.models.configs.base import RopeConfig
 from pagerunner.ops.rope import RopeAngles, rope_angles
 
 

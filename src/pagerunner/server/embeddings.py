@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner import limits
-from pagerunner.engine.input_processor import POOLING_PARAMS
+from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.protocol import Priority, Salt, Unsupported, as_prompts, check_supported

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pagerunner.engine.async_engine import AsyncEngine
-from pagerunner.engine.live import LiveState, LiveStep
-from pagerunner.engine.observer import EngineObserver
+from pagerunner.engine.core.live import LiveState, LiveStep
+from pagerunner.engine.frontend.async_engine import AsyncEngine
+from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.errors import PagerunnerError
 from pagerunner.server.errors import HttpError
 from pagerunner.server.service import sse

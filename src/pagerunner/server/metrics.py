@@ -12,8 +12,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pagerunner.engine.messages import WAIT_REASONS, EngineStats, StartUp
-from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.engine.core.messages import WAIT_REASONS, EngineStats, StartUp
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.memory.residency import BOUNDS, Residency
 from pagerunner.types import EngineRequest
 

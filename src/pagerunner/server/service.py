@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagerunner.engine.async_engine import AsyncEngine
+from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import PagerunnerError
 from pagerunner.server.answers import ChatOptions
 from pagerunner.server.errors import HttpError, error_body

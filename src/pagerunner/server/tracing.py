@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagerunner.engine.observer import EngineObserver, FinishedSequence
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import ConfigError
 from pagerunner.types import EngineRequest
 

@@ -1,0 +1,287 @@
+"""The frontend's end of the engine core process: starts it, talks to it, notices its death, takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pagerunner import limits
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core import messages as wire
+from pagerunner.errors import EngineDeadError, PagerunnerError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FACTORY = "pagerunner.engine.core.factory:build_with_progress"
+STALL_SECONDS = float(limits.STALL_SECONDS)
+"""How long the core may be silent, with requests to run, before it counts as unhealthy."""
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
+_LAST_WORDS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class LoadedCore:
+    """A core process that has said `Ready`, and the socket to it."""
+
+    process: subprocess.Popen[bytes]
+    socket: zmq.asyncio.Socket
+    directory: Path
+    exited: asyncio.Future[int]
+    ready: wire.Ready
+
+    def kill(self) -> None:
+        """End the process at once and remove what it used."""
+        _clean_up(self.process, self.socket, self.directory)
+
+
+async def launch_core(
+    args: EngineArgs, factory: str = DEFAULT_FACTORY, stall_seconds: float = STALL_SECONDS
+) -> LoadedCore:
+    """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
+
+    The core logs its stacks when a step takes longer than `stall_seconds`.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError: as the core raised it.
+        EngineDeadError: the process ended, or failed in another way, before it was ready.
+    """
+    directory = _private_directory()
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            socket.setsockopt(option, value)
+        address = f"ipc://{directory}/core"
+        socket.bind(address)
+        level = logging.getLogger("pagerunner").getEffectiveLevel()
+        started = time.perf_counter()
+        launch = wire.Launch(args=args, address=address, factory=factory, log_level=level, stall_seconds=stall_seconds)
+        process = _spawn(launch)
+        exited = _watch_exit(process)
+        ready = await _first_message(socket, exited)
+        loaded = ready.startup
+        seconds = {"process and imports": time.perf_counter() - started - loaded.total, **loaded.seconds}
+        ready = msgspec.structs.replace(ready, startup=msgspec.structs.replace(loaded, seconds=seconds))
+        return LoadedCore(process, socket, directory, exited, ready)
+    except BaseException:
+        _clean_up(process, socket, directory)
+        raise
+
+
+class CoreClient:
+    """Talks to a loaded core. Every method is for the event loop that launched it."""
+
+    def __init__(
+        self,
+        core: LoadedCore,
+        *,
+        receive: Callable[[wire.FromCore], None],
+        died: Callable[[EngineDeadError], None],
+    ) -> None:
+        """`receive` gets every message but replies to calls; `died` is called once, when the core ends."""
+        self._core = core
+        self._receive = receive
+        self._died = died
+        self._death: EngineDeadError | None = None
+        self._closing = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(wire.FromCore)
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._reader = asyncio.create_task(self._read(), name="pagerunner-core-reader")
+        self._reader.add_done_callback(self._reader_done)
+        self._watcher = asyncio.create_task(self._watch(), name="pagerunner-core-watcher")
+
+    @property
+    def ready(self) -> wire.Ready:
+        """What the core said when it was loaded."""
+        return self._core.ready
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why the core is gone, None while it lives."""
+        return self._death
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        return self._core.process.pid
+
+    def send(self, message: wire.ToCore) -> None:
+        """Send a message; never blocks. Raises EngineDeadError when the core is gone."""
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        self._core.socket.send(self._encoder.encode(message))
+
+    async def call(self, make: Callable[[int], wire.Call]) -> wire.Answer:
+        """Send the call that `make(call_id)` builds; returns the core's answer or raises its error."""
+        call_id = next(self._call_ids)
+        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self.send(make(call_id))
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    def dump_stacks(self) -> None:
+        """Make the core print its threads' stacks on standard error."""
+        if not self._core.exited.done():
+            os.kill(self._core.process.pid, signal.SIGUSR1)
+
+    async def close(self, timeout: float = 5.0) -> None:
+        """End the process: asked first, killed after `timeout` seconds. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._death is None:
+            self._core.socket.send(self._encoder.encode(wire.Shutdown()))
+            self._die(EngineDeadError("The engine has been shut down."))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._core.exited), timeout)
+        except TimeoutError:
+            self._core.process.kill()
+            await self._core.exited
+        for task in (self._reader, self._watcher):
+            task.cancel()
+        await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
+        self._core.kill()
+
+    async def _read(self) -> None:
+        while True:
+            message = self._decoder.decode(await self._core.socket.recv())
+            match message:
+                case wire.Reply(call_id, value, error):
+                    future = self._calls.get(call_id)
+                    if future is None or future.done():
+                        continue
+                    if error is None:
+                        future.set_result(value)
+                    else:
+                        future.set_exception(error.exception())
+                case wire.Dead(error):
+                    self._die(EngineDeadError(f"The engine core failed: {error.message}"))
+                case _:
+                    self._receive(message)
+
+    def _reader_done(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            logger.error("The engine's messages can no longer be handled.", exc_info=error)
+            self._die(EngineDeadError(f"The engine's messages can no longer be handled: {error!r}."))
+
+    async def _watch(self) -> None:
+        status = await asyncio.shield(self._core.exited)
+        await asyncio.sleep(_LAST_WORDS_SECONDS)  # the reader may still find the reason in the socket
+        self._die(EngineDeadError(_exit_reason(status)))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._death is not None:
+            return
+        self._death = error
+        if not self._closing:
+            logger.error("%s Requests get this as their error, and /health answers 503.", error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(str(error)))
+        self._died(error)
+
+
+def _private_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="pagerunner-"))
+    if len(os.fsencode(directory)) > _LONGEST_SOCKET_PATH:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="pagerunner-", dir="/tmp"))
+    return directory
+
+
+def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
+    # The child must import what we would import, and nothing from the directory it happens to be started in (-P).
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pagerunner.engine.core.process"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    stdin = process.stdin
+    if stdin is None:
+        raise EngineDeadError("The engine core process has no standard input.")
+    try:
+        stdin.write(msgspec.json.encode(launch) + b"\n")
+        stdin.flush()  # stays open: its end tells the child that we are gone
+    except BrokenPipeError:
+        pass  # the child has ended already; its exit status says how
+    return process
+
+
+def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket, directory: Path) -> None:
+    if process is not None:
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+    socket.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[int] = loop.create_future()
+
+    def settle(status: int) -> None:
+        if not future.done():
+            future.set_result(status)
+
+    def wait() -> None:
+        status = process.wait()
+        try:
+            loop.call_soon_threadsafe(settle, status)
+        except RuntimeError:
+            pass  # the loop has been closed: nobody is left to tell
+
+    threading.Thread(target=wait, name="pagerunner-core-exit", daemon=True).start()
+    return future
+
+
+async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
+    received: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
+    try:
+        either: list[asyncio.Future[Any]] = [received, exited]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not received.done():
+            await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
+        if not received.done():
+            raise EngineDeadError(f"{_exit_reason(exited.result())} It had not finished loading.")
+        message = msgspec.msgpack.decode(received.result(), type=wire.Ready | wire.StartFailed)
+    finally:
+        received.cancel()
+    if isinstance(message, wire.StartFailed):
+        error: PagerunnerError = message.error.exception()
+        raise error
+    return message
+
+
+def _exit_reason(status: int) -> str:
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = ", which is what the kernel does when memory runs out" if -status == signal.SIGKILL else ""
+        return f"The engine core process was ended by {name}{hint}."
+    return f"The engine core process ended with exit status {status}."

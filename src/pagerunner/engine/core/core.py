@@ -1,0 +1,240 @@
+"""EngineCore: the step loop. Requests in, token updates out; everything about text is the frontend's."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from pagerunner.config import one_of
+from pagerunner.engine.core.executors.base import Executor, Pending
+from pagerunner.engine.core.faults import step_fault
+from pagerunner.engine.core.live import LiveState, StepLog
+from pagerunner.engine.core.messages import StartUp
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
+from pagerunner.memory.ownership import MemoryState
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.ops.device_errors import device_failure, never_free
+from pagerunner.sched.live import page_books
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.stats import SchedulerStats
+from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
+
+SleepMode = Literal["abort", "wait", "keep"]
+GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
+
+
+class EngineCore:
+    """Schedules, launches and commits steps, with up to `max_in_flight` of them launched before the first is read."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        memory_plan: MemoryPlan,
+        *,
+        vocab_size: int,
+        max_in_flight: int,
+        enable_sleep_mode: bool,
+        startup: StartUp | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._max_in_flight = max_in_flight
+        self._enable_sleep_mode = enable_sleep_mode
+        self._death: str | None = None
+        self._checked_ids: tuple[object, object, object] = (None, None, None)  # of the last request
+        self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
+        self._step_log = StepLog()
+        self.memory_plan = memory_plan
+        self.startup = startup if startup is not None else StartUp()
+        self.num_steps = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it could never run; the message has the numbers.
+            EngineSleepingError: the engine sleeps.
+            EngineDeadError: a step has failed.
+        """
+        self._check_alive()
+        if self.is_sleeping:
+            raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
+        self._check_ids(request)
+        self._scheduler.add(request)
+
+    def _check_ids(self, request: EngineRequest) -> None:
+        """The frontend has checked them already; but an id outside the vocabulary would end the device, not one request.
+
+        Siblings share what they hold, and there may be many of them.
+        """
+        ids = (request.prompt_token_ids, request.params, request.bad_words_ids)
+        if all(map(operator.is_, ids, self._checked_ids)):
+            return
+        words = (token for word in request.bad_words_ids for token in word)
+        params = request.params
+        for name, numbers in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+            ("bad_words", words),
+        ):
+            if (largest := max(numbers, default=0)) >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {largest}, outside the vocabulary of {self._vocab_size} tokens.", param=name
+                )
+        self._checked_ids = ids
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+        """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
+        return self._scheduler.abort(list(request_ids))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._death is None and not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work)
+
+    def step(self) -> list[RequestUpdate]:
+        """Launch what may be launched, then commit the oldest step in flight.
+
+        Raises EngineDeadError when a step fails, now and whenever it is called again: what the device has computed and
+        what the scheduler believes may no longer agree.
+        """
+        self._check_alive()
+        try:
+            return self._step()
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _step(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        while len(self._in_flight) < self._max_in_flight:
+            updates += self._scheduler.settle_guides()
+            plan = self._scheduler.schedule()
+            if plan is None:
+                break
+            launched = time.monotonic()
+            self._in_flight.append((plan, self._executor.run(plan), launched))
+        updates += self._scheduler.take_failed()
+        if self._in_flight:
+            return updates + self._commit_oldest()
+        if self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
+            raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
+        return updates
+
+    def _commit_oldest(self) -> list[RequestUpdate]:
+        plan, pending, launched = self._in_flight.popleft()
+        self.num_steps += 1
+        result = pending.result()
+        if self._step_log.watched:
+            self._step_log.note(plan, launched, pending.in_graph)
+        return self._scheduler.commit(plan, result)
+
+    def _drain(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        try:
+            while self._in_flight:
+                updates += self._commit_oldest()
+        except Exception as error:
+            raise self._die(error) from error
+        return updates
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        failure = device_failure()
+        if failure is not None:
+            never_free(error, self._executor, *self._in_flight)
+        self._death = step_fault(error, failure)
+        self._in_flight.clear()
+        return EngineDeadError(self._death)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges of the scheduler, the memory manager and the device."""
+        return msgspec.structs.replace(self._scheduler.stats(), busy_seconds=self._executor.busy_seconds)
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
+        return self._scheduler.memory_state()
+
+    def watch(self, since: int) -> LiveState:
+        """What runs, what waits and why, who holds which pages, and the steps after `since` (0: none yet).
+
+        Steps are kept only while somebody asks at least every few seconds.
+        """
+        started = time.monotonic()
+        scheduler = self._scheduler
+        slabs, owners, cached = page_books(scheduler.manager)
+        requests = scheduler.live()
+        level = self.sleep_level
+        return LiveState(
+            started,
+            time.monotonic() - started,
+            -1 if level is None else level,
+            scheduler.stats(),
+            slabs,
+            owners,
+            cached,
+            requests,
+            self._step_log.after(since),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""
+        return self._scheduler.reset_prefix_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine is parked at any level."""
+        return self._executor.sleep_level is not None
+
+    @property
+    def sleep_level(self) -> int | None:
+        """The level the engine sleeps at, None while it runs."""
+        return self._executor.sleep_level
+
+    def prepare_sleep(self, level: int, mode: str) -> None:
+        """Raise now what `sleep` would refuse, and make sure that the weights will outlive it; requests go on."""
+        if not self._enable_sleep_mode:
+            raise ConfigError("sleep needs an engine started with enable_sleep_mode=True.")
+        one_of("sleep mode", mode, ("abort", "wait", "keep"))
+        self._check_alive()
+        self._executor.prepare_sleep(level)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
+        """Park the engine and free memory; see runner/sleep.py for the levels.
+
+        `mode` says what becomes of unfinished requests: "abort" ends them, "wait" finishes them first, "keep" preempts
+        them and goes on with them after waking. Returns the updates this caused. The prefix index is reset whenever
+        pages are freed.
+
+        Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
+        """
+        self.prepare_sleep(level, mode)
+        updates: list[RequestUpdate] = []
+        if mode == "wait":
+            while self.has_work:
+                updates += self.step()
+        updates += self._drain()
+        if mode == "abort":
+            updates += self._scheduler.abort(self._scheduler.request_ids)
+        elif level > 0:
+            self._scheduler.preempt_all()
+        if level > 0:
+            self._scheduler.reset_prefix_cache()
+        self._executor.sleep(level)
+        return updates
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back; the engine runs again when every region is mapped."""
+        self._check_alive()
+        self._executor.wake_up(tags)

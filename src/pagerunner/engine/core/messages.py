@@ -1,0 +1,249 @@
+"""What the frontend and the engine core say to each other: typed msgspec structs as MessagePack, nothing else.
+
+The frontend binds a ZeroMQ PAIR socket in a private directory, the core connects to it. `Launch` goes to the core's
+standard input as one line of JSON; everything later goes over the socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core.live import LiveState
+from pagerunner.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+    PagerunnerError,
+    RequestFailedError,
+)
+from pagerunner.memory.ownership import MemoryState
+from pagerunner.memory.report import human_bytes
+from pagerunner.memory.residency import Residency
+from pagerunner.sched.live import Wait
+from pagerunner.sched.stats import GroupUsage
+from pagerunner.types import EngineRequest, RequestUpdate
+
+_KINDS: dict[str, type[PagerunnerError]] = {
+    kind.__name__: kind
+    for kind in (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        EngineDeadError,
+        EngineSleepingError,
+        InvalidRequestError,
+        RequestFailedError,
+    )
+}
+
+
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An exception on its way to the other process: its class name, its sentence, the parameter it names."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        """The error as it travels. What is not one of the engine's own errors keeps its type's name in the text."""
+        if isinstance(error, PagerunnerError):
+            kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "EngineDeadError")
+            return cls(kind, str(error), getattr(error, "param", None))
+        return cls("EngineDeadError", f"{type(error).__name__}: {error}")
+
+    def exception(self) -> PagerunnerError:
+        """The exception to raise on this side."""
+        kind = _KINDS.get(self.kind, EngineDeadError)
+        if issubclass(kind, InvalidRequestError):
+            return kind(self.message, param=self.param)
+        return kind(self.message)
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the core process starts. `factory` is `module:function`, called with `args`, that returns an EngineCore.
+
+    `log_level` is the frontend's, as a number of the logging package. A step of more than `stall_seconds` is reported.
+    """
+
+    args: EngineArgs
+    address: str
+    factory: str
+    log_level: int
+    stall_seconds: float
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Queue the sequences of one request, all or none. `requests` is a MessagePack list of EngineRequest.
+
+    It is decoded on its own, so that values that the core refuses fail this request and not the connection. `siblings` are the
+    ids and seeds of more sequences that are like the first one of them (`EngineRequest.siblings`).
+    """
+
+    request_ids: list[str]
+    requests: msgspec.Raw
+    siblings: list[tuple[str, int]] = []
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> Add:
+        """What queues the sequences of one request, the first of which is made of what the others share.
+
+        Raises:
+            OverflowError, TypeError, ValueError: a value can't travel.
+        """
+        first, *others = requests
+        names = [one.request_id for one in requests]
+        shared = msgspec.Raw(msgspec.msgpack.encode([first]))
+        return cls(names, shared, [(one.request_id, one.seed) for one in others])
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End these sequences; each still gets its last update. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Call `core.sleep(level, mode)`."""
+
+    call_id: int
+    level: int
+    mode: str
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Call `core.wake_up(tags)`."""
+
+    call_id: int
+    tags: list[str] | None
+
+
+class IsSleeping(msgspec.Struct, frozen=True, tag="is_sleeping"):
+    """Read `core.is_sleeping`."""
+
+    call_id: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Call `core.reset_prefix_cache()`."""
+
+    call_id: int
+
+
+class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
+    """Call `core.memory_state()`."""
+
+    call_id: int
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Call `core.watch(since)`."""
+
+    call_id: int
+    since: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop and exit with status 0."""
+
+
+Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch
+ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch | Shutdown
+WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
+"""What the first in line may wait for; see `sched/live.py`."""
+
+Answer = bool | MemoryState | LiveState | None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
+
+    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are
+    the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose; `residency` is there where pages are sampled.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    waiting_for: Wait = ""
+    busy_seconds: float = 0.0
+    groups: list[GroupUsage] = []
+    kv_fragmentation: float = 0.0
+    kv_waste: float = 0.0
+    residency: Residency | None = None
+
+
+class StartUp(msgspec.Struct, frozen=True):
+    """How a core came up: seconds by phase in order, and bytes of device memory by use (none on a CPU)."""
+
+    seconds: dict[str, float] = {}
+    memory: dict[str, int] = {}
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def text(self) -> str:
+        """One line of seconds, and one of memory where it was measured."""
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        lines = [f"start-up took {self.total:.2f} s: {phases}"]
+        if self.memory:
+            lines.append("device memory: " + ", ".join(f"{n} {human_bytes(size)}" for n, size in self.memory.items()))
+        return "\n".join(lines)
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The core is loaded. `max_model_len` is resolved; `memory_plan` is the plan as JSON."""
+
+    max_model_len: int
+    memory_plan: bytes
+    startup: StartUp = StartUp()
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The core could not be built; the process exits."""
+
+    error: WireError
+
+
+class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
+    """What one step, or one abort, did. Sent without updates as a sign of progress during long prefills."""
+
+    updates: list[RequestUpdate]
+    stats: EngineStats | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The sequences of one `Add` were not accepted; none of them runs."""
+
+    request_ids: list[str]
+    error: WireError
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to the Call with this id."""
+
+    call_id: int
+    value: Answer = None
+    error: WireError | None = None
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead"):
+    """A step failed; the process exits and nothing more comes."""
+
+    error: WireError
+
+
+FromCore = Ready | StartFailed | Updates | Refused | Reply | Dead

@@ -1,0 +1,334 @@
+"""The engine core in its own process: `python -m pagerunner.engine.core.process`, started by engine/core/client.py.
+
+One loop: take what has arrived (without waiting while there is work), run a step, send what it did in one message.
+A request that the core refuses fails alone. A step that raises ends the process, after its reason has been sent. The
+process also ends when its standard input closes, because then its parent is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.garbage import set_apart
+from pagerunner.engine.core.live import LiveState
+from pagerunner.engine.core.watchdog import Watchdog
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
+from pagerunner.memory.ownership import MemoryState
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.report import plan_json
+from pagerunner.sched.stats import SchedulerStats
+from pagerunner.types import EngineRequest, RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.1
+"""Least time between two EngineStats, and most time between two signs of life while the core steps."""
+_PARENT_CHECK_SECONDS = 1.0
+_LINGER_MS = 2_000
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core; `engine.core.EngineCore` and the tests' fake have it."""
+
+    memory_plan: MemoryPlan
+    startup: wire.StartUp
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestUpdate]:
+        """End requests."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether to step."""
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one step."""
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges."""
+
+    def prepare_sleep(self, level: int, mode: str) -> None:
+        """Refuse to be parked, if it must be."""
+
+    def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
+        """Park the engine."""
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it is parked."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached pages."""
+
+    def memory_state(self) -> MemoryState:
+        """Who holds the page memory."""
+
+    def watch(self, since: int) -> LiveState:
+        """What goes on, with the steps after `since`."""
+
+
+class CoreLoop:
+    """Runs one core between two ends of a socket until it is told to stop or a step fails."""
+
+    def __init__(self, core: Core, socket: zmq.Socket[bytes], stall_seconds: float) -> None:
+        self._core = core
+        self._watchdog = Watchdog(stall_seconds)
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
+        self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
+        self._running = True
+        self._stats_at = 0.0
+        self._after_work: list[wire.Call] = []  # a sleep that waits for the running requests, and what came after it
+
+    def run(self) -> None:
+        """Serve until `Shutdown`. Whatever a step raises comes out of here."""
+        core = self._core
+        while self._running:
+            for message in self._receive(wait=not core.has_work):
+                self._handle(message)
+            if self._running and core.has_work:
+                self._watchdog.begin()
+                updates = core.step()
+                self._watchdog.end()
+                self._report(updates)
+            if self._after_work and not core.has_work:
+                calls, self._after_work = self._after_work, []
+                for call in calls:
+                    self._call(call)
+
+    def send(self, message: wire.FromCore) -> None:
+        """Send one message to the frontend."""
+        self._socket.send(self._encoder.encode(message))
+
+    def _receive(self, wait: bool) -> Iterator[wire.ToCore]:
+        if wait:
+            self._socket.poll()
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.DecodeError:  # the frontend's fault, which no request must pay for
+                logger.exception("A message of the frontend can't be understood and is passed over.")
+                continue
+            yield message
+
+    def _report(self, updates: list[RequestUpdate]) -> None:
+        now = time.monotonic()
+        if now - self._stats_at >= STATS_SECONDS or not self._core.has_work:
+            self._stats_at = now
+            self.send(wire.Updates(updates, self._stats()))
+        elif updates:
+            self.send(wire.Updates(updates))
+
+    def _stats(self) -> wire.EngineStats:
+        stats = self._core.stats()
+        return wire.EngineStats(
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_cache_usage=stats.kv_usage,
+            prefix_queries=stats.prefix_queries_total,
+            prefix_hits=stats.prefix_hits_total,
+            preemptions=stats.preemptions_total,
+            steps=stats.steps_total,
+            waiting_for=stats.waiting_for,
+            busy_seconds=stats.busy_seconds,
+            groups=stats.groups,
+            kv_fragmentation=stats.kv_fragmentation,
+            kv_waste=stats.kv_waste,
+            residency=stats.residency,
+        )
+
+    def _handle(self, message: wire.ToCore) -> None:
+        match message:
+            case wire.Add():
+                self._add(message)
+            case wire.Abort(request_ids):
+                self._report(self._core.abort(request_ids))
+            case wire.Shutdown():
+                self._running = False
+            case wire.Sleep(mode="wait") | wire.WakeUp() if self._core.has_work or self._after_work:
+                self._put_off(message)
+            case _:
+                self._call(message)
+
+    def _add(self, message: wire.Add) -> None:
+        added: list[str] = []
+        try:
+            if self._after_work:
+                raise EngineSleepingError("The engine finishes what it runs and then sleeps; call wake_up afterwards.")
+            requests = self._requests.decode(message.requests)
+            if message.siblings:
+                requests += requests[0].siblings(message.siblings)
+            for request in requests:
+                self._core.add(request)
+                added.append(request.request_id)
+        except Exception as error:  # whatever it is, it must end this request only
+            self._core.abort(added)
+            self.send(wire.Refused(message.request_ids, _request_error(error)))
+
+    def _put_off(self, message: wire.Sleep | wire.WakeUp) -> None:
+        """Sleep when the running requests are done, whose readers are served meanwhile; wake up from that, not before it."""
+        if isinstance(message, wire.Sleep):
+            try:
+                self._core.prepare_sleep(message.level, message.mode)
+            except EngineDeadError:
+                raise
+            except PagerunnerError as error:
+                self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
+                return
+        elif not self._after_work:
+            self._call(message)
+            return
+        self._after_work.append(message)
+
+    def _call(self, message: wire.Call) -> None:
+        value: wire.Answer = None
+        updates: list[RequestUpdate] = []
+        try:
+            match message:
+                case wire.Sleep(_, level, mode):
+                    updates = self._core.sleep(level, mode)
+                case wire.WakeUp(_, tags):
+                    self._core.wake_up(tags)
+                case wire.IsSleeping():
+                    value = self._core.is_sleeping
+                case wire.ResetPrefixCache():
+                    value = self._core.reset_prefix_cache()
+                case wire.ReadMemory():
+                    value = self._core.memory_state()
+                case wire.Watch(_, since):
+                    self.send(wire.Reply(message.call_id, self._core.watch(since)))
+                    return
+        except EngineDeadError:  # a step that the call ran has failed
+            raise
+        except PagerunnerError as error:
+            self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
+        else:
+            self.send(wire.Updates(updates, self._stats()))
+            self.send(wire.Reply(message.call_id, value))
+
+
+def _request_error(error: Exception) -> wire.WireError:
+    if isinstance(error, PagerunnerError):
+        return wire.WireError.of(error)
+    if isinstance(error, msgspec.ValidationError):
+        param = getattr(error.__cause__, "param", None)  # of a check that decoding ran
+        return wire.WireError("InvalidRequestError", str(error), param)
+    logger.error("A request could not be added to the engine.", exc_info=error)
+    return wire.WireError.of(RequestFailedError(f"The engine could not add the request: {error!r}."))
+
+
+def load_factory(path: str) -> Callable[[EngineArgs], Core]:
+    """The function that `module:function` names. Raises ConfigError when there is none."""
+    module, _, name = path.partition(":")
+    try:
+        factory: Callable[[EngineArgs], Core] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"The engine core {path!r} cannot be imported: {error}.") from error
+    return factory
+
+
+def _exit_with_parent(parent: int, address: str) -> None:
+    """Thread: end this process when the parent closes our standard input or is replaced by another parent."""
+    stdin = sys.stdin.fileno()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([stdin], [], [], _PARENT_CHECK_SECONDS)
+        if readable and not os.read(stdin, 1):
+            break
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+    except OSError:
+        pass  # the parent, on its regular way out, has removed it first
+    os._exit(0)
+
+
+def _read_launch() -> wire.Launch:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(sys.stdin.fileno(), 1 << 16)
+        if not piece:
+            raise SystemExit("pagerunner.engine.core.process is started by the engine's frontend, not by hand.")
+        line += piece
+    return msgspec.json.decode(line, type=wire.Launch)
+
+
+def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
+    encode = msgspec.msgpack.encode
+    try:
+        core = load_factory(launch.factory)(launch.args)
+        plan = core.memory_plan
+        socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
+    except Exception as error:  # the parent raises it
+        if not isinstance(error, PagerunnerError):
+            traceback.print_exc()
+        socket.send(encode(wire.StartFailed(wire.WireError.of(error))))
+        return 1
+    try:
+        with set_apart():
+            CoreLoop(core, socket, launch.stall_seconds).run()
+    except Exception as error:  # the parent tells every client
+        traceback.print_exc()
+        socket.send(encode(wire.Dead(wire.WireError.of(error))))
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Entry point of the core process; the exit status is 0 only after `Shutdown`."""
+    # Ctrl-C and a service manager's TERM reach the whole process group. The frontend drains first, then tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parent = os.getppid()
+    launch = _read_launch()
+    logging.basicConfig(level=launch.log_level, format="%(levelname)s %(name)s: %(message)s")
+    watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.address), daemon=True)
+    watcher.start()
+    context = zmq.Context(io_threads=1)
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(launch.address)
+    try:
+        return _serve(launch, socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    status = main()
+    if status:  # the interpreter's end would free tensors, which aborts where the device has failed
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,370 @@
+"""AsyncEngine: many requests at once against an engine core in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagerunner import limits
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
+from pagerunner.engine.core.live import LiveState
+from pagerunner.engine.frontend.desk import OutputDesk
+from pagerunner.engine.frontend.frontend import Frontend, build_frontend
+from pagerunner.engine.frontend.input_processor import check_text
+from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.stream import OutputStream
+from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.models.configs.pooling import Pooler
+from pagerunner.text.template_pool import TemplateRenderer
+from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.types import EngineRequest, Pooling, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | dict[str, Any]
+Result = TypeVar("Result")
+
+_INLINE_CHARS = 4_096
+"""Texts up to this length are tokenised at once; longer ones in a thread."""
+_TEXT_THREADS = 4
+
+
+class AsyncEngine:
+    """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
+
+    The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
+    All methods are for the event loop that made the engine.
+    """
+
+    def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
+        self._frontend = frontend
+        self._observer = observer
+        self._desk = OutputDesk(frontend.outputs, observer)
+        self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
+        self._stall_seconds = stall_seconds
+        self._level = -1  # that the core sleeps at
+        self._stopped = False
+        self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
+        self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
+        self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
+
+    @classmethod
+    async def from_args(
+        cls,
+        args: EngineArgs,
+        *,
+        observer: EngineObserver | None = None,
+        core_factory: str = DEFAULT_FACTORY,
+        frontend_factory: Callable[[EngineArgs, int], Frontend] = build_frontend,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> AsyncEngine:
+        """Start the core's process, wait until the model is loaded, and prepare the text side.
+
+        Args:
+            args: what a user asks of the engine.
+            observer: is told times and counts; see EngineObserver.
+            core_factory: `module:function` that builds the core in the new process.
+            frontend_factory: builds the text side from the arguments and the resolved length.
+            stall_seconds: silence after which `check_health` fails while requests are unfinished.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
+            EngineDeadError: the core's process ended while loading.
+        """
+        core = await launch_core(args, core_factory, stall_seconds)
+        try:
+            frontend = await asyncio.to_thread(frontend_factory, args, core.ready.max_model_len)
+        except BaseException:
+            core.kill()
+            raise
+        return cls(core, frontend, observer or EngineObserver(), stall_seconds)
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer together, that one request may have."""
+        return self._client.ready.max_model_len
+
+    @property
+    def memory_plan(self) -> dict[str, Any]:
+        """The core's memory plan as plain JSON values."""
+        plan: dict[str, Any] = msgspec.json.decode(self._client.ready.memory_plan)
+        return plan
+
+    @property
+    def startup(self) -> wire.StartUp:
+        """Seconds and device memory that the core's start took."""
+        return self._client.ready.startup
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's generation_config.json over the defaults."""
+        return self._frontend.default_sampling_params
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """How the model's hidden states become embeddings; None where nobody says."""
+        return self._frontend.pooler
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads beside special tokens; none without a template."""
+        tokenizer = self._frontend.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return frozenset()
+        return tokenizer.chat_template.variables - tokenizer.special_tokens.keys()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError when the engine has none."""
+        return self._frontend.require_tokenizer()
+
+    @property
+    def stats(self) -> wire.EngineStats:
+        """The core's gauges and running totals, at most a moment old."""
+        return self._desk.stats
+
+    @property
+    def core_pid(self) -> int:
+        """The process id of the core."""
+        return self._client.pid
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many sequences are waiting or running."""
+        return self._desk.progress.unfinished
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
+    ) -> OutputStream:
+        """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
+
+        The request runs to its end unless `abort(request_id)` ends it; `generate` aborts by itself. Arguments and errors
+        are those of `generate`.
+        """
+        arrival = time.monotonic()
+        if (death := self._client.death) is not None:
+            raise EngineDeadError(str(death))
+        if self._stopped:
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        inputs = self._frontend.inputs
+        grammar = await inputs.prepare(params)
+        requests = await self._text_work(
+            (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words or ())),
+            lambda: inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
+        )
+        if self._stopped:  # meanwhile
+            raise EngineDeadError("The server is shutting down and takes no more requests.")
+        return self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
+
+        Leaving the iterator early (`aclose`, cancellation) aborts the request and frees its pages. A slow reader
+        gets several steps' outputs merged into one.
+
+        Args:
+            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            params: how to sample.
+            request_id: unique among unfinished requests.
+            priority: lower runs first under scheduling_policy="priority".
+            cache_salt: only requests with the same salt share cached pages.
+            pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
+
+        Raises:
+            InvalidRequestError: this request can never run.
+            RequestFailedError: it failed inside the engine.
+            EngineSleepingError, EngineDeadError: nothing can run now, or ever.
+        """
+        stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling)
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._send_abort(self._desk.leave(request_id))
+
+    async def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
+
+        Raises:
+            InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
+            ConfigError: there is no tokenizer or no template.
+        """
+        tokenizer = self._frontend.require_tokenizer()
+        if len(messages) > limits.MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"The conversation has {len(messages)} messages; at most {limits.MAX_MESSAGES} are allowed "
+                f"{limits.knob('MAX_MESSAGES')}.",
+                param="messages",
+            )
+        if self._renderer is None:
+            raise RuntimeError("there is a tokenizer and no renderer")
+        options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        if tools:
+            options["tools"] = list(tools)
+        text = await self._renderer.render(messages, options)
+        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            InvalidRequestError: it is longer than a prompt may be, or no valid Unicode.
+            ConfigError: the engine has no tokenizer.
+        """
+        tokenizer = self._frontend.require_tokenizer()
+        check_text(text)
+        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary.
+            ConfigError: the engine has no tokenizer.
+        """
+        tokenizer = self._frontend.require_tokenizer()
+        self._frontend.inputs.check_token_ids("tokens", token_ids)
+        return await self._text_work(
+            len(token_ids), lambda: tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
+        self._send_abort(self._desk.sequences(request_id))
+
+    def stop(self, error: EngineDeadError | None = None) -> None:
+        """End every request and take no others. The readers get what there is: with finish_reason "abort", or `error`."""
+        self._stopped = True
+        running = self._desk.all_sequences()
+        if error is not None:
+            self._desk.fail_all(error)
+        self._send_abort(running)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
+        await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
+        self._level = max(level, self._level)  # a lighter one while asleep changes nothing
+        self._observer.on_sleep(self._level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: "weights", "kv_cache", or all (None)."""
+        await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        self._desk.progress.touch()
+        if not await self.is_sleeping():
+            self._level = -1
+            self._observer.on_sleep(None)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine is parked."""
+        return bool(await self._client.call(wire.IsSleeping))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt pages. False when some belong to running requests."""
+        return bool(await self._client.call(wire.ResetPrefixCache))
+
+    async def memory_state(self) -> dict[str, Any]:
+        """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
+        state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
+        return state
+
+    async def watch(self, since: int) -> LiveState:
+        """What the core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
+        state = await self._client.call(lambda call_id: wire.Watch(call_id, since))
+        assert isinstance(state, LiveState)
+        return state
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""
+        if (death := self._client.death) is not None:
+            raise EngineDeadError(str(death))
+        silent = self._stalled_seconds()
+        if silent > self._stall_seconds:
+            raise EngineDeadError(
+                f"The engine has {self.num_unfinished} unfinished requests and has made no step for {silent:.0f} "
+                f"seconds; more than {self._stall_seconds:.0f} count as a stall."
+            )
+
+    async def shutdown(self) -> None:
+        """End the core's process; readers that are still there get EngineDeadError. Idempotent."""
+        self._watchdog.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watchdog
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            await self._renderer.close()
+        await self._client.close()
+
+    def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
+        try:
+            message = wire.Add.of(requests)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
+        stream = self._desk.add(request_id, text, requests, requests[0].params.output_kind == "delta", arrival)
+        try:
+            self._client.send(message)
+        except EngineDeadError:
+            self._desk.leave(request_id)
+            self._desk.progress.dropped(stream.sequence_ids)
+            raise
+        return stream
+
+    def _receive(self, message: wire.FromCore) -> None:
+        self._send_abort(self._desk.receive(message))
+
+    def _send_abort(self, sequence_ids: list[str]) -> None:
+        if sequence_ids and self._client.death is None:
+            self._client.send(wire.Abort(sequence_ids))
+
+    def _stalled_seconds(self) -> float:
+        return 0.0 if self._level >= 0 else self._desk.progress.stalled_seconds()
+
+    async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _watch(self) -> None:
+        """Print the core's stacks once per stall. Its own watchdog logs them; this is for when it can't."""
+        reported = False
+        while self._client.death is None:
+            await asyncio.sleep(min(self._stall_seconds / 4, 5.0))
+            stalled = self._stalled_seconds() > 2 * self._stall_seconds
+            if stalled and not reported:
+                logger.error("The engine core makes no progress; its stacks follow on standard error.")
+                self._client.dump_stacks()
+            reported = stalled

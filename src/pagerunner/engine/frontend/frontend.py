@@ -1,0 +1,75 @@
+"""The text side of an engine: what turns prompts into requests and updates into outputs. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.frontend.input_processor import InputProcessor
+from pagerunner.engine.frontend.output_processor import OutputProcessor
+from pagerunner.engine.structured_output.grammar_door import GrammarDoor
+from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.pooling import Pooler, read_pooler
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """A model's tokenizer, the two processors around the engine core, the checkpoint's default parameters, its pooling."""
+
+    tokenizer: Tokenizer | None
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    default_sampling_params: SamplingParams
+    pooler: Pooler | None = None
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError when the engine was started without one."""
+        if self.tokenizer is None:
+            raise ConfigError("This engine has no tokenizer: it was started with skip_tokenizer_init=True.")
+        return self.tokenizer
+
+
+def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
+    """The text side for a core that serves `max_model_len` tokens.
+
+    Raises:
+        ConfigError, CheckpointError: the directory's config or tokenizer is missing, broken or unsupported.
+    """
+    model = read_model_config(args.model, max_model_len)
+    tokenizer = (
+        None if args.skip_tokenizer_init else Tokenizer.from_path(args.tokenizer or args.model, args.chat_template)
+    )
+    return Frontend(
+        tokenizer=tokenizer,
+        inputs=InputProcessor(
+            tokenizer,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            grammars=None if tokenizer is None else _grammar_door(tokenizer, model),
+            seed=args.seed,
+        ),
+        outputs=OutputProcessor(tokenizer),
+        default_sampling_params=_default_params(model, args.generation_config),
+        pooler=read_pooler(args.model, args.pooler_config),
+    )
+
+
+def _grammar_door(tokenizer: Tokenizer, model: ModelConfig) -> GrammarDoor:
+    return GrammarDoor(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
+
+
+def _default_params(model: ModelConfig, source: str) -> SamplingParams:
+    """What the checkpoint's generation_config.json recommends, over the defaults; `source="vllm"` ignores it."""
+    if source == "vllm":
+        return SamplingParams()
+    try:
+        return SamplingParams(**model.sampling_defaults)
+    except InvalidRequestError as error:
+        raise CheckpointError(
+            f"{model.path}/generation_config.json: {error} Mend it or pass generation_config=vllm."
+        ) from error

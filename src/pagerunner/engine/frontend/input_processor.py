@@ -1,0 +1,268 @@
+"""Prompts and parameters to engine requests: every check that needs the tokenizer, the vocabulary or the model's length."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pagerunner import limits
+from pagerunner.engine.structured_output.grammar_door import GrammarDoor
+from pagerunner.errors import InvalidRequestError
+from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+POOLING_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
+"""For requests with `pooling`, whose prompt must leave room for a token although none is generated."""
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class TextEncoder(Protocol):
+    """What prompts need of a tokenizer."""
+
+    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text of a prompt, to be shown in its outputs; None where there are only token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
+    if len(text) > limits.MAX_PROMPT_CHARS:
+        raise InvalidRequestError(
+            f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
+            f"{limits.knob('MAX_PROMPT_CHARS')}.",
+            param="prompt",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
+        ) from None
+
+
+class InputProcessor:
+    """Makes engine requests for one model.
+
+    Args:
+        tokenizer: None when the engine has none; prompts must then be token ids.
+        vocab_size: the model's; ids must be below it.
+        max_model_len: prompt and generated tokens together.
+        eos_token_ids: end a sequence unless a request ignores them.
+        default_sampling_params: for requests that bring none.
+        grammars: checks structured outputs; None refuses them.
+        seed: with a counter, it seeds the requests that name no seed: the same calls give the same tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextEncoder | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        default_sampling_params: SamplingParams | None = None,
+        grammars: GrammarDoor | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._default_params = default_sampling_params or SamplingParams()
+        self._grammars = grammars
+        self._seed = seed
+        self._unseeded = itertools.count()
+
+    async def prepare(self, params: SamplingParams) -> Grammar | None:
+        """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
+        if params.structured_outputs is None or self._grammars is None:
+            return None
+        return await self._grammars.prepare(params.structured_outputs)
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        *,
+        add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
+        grammar: Grammar | None = None,
+    ) -> list[EngineRequest]:
+        """The n sequences of one request, in output order.
+
+        Args:
+            prompt: a text, token ids, or a mapping with `prompt` or `prompt_token_ids` (which wins; `prompt` is then
+                only shown), and perhaps `cache_salt`.
+            request_id: unique among running requests; sequences are named after it.
+            add_special_tokens: False for a text that a chat template made.
+            pooling: asks for one vector of the prompt and no tokens.
+            grammar: what `prepare` has made of the structured outputs; without it they are checked here.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot work with this model.
+        """
+        params = self._default_params if params is None else params
+        token_ids, salt = self._read_prompt(prompt, add_special_tokens)
+        self._check_prompt(token_ids)
+        max_tokens = self._max_tokens(params, len(token_ids))
+        self.check_token_ids("stop_token_ids", params.stop_token_ids or ())
+        self.check_token_ids("logit_bias", params.logit_bias or ())
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if self._tokenizer is None and params.stop:
+            raise InvalidRequestError("stop needs a tokenizer, and this engine has none.", param="stop")
+        bad_words = self._encode_bad_words(params)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise InvalidRequestError("structured_outputs needs a tokenizer.", param="structured_outputs")
+            grammar = grammar or self._grammars.check(params.structured_outputs)
+            params = msgspec.structs.replace(params, structured_outputs=None)
+        seed = self._next_seed() if params.seed is None else params.seed
+        arrival = time.monotonic()
+        first = EngineRequest(
+            request_id=request_id if params.n == 1 else f"{request_id}_0",
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=_wrap(seed),
+            max_tokens=max_tokens,
+            eos_token_ids=self._eos_token_ids,
+            bad_words_ids=bad_words,
+            priority=priority,
+            arrival_time=arrival,
+            cache_salt=salt or cache_salt,
+            family=request_id,
+            pooling=pooling,
+            grammar=grammar,
+        )
+        return [first, *first.siblings([(f"{request_id}_{n}", _wrap(seed + n)) for n in range(1, params.n)])]
+
+    def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[list[int], str]:
+        salt: object = ""
+        value: object = prompt
+        if isinstance(prompt, Mapping):
+            unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+            if unknown:
+                known = ", ".join(_PROMPT_KEYS)
+                raise InvalidRequestError(
+                    f"A prompt has no key {show(unknown[0])}; supported are {known}.", param="prompt"
+                )
+            salt = prompt.get("cache_salt") or ""
+            value = prompt.get("prompt_token_ids")
+            if value is None:
+                value = prompt.get("prompt")
+                if not isinstance(value, str):
+                    raise InvalidRequestError(
+                        f"A prompt needs a text as prompt or a list as prompt_token_ids, got {show(value)}.",
+                        param="prompt",
+                    )
+            elif isinstance(value, str):
+                raise InvalidRequestError("prompt_token_ids must be a list of integers, got a string.", param="prompt")
+        if not isinstance(salt, str):
+            raise InvalidRequestError(f"cache_salt must be a string, got {show(salt)}.", param="cache_salt")
+        if isinstance(value, str):
+            return self._encode(value, add_special_tokens), salt
+        if isinstance(value, (list, tuple)):
+            return list(value), salt
+        raise InvalidRequestError(
+            f"A prompt must be a text, a list of token ids or a mapping, got {show(value)}.", param="prompt"
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer (skip_tokenizer_init), so a prompt must be prompt_token_ids.",
+                param="prompt",
+            )
+        if text == "":
+            raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+        check_text(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+        # Length first: it costs nothing, whatever was sent.
+        if len(token_ids) >= self._max_model_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(token_ids)} tokens, but prompt and answer together may have "
+                f"{self._max_model_len} (max_model_len), so a prompt at most {self._max_model_len - 1}.",
+                param="prompt",
+            )
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
+            return
+        for index, token in enumerate(token_ids):
+            if type(token) is not int:
+                raise InvalidRequestError(
+                    f"prompt_token_ids must hold integers, got {show(token)} at index {index}.", param="prompt"
+                )
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"prompt_token_ids holds {show(token)} at index {index}, outside the vocabulary of "
+                    f"{self._vocab_size} tokens.",
+                    param="prompt",
+                )
+
+    def _max_tokens(self, params: SamplingParams, prompt_len: int) -> int:
+        room = self._max_model_len - prompt_len
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but after a prompt of {prompt_len} tokens only {room} are left of "
+                f"{self._max_model_len} (max_model_len).",
+                param="min_tokens",
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def check_token_ids(self, name: str, ids: Iterable[int]) -> None:
+        """Raise InvalidRequestError, with the parameter's name, for an id outside the vocabulary."""
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token}, outside the vocabulary of {self._vocab_size} tokens.", param=name
+                )
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Every word as it is tokenised at the start of a text and after a space, without duplicates.
+
+        The second form counts only if it is one that the first doesn't cover: as long, and beginning with another token
+        (as in vLLM, whose results these are).
+        """
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidRequestError("bad_words needs a tokenizer, and this engine has none.", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            bare, spaced = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            forms = [bare]
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                forms.append(spaced)
+            for form in forms:
+                if not form:
+                    raise InvalidRequestError(f"bad_words holds {show(word)}, which has no tokens.", param="bad_words")
+                self.check_token_ids("bad_words", form)
+                found[form] = None
+        return tuple(found)  # EngineRequest counts their tokens
+
+    def _next_seed(self) -> int:
+        text = f"{self._seed}/{next(self._unseeded)}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _wrap(seed: int) -> int:
+    """A signed 64-bit seed; one past the largest is the smallest."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,69 @@
+"""What an engine frontend tells whoever measures it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagerunner.engine.core.messages import EngineStats
+from pagerunner.types import EngineRequest
+
+
+class FinishedSequence(NamedTuple):
+    """A sequence that has ended, and why. Times are monotonic seconds, 0 for what it did not live to see."""
+
+    request: EngineRequest
+    reason: str
+    generation_tokens: int
+    cached_tokens: int
+    arrival: float
+    admitted: float
+    first_token: float
+    last_token: float
+    end: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, cached ones included."""
+        return len(self.request.prompt_token_ids)
+
+    def times(self) -> dict[str, float]:
+        """Seconds in the waiting line, to the first token, after it, and in all after the line; for a sequence with tokens."""
+        return {
+            "queue": self.admitted - self.arrival,
+            "prefill": self.first_token - self.admitted,
+            "decode": self.last_token - self.first_token,
+            "inference": self.last_token - self.admitted,
+        }
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it stands for its request: of the n sequences of one, the first."""
+        return self.request.request_id in (self.request.family, f"{self.request.family}_0")
+
+
+class EngineObserver:
+    """Called on the frontend's event loop, so each call must be quick. This one ignores everything; times are in seconds."""
+
+    def on_started(self, request: EngineRequest) -> None:
+        """A sequence is about to be sent to the core; the caller's context is that of its request."""
+
+    def on_dropped(self, request: EngineRequest) -> None:
+        """The core has refused the sequence, or is gone: it will not finish."""
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """The core's latest gauges and running totals."""
+
+    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
+        """One step's tokens; a prompt (and the part of it found in the cache) counts when its first token comes."""
+
+    def on_first_token(self, seconds: float) -> None:
+        """A sequence's first token, measured from its request's arrival."""
+
+    def on_inter_token(self, seconds: float) -> None:
+        """Time between two tokens of one sequence."""
+
+    def on_finished(self, sequence: FinishedSequence) -> None:
+        """A sequence has ended."""
+
+    def on_sleep(self, level: int | None) -> None:
+        """The engine has gone to sleep at this level, or is awake again (None)."""

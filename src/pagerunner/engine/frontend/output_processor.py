@@ -1,0 +1,324 @@
+"""Engine updates to request outputs: text, stop strings, log-probabilities, and the n sequences of a request as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.text.detokenizer import Detokenizer, TokenDecoder, TokenTable
+from pagerunner.text.stop_strings import StopFinder
+from pagerunner.types import (
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    Logprob,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    RequestUpdate,
+    TokenLogprobs,
+)
+
+
+class OutputProcessor:
+    """Turns updates of engine sequences into outputs of requests.
+
+    Without a tokenizer, outputs hold token ids only.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._table = None if tokenizer is None else TokenTable(tokenizer)
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._sequences: dict[str, _Sequence] = {}
+
+    def add(
+        self, request_id: str, prompt: str | None, requests: list[EngineRequest], kind: OutputKind | None = None
+    ) -> None:
+        """Expect updates of `requests`, the sequences of one client request, in the order of their outputs, which are of
+        the given kind, or of the kind that the request asks for.
+
+        Raises:
+            InvalidRequestError: the id is in use.
+        """
+        if request_id in self._requests:
+            raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
+        request = _Request(request_id, prompt, requests, kind or requests[0].params.output_kind, self._table)
+        self._requests[request_id] = request
+        for engine_request, sequence in zip(requests, request.sequences, strict=True):
+            self._sequences[engine_request.request_id] = sequence
+
+    def process(self, updates: list[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
+        """Outputs of the requests that the updates concern, and the ids of sequences that a stop string has ended and
+        that the engine must abort. Updates of unknown or ended sequences are late, and dropped."""
+        now = self._clock()
+        changed: dict[str, _Request] = {}
+        to_abort: list[str] = []
+        for update in updates:
+            sequence = self._sequences.get(update.request_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            request.absorb(sequence, update, now)
+            if sequence.take(update):
+                to_abort.append(update.request_id)
+            if sequence.finish_reason is not None:
+                del self._sequences[update.request_id]
+                request.unfinished -= 1
+            if request.unfinished == 0 or request.kind != "final_only":
+                changed[request.request_id] = request
+        outputs: list[RequestOutput] = []
+        for request in changed.values():
+            outputs.append(request.output(now))
+            if request.unfinished == 0:
+                del self._requests[request.request_id]
+        return outputs, to_abort
+
+    def abort(self, request_id: str) -> list[str]:
+        """Forget a request; returns the ids of its unfinished sequences, for the engine to abort. Unknown: none."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        ids = [s.sequence_id for s in request.sequences if s.finish_reason is None]
+        for sequence_id in ids:
+            del self._sequences[sequence_id]
+        return ids
+
+    @property
+    def num_unfinished(self) -> int:
+        """Client requests that have not ended."""
+        return len(self._requests)
+
+
+class _Request:
+    """A client's request: its sequences and what they share."""
+
+    __slots__ = (
+        "arrival_time",
+        "error",
+        "first_token_time",
+        "kind",
+        "num_cached_tokens",
+        "pooled",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "sequences",
+        "table",
+        "unfinished",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineRequest],
+        kind: OutputKind,
+        table: TokenTable | None,
+    ) -> None:
+        first = requests[0]
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = first.prompt_token_ids
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.kind = kind
+        self.arrival_time = first.arrival_time
+        self.first_token_time: float | None = None
+        self.num_cached_tokens = 0
+        self.error: str | None = None
+        self.pooled: list[float] | None = None
+        self.table = table
+        self.sequences = [_Sequence(self, index, each, table) for index, each in enumerate(requests)]
+        self.unfinished = len(self.sequences)
+
+    def absorb(self, sequence: _Sequence, update: RequestUpdate, now: float) -> None:
+        """Take what an update says about the request as a whole."""
+        if self.first_token_time is None and update.new_token_ids:
+            self.first_token_time = now
+        if self.error is None:
+            self.error = update.error
+        if update.pooled is not None:
+            self.pooled = update.pooled
+        if sequence.index == 0:
+            self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+            if update.prompt_logprobs is not None:
+                if self.prompt_logprobs is None:
+                    self.prompt_logprobs = [None]  # nothing comes before the first token
+                known = (entry for entry in update.prompt_logprobs if entry is not None)
+                self.prompt_logprobs += [_logprob_dict(entry, self.table) for entry in known]
+
+    def output(self, now: float) -> RequestOutput:
+        """The request as its output kind shows it now."""
+        finished = self.unfinished == 0
+        if self.kind == "delta":
+            outputs = [s.delta() for s in self.sequences if s.changed]
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        else:
+            outputs = [s.cumulative() for s in self.sequences]
+            prompt_logprobs = self.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_token_time=self.first_token_time,
+                finished_time=now if finished else None,
+            ),
+            error=self.error,
+            pooled=self.pooled,
+        )
+
+
+class _Sequence:
+    """One sequence: its tokens, its text as far as it may be shown, and how it ended."""
+
+    __slots__ = (
+        "changed",
+        "cumulative_logprob",
+        "detokenizer",
+        "finder",
+        "finish_reason",
+        "index",
+        "keep_stop_token",
+        "logprobs",
+        "min_tokens",
+        "request",
+        "sent_chars",
+        "sent_tokens",
+        "sequence_id",
+        "skip_special_tokens",
+        "stop_reason",
+        "table",
+        "text",
+        "text_at_end",
+        "token_ids",
+    )
+
+    def __init__(self, request: _Request, index: int, engine_request: EngineRequest, table: TokenTable | None) -> None:
+        params = engine_request.params
+        self.request = request
+        self.index = index
+        self.sequence_id = engine_request.request_id
+        self.table = table
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.min_tokens = params.min_tokens
+        self.keep_stop_token = params.include_stop_str_in_output
+        self.skip_special_tokens = params.skip_special_tokens
+        has_text = params.detokenize and table is not None
+        # With nobody to see the text before the end, and nothing to look for in it, it is decoded once.
+        self.text_at_end = has_text and request.kind == "final_only" and not params.stop
+        streams = has_text and not self.text_at_end
+        self.detokenizer = Detokenizer(table, params.skip_special_tokens) if streams and table is not None else None
+        self.finder = StopFinder(tuple(params.stop), params.include_stop_str_in_output) if params.stop else None
+        self.changed = False
+        self.sent_tokens = 0
+        self.sent_chars = 0
+
+    def take(self, update: RequestUpdate) -> bool:
+        """Add an update. Returns whether a stop string ended the sequence while the engine still runs it."""
+        self.changed = True
+        tokens = update.new_token_ids
+        # The text of an eos or stop token is no part of the answer.
+        by_token = update.finish_reason == "stop" and bool(tokens) and not self.keep_stop_token
+        stop, used = None, len(tokens)
+        if self.detokenizer is not None:
+            stop, used = self._extend_text(self.detokenizer, tokens, len(tokens) - by_token)
+        self.token_ids += tokens if stop is None else tokens[:used]
+        if self.logprobs is not None and update.logprobs is not None:
+            self._extend_logprobs(update.logprobs[:used])
+        if stop is None and update.finish_reason is not None:
+            self.stop_reason = update.stop_reason
+            stop = self._finish_text(by_token)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            return update.finish_reason is None
+        self.finish_reason = update.finish_reason
+        return False
+
+    def cumulative(self) -> CompletionOutput:
+        """Everything so far."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def delta(self) -> CompletionOutput:
+        """What came since the last call."""
+        tokens_from, chars_from = self.sent_tokens, self.sent_chars
+        self.sent_tokens, self.sent_chars, self.changed = len(self.token_ids), len(self.text), False
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[chars_from:],
+            token_ids=self.token_ids[tokens_from:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[tokens_from:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _extend_text(self, detokenizer: Detokenizer, tokens: list[int], num_shown: int) -> tuple[str | None, int]:
+        """Add the first `num_shown` tokens' text. Returns the stop string met, and how many tokens there are then."""
+        for place in range(num_shown):
+            piece = detokenizer.push(tokens[place])
+            if self.finder is not None and piece:
+                armed = len(self.token_ids) + place + 1 > self.min_tokens
+                piece, stop = self.finder.feed(piece, armed)
+                if stop is not None:
+                    self.text += piece
+                    return stop, place + 1
+            self.text += piece
+        return None, len(tokens)
+
+    def _finish_text(self, by_token: bool) -> str | None:
+        """Add what was held back. Returns a stop string that this completed."""
+        if self.text_at_end and self.table is not None:
+            shown = self.token_ids[:-1] if by_token else self.token_ids
+            self.text = self.table.decoder.decode(shown, self.skip_special_tokens)
+        if self.detokenizer is None:
+            return None
+        piece = self.detokenizer.flush()
+        if self.finder is None:
+            self.text += piece
+            return None
+        piece, stop = self.finder.feed(piece, len(self.token_ids) > self.min_tokens)
+        self.text += piece
+        if stop is None:
+            self.text += self.finder.flush()
+        return stop
+
+    def _extend_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        logprobs, total = self.logprobs or [], self.cumulative_logprob or 0.0
+        for entry in entries:
+            logprobs.append(_logprob_dict(entry, self.table))
+            total += entry.logprob
+        self.logprobs, self.cumulative_logprob = logprobs, total
+
+
+def _logprob_dict(entry: TokenLogprobs, table: TokenTable | None) -> dict[int, Logprob]:
+    """The chosen token first, then the alternatives, best first."""
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, _own_text(entry.token_id, table))}
+    for place, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
+        if token not in found:
+            found[token] = Logprob(logprob, place + 1, _own_text(token, table))
+    return found
+
+
+def _own_text(token: int, table: TokenTable | None) -> str | None:
+    return None if table is None else table.text(token)

@@ -1,0 +1,113 @@
+"""Per-sequence times and token counts on the frontend's side, reported to an EngineObserver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
+from pagerunner.types import EngineRequest, RequestUpdate
+
+
+class _Sequence:
+    __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "request", "tokens")
+
+    def __init__(self, request: EngineRequest, arrival: float) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.admitted = self.first_token = self.last_token = 0.0
+        self.cached_tokens = self.tokens = 0
+
+
+class ProgressMeter:
+    """Knows every unfinished sequence and when the engine last gave a sign of life."""
+
+    def __init__(self, observer: EngineObserver) -> None:
+        self._observer = observer
+        self._sequences: dict[str, _Sequence] = {}
+        self._progress_at = time.monotonic()
+
+    @property
+    def unfinished(self) -> int:
+        """How many sequences the core still owes tokens."""
+        return len(self._sequences)
+
+    def __contains__(self, sequence_id: str) -> bool:
+        return sequence_id in self._sequences
+
+    def touch(self) -> None:
+        """The engine has just given a sign of life."""
+        self._progress_at = time.monotonic()
+
+    def stalled_seconds(self) -> float:
+        """Seconds without a sign of life while there is something to do; 0 when there is nothing."""
+        return time.monotonic() - self._progress_at if self._sequences else 0.0
+
+    def started(self, requests: Iterable[EngineRequest], arrival: float) -> None:
+        """Count sequences from now on. `arrival` is the monotonic time at which their request came."""
+        if not self._sequences:
+            self.touch()
+        for request in requests:
+            self._sequences[request.request_id] = _Sequence(request, arrival)
+            self._observer.on_started(request)
+
+    def dropped(self, sequence_ids: Iterable[str]) -> None:
+        """The core refused these, or is gone; they will not finish."""
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.pop(sequence_id, None)
+            if sequence is not None:
+                self._observer.on_dropped(sequence.request)
+
+    def stopped(self, sequence_id: str) -> None:
+        """The frontend has ended this sequence itself, at a stop string; later updates of it don't count."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._finish(sequence, "stop", time.monotonic())
+
+    def clear(self) -> None:
+        """The core is gone and owes nothing any more."""
+        self.dropped(list(self._sequences))
+
+    def advanced(self, updates: Iterable[RequestUpdate]) -> None:
+        """Measure the updates of one step."""
+        now = time.monotonic()
+        self._progress_at = now
+        prompt = cached = generated = 0
+        for update in updates:
+            sequence = self._sequences.get(update.request_id)
+            if sequence is None:
+                continue
+            count = len(update.new_token_ids)
+            if count or update.pooled is not None:
+                if sequence.tokens == 0:
+                    sequence.first_token = now
+                    sequence.admitted = update.admitted_time
+                    sequence.cached_tokens = update.num_cached_tokens
+                    prompt += len(sequence.request.prompt_token_ids)
+                    cached += update.num_cached_tokens
+                    self._observer.on_first_token(now - sequence.arrival)
+                else:
+                    self._observer.on_inter_token((now - sequence.last_token) / count)
+                generated += count
+                sequence.last_token = now
+                sequence.tokens += count
+            if update.finish_reason is not None:
+                del self._sequences[update.request_id]
+                self._finish(sequence, update.finish_reason, now)
+        if prompt or generated:
+            self._observer.on_step(prompt, cached, generated)
+
+    def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:
+        self._observer.on_finished(
+            FinishedSequence(
+                sequence.request,
+                reason,
+                sequence.tokens,
+                sequence.cached_tokens,
+                sequence.arrival,
+                sequence.admitted,
+                sequence.first_token,
+                sequence.last_token,
+                now,
+            )
+        )

@@ -1,0 +1,268 @@
+"""From user arguments to a complete configuration and memory plan: every default and every limit is settled here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pagerunner import limits
+from pagerunner.attention.torch_plan import scratch_bytes
+from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
+from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.report import human_bytes
+from pagerunner.memory.specs import Spec
+from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
+from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
+from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.ops.batch import StepTensors
+from pagerunner.runner.sampling.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 8_192}
+DEFAULT_IN_FLIGHT = {"cpu": 1, "cuda": 2}
+DEFAULT_CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; more only when one request of full length needs it
+_DTYPE_NAMES: dict[str, Dtype] = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine is built from. `kv_scales` are the static scales that its fp8 pages take, if any.
+
+    With a `card` the plan comes from an upper bound, and the final one is made when everything but the pages has been
+    allocated: within `gpu_memory_utilization` of the card, or with exactly these pages if they are `fixed`.
+    `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    plan: MemoryPlan
+    card: DeviceMemory | None = None
+    gpu_memory_utilization: float = 1.0
+    fixed_pages: bool = False
+    auto_length: bool = False
+    seconds: float = 0.0
+    kv_scales: Scales = field(default_factory=dict)
+
+
+def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
+    """Settle every choice. `memory_bytes` stands for the device's available memory (measured when None).
+
+    Raises:
+        ConfigError: an argument contradicts the model or another argument.
+        CapacityError: the memory cannot hold one request of the wanted length.
+    """
+    started = time.perf_counter()
+    if limits.FAULTS:
+        raise ConfigError(" ".join(limits.FAULTS))
+    asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
+    model = read_model_config(args.model, asked)
+    device = resolve_device(args.device)
+    # "auto" on a CPU: its kernels are fastest in float32
+    dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
+    kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
+    max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    wanted_length = _wanted_length(args, model)
+    longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    batched_tokens = _batched_tokens(args, longest, DEFAULT_BATCHED_TOKENS[device])
+    card = device_memory() if device == "cuda" and memory_bytes is None else None
+    kv_scales = _kv_scales(args, model, kv_dtype)
+    specs = with_static_scales(model.layer_specs(kv_dtype), kv_scales)
+    wish = _Wish(args, model, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device)
+    plan = _plan(wish, card.free if card is not None else memory_bytes, card)
+    config = EngineConfig(
+        model_path=str(args.model),
+        tokenizer_path=str(args.tokenizer or args.model),
+        served_model_name=args.served_model_name or str(args.model),
+        dtype=dtype,
+        device=device,
+        max_model_len=plan.max_model_len,
+        kv_cache_dtype=kv_dtype,
+        block_size=args.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+        seed=args.seed,
+        load_format="dummy" if args.load_format == "dummy" else "auto",
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        enforce_eager=args.enforce_eager,
+        cudagraph_capture_sizes=None if args.cudagraph_capture_sizes is None else tuple(args.cudagraph_capture_sizes),
+        enable_sleep_mode=args.enable_sleep_mode,
+        max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[device],
+        poison_fresh_pages=args.poison_fresh_pages,
+        attention_backend=args.attention_backend,
+        kv_cache_metrics_sample=args.kv_cache_metrics_sample,
+    )
+    return Resolved(
+        config,
+        model,
+        plan,
+        card,
+        args.gpu_memory_utilization,
+        fixed_pages=args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None,
+        auto_length=wanted_length == "auto",
+        seconds=time.perf_counter() - started,
+        kv_scales=kv_scales,
+    )
+
+
+def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scales:
+    """The scales that the checkpoint has for the pages' dtype; none if there are only a config and no weights."""
+    directory = Path(model.path)
+    if args.load_format == "dummy" or not any(directory.glob("model.safetensors*")):
+        return {}
+    found = read_kv_scales(checkpoint_files(directory), model.layer_specs(kv_dtype))
+    if found and kv_dtype != STATIC_DTYPE:
+        logger.info("The checkpoint's scales are for fp8_e4m3; kv_cache_dtype=%s makes no use of them.", kv_dtype)
+        return {}
+    if found:
+        logger.info("fp8 pages take the checkpoint's scales, of %d layers.", len(found))
+    return found
+
+
+def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
+    if args.max_model_len in ("auto", -1):
+        return "auto"
+    if args.max_model_len is None:
+        return model.max_position_embeddings
+    length = int(args.max_model_len)
+    if length > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={length} is more than the model's max_position_embeddings="
+            f"{model.max_position_embeddings}; lower max_model_len."
+        )
+    return length
+
+
+def _batched_tokens(args: EngineArgs, max_model_len: int, default: int) -> int:
+    if args.enable_chunked_prefill:
+        return args.max_num_batched_tokens or default
+    tokens = args.max_num_batched_tokens or max(default, max_model_len)
+    if tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, and with "
+            "enable_chunked_prefill=False a prompt must fit in one step; raise the first, lower the second, "
+            "or enable chunked prefill."
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a plan is made for."""
+
+    args: EngineArgs
+    model: ModelConfig
+    dtype: Dtype
+    specs: tuple[Spec, ...]
+    length: int | str
+    max_num_seqs: int
+    batched_tokens: int
+    device: str
+
+
+def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> MemoryPlan:
+    """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
+    args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
+    longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
+    weights = weights_bytes(build_model(model, wish.dtype))
+    num_groups = len({spec.lifetime for spec in specs})
+
+    def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
+        always = (
+            ("weights", weights),
+            ("page tables", 8 * max_num_seqs * table_width),
+            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
+            ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
+            ("logits of one step", 4 * max_num_seqs * model.vocab_size),
+        )
+        if wish.device == "cuda":
+            return always
+        return (*always, ("gathered pages", scratch_bytes(specs, length, max_num_seqs, wish.dtype)))
+
+    def plan(budget: int | None) -> MemoryPlan:
+        return plan_memory(
+            specs,
+            page_tokens=args.block_size,
+            budget_bytes=budget,
+            num_pages_override=args.num_gpu_blocks_override,
+            max_model_len=wish.length,
+            model_max_len=model.max_position_embeddings,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=wish.batched_tokens,
+            max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
+            chunked_prefill=args.enable_chunked_prefill,
+        )
+
+    if args.num_gpu_blocks_override is not None:
+        made = plan(None)
+        _check_fixed(made, "num_gpu_blocks_override", args.num_gpu_blocks_override, weights, memory_bytes)
+    elif args.kv_cache_memory_bytes is not None:
+        made = plan(args.kv_cache_memory_bytes)
+        if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
+            _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights, memory_bytes)
+    else:
+        widest = num_groups * -(-longest // args.block_size)
+        made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
+    width = sum(group.table_width for group in made.groups)
+    return replace(made, other=other(made.max_model_len, width))
+
+
+def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_bytes: int | None) -> None:
+    """Refuse more pages than the memory holds beside the weights; argument `name` asked for them with `asked`."""
+    total = available_memory() if memory_bytes is None else memory_bytes
+    room = total - weights
+    if plan.kv_bytes <= room:
+        return
+    most = max(room, 0) * asked // plan.kv_bytes
+    advice = f"lower it to {most}" if most else "take a machine with more memory"
+    raise CapacityError(
+        f"{name}={asked} asks for {plan.kv_bytes / 2**30:.2f} GiB of pages, but of the "
+        f"{total / 2**30:.2f} GiB there are, {max(room, 0) / 2**30:.2f} GiB are left beside the weights; {advice}."
+    )
+
+
+def _plan_in(
+    memory_bytes: int | None,
+    card: DeviceMemory | None,
+    utilization: float,
+    other: Sequence[tuple[str, int]],
+    longest: int,
+    plan: Callable[[int | None], MemoryPlan],
+) -> MemoryPlan:
+    """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
+    total = available_memory() if memory_bytes is None else memory_bytes
+    needed = sum(size for _, size in other)
+    room, free = int(total * utilization) - needed, ""
+    if card is not None:  # what is free limits it too, but the share is of the whole card
+        room = min(card.free, int(card.total * utilization)) - needed
+        total, free = card.total, f", {human_bytes(card.free)} of which are free,"
+    if room <= 0:
+        raise CapacityError(
+            f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "
+            f"{human_bytes(needed)}, and gpu_memory_utilization={utilization} of the "
+            f"{human_bytes(total)} there are{free} is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
+            "lower max_num_seqs or max_model_len, or take a machine with more memory."
+        )
+    if memory_bytes is not None or room <= DEFAULT_CPU_KV_BYTES:
+        return plan(room)
+    try:
+        modest = plan(DEFAULT_CPU_KV_BYTES)
+    except CapacityError:
+        return plan(room)
+    return modest if modest.max_model_len == longest else plan(room)

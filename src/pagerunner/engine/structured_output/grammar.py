@@ -1,0 +1,201 @@
+"""Guides: grammars of structured outputs, followed token by token by llguidance, on threads beside the step loop.
+
+What comes here has passed engine/structured_output/grammar_door.py, whose process has compiled it in a smaller stack than these threads have.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pagerunner import limits
+from pagerunner.types import EngineRequest, Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Value = TypeVar("Value")
+KEPT = 64  # grammars that the next request with the same one finds ready
+TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
+_FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
+
+
+def guide_tokenizer(tokenizer_json: str, size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+    """A tokenizer as llguidance knows it, for masks of `size` bits. Raises ValueError for a kind that it doesn't know."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(
+        tokenizer_json, n_vocab=size, eos_token=[token for token in eos_token_ids if token < size] or None
+    )
+
+
+def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """A matcher at the beginning of the text. Raises ValueError that says why there can't be one."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    # An error's message leaves the parser's state out.
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+class Once(Generic[Value]):
+    """A value that is made at the first call, by one thread while others wait, and kept."""
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._value: list[Value] = []
+
+    @property
+    def made(self) -> bool:
+        """Whether the first call has ended."""
+        return bool(self._value)
+
+    def __call__(self) -> Value:
+        """The value. Raises what making it raises, each time."""
+        with self._lock:
+            if not self._value:
+                self._value.append(self._make())
+            return self._value[0]
+
+
+class Guides:
+    """Makes the core's guides. Grammars compile on threads of their own and are kept for the next request that has them."""
+
+    def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
+        self._tokenizer = Once(tokenizer)
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-compile")
+        self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="pagerunner-guide")
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def __call__(self, request: EngineRequest) -> GrammarGuide:
+        """A guide for a request that has a grammar."""
+        grammar = request.grammar
+        assert grammar is not None
+        compiled = self._compiled.get(grammar.text)
+        if compiled is None:
+            compiled = self._compiled[grammar.text] = self._compilers.submit(
+                lambda: compile_grammar(self._tokenizer(), grammar.text)
+            )
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar)
+
+
+class GrammarGuide:
+    """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
+
+    def __init__(
+        self, tokenizer: Once[LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, grammar: Grammar
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._threads = threads
+        self._after = grammar.after.encode()
+        self._begins = grammar.begins
+        self._first: int | None = None  # the token that `begins` is, until there is a first token
+        self._tail = b""  # of the text before the grammar begins
+        self._matcher: LLMatcher | None = None
+        self._mask: bytes | None = None
+        self._finished = False
+        self._error: str | None = None
+        self._restart()
+        if not tokenizer.made:
+            self._due += TOKENIZER_SECONDS
+        compiled.add_done_callback(lambda done: self._submit(lambda: self._begin(done)))
+
+    def _restart(self) -> None:
+        self._done = threading.Event()
+        self._due = time.monotonic() + limits.MAX_GRAMMAR_SECONDS
+
+    @property
+    def ready(self) -> bool:
+        """See Guide.ready."""
+        return self._done.is_set() or time.monotonic() > self._due
+
+    @property
+    def mask(self) -> bytes | None:
+        """See Guide.mask."""
+        return self._mask
+
+    @property
+    def finished(self) -> bool:
+        """See Guide.finished."""
+        return self._finished
+
+    @property
+    def error(self) -> str | None:
+        """See Guide.error."""
+        if not self._done.is_set():
+            return f"its grammar took more than {limits.MAX_GRAMMAR_SECONDS:g} seconds."
+        return self._error
+
+    def wait(self, seconds: float) -> None:
+        """See Guide.wait."""
+        self._done.wait(seconds)
+
+    def advance(self, token_ids: list[int]) -> None:
+        """See Guide.advance."""
+        self._restart()
+        self._submit(lambda: self._consume(token_ids))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        done = self._done
+
+        def run() -> None:
+            try:
+                work()
+                self._look()
+            except Exception as error:  # it must end this sequence only
+                self._error = f"its grammar cannot be followed: {error}"
+            done.set()
+
+        self._threads.submit(run)
+
+    def _begin(self, compiled: Future[LLMatcher]) -> None:
+        self._matcher = compiled.result().deep_copy()
+        if self._begins:
+            found = self._tokenizer().tokenize_str(self._begins, parse_special=True)
+            if len(found) == 1:
+                self._first = found[0]
+            else:
+                self._after = b""
+
+    def _consume(self, token_ids: list[int]) -> None:
+        assert self._matcher is not None
+        for token in token_ids:
+            if self._first is not None:
+                self._after = self._after if token == self._first else b""
+                self._first = None
+            if not self._after:
+                self._matcher.consume_token(token)
+                continue
+            self._tail += self._tokenizer().decode_bytes([token])
+            if self._after in self._tail:
+                self._after = b""
+            self._tail = self._tail[-len(self._after) :]
+
+    def _look(self) -> None:
+        """What may come next."""
+        matcher = self._matcher
+        assert matcher is not None
+        if self._after and self._first is None:
+            self._mask = None
+            return
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        self._finished = matcher.is_stopped()
+        mask = bytearray(matcher.compute_bitmask())
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        if self._first is not None:
+            mask[self._first // 8] |= 1 << self._first % 8
+        self._mask = bytes(mask)

@@ -1,0 +1,1 @@
+"""Checkpoints: a model built, given memory, and filled from safetensors."""

@@ -1,0 +1,240 @@
+"""Building a model, giving it memory, and filling it from a checkpoint.
+
+The order is: `build_model` (no memory), `weights_bytes`, `materialize` into a region that the caller owns, then
+`load_weights` or `dummy_weights`, both of which may be repeated in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagerunner.batch import ForwardBatch
+from pagerunner.config import Dtype
+from pagerunner.errors import CheckpointError
+from pagerunner.layers.module import Module
+from pagerunner.models.checkpoint.kv_scales import place_of
+from pagerunner.models.checkpoint.staging import CopyWeight, copy_now
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.reader import read_json
+from pagerunner.models.registry import FAMILIES
+
+logger = logging.getLogger(__name__)
+ALIGNMENT = 256
+Progress = Callable[[int, int], None]
+_INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+class Model(Protocol):
+    """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
+
+    weights: dict[str, torch.Tensor]
+    unused_tensors: tuple[str, ...]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The final hidden state of every token of the step, [T, D]."""
+        ...
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
+        ...
+
+    def modules(self) -> Iterator[Module]:
+        """Every part that holds weights, in a fixed order."""
+        ...
+
+    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """Names in the checkpoint and the tensors that they fill."""
+        ...
+
+    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        """Tensors that a checkpoint may hold in place of several others: name, what it fills, names of the others."""
+        ...
+
+
+def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model:
+    """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`."""
+    family = FAMILIES[config.family]
+    model: Model = getattr(importlib.import_module(family.module), family.model)(
+        config, getattr(torch, dtype), torch.device(device)
+    )
+    return model
+
+
+def weights_bytes(model: Model) -> int:
+    """Bytes of the region that `materialize` needs."""
+    return sum(_aligned(tensor.nbytes) for module in model.modules() for tensor in module.weights.values())
+
+
+def materialize(model: Model, region: torch.Tensor) -> None:
+    """Make every weight a view of `region`, one-dimensional uint8 of at least `weights_bytes(model)`, in a fixed order.
+
+    Called again with another region, it moves the model there; contents are whatever the region holds.
+    """
+    offset = 0
+    for module in model.modules():
+        for name, tensor in module.weights.items():
+            raw = region[offset : offset + tensor.nbytes]
+            module.weights[name] = raw.view(tensor.dtype).view(tensor.shape)
+            offset += _aligned(tensor.nbytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def dummy_weights(model: Model, seed: int = 0) -> None:
+    """Fill the weights with small random values: norms near 1, indices 0, everything else with a deviation of 0.02."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for module in model.modules():
+        for name, tensor in module.weights.items():
+            if not tensor.is_floating_point():
+                tensor.zero_()
+                continue
+            if tensor.device not in generators:
+                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+            is_norm = name == "weight" and tensor.dim() == 1
+            tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generators[tensor.device])
+
+
+def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
+    """Fill every weight from the `*.safetensors` of the model directory `path`, converting to the model's dtype.
+
+    Scales of fp8 keys and values are no weights: `kv_scales` reads them.
+
+    `progress(done, total)` is called with bytes of the files' tensors. `copy` brings a tensor to where its weight is.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape; named.
+    """
+    directory = Path(path)
+    targets = dict(model.checkpoint())
+    stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
+    files = checkpoint_files(directory)
+    total = sum(file.stat().st_size for file in files)
+    done, pending, extra = 0, dict(targets), []
+    filled: dict[str, str] = {}
+    scales: list[str] = []
+    unused: dict[str, list[str]] = {}
+    for file in files:
+        for name, tensor in _tensors(file, files[file]):
+            if name not in targets and f"model.{name}" in targets:
+                name = f"model.{name}"  # a checkpoint saved without its head, as embedding models are
+            if name in filled:
+                raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
+            filled[name] = file.name
+            target = pending.pop(name, None)
+            if target is None and name in stacked:
+                target = _take_stacked(pending, *stacked[name])
+            if target is not None:
+                _check_tensor(file, name, tensor, target)
+                copy(target, tensor)
+            elif name.startswith(model.unused_tensors):
+                unused.setdefault(name.partition(".")[0], []).append(name)
+            elif place_of(name) is not None:
+                scales.append(name)
+            elif not _is_derived(name):
+                extra.append((file, name, tensor if name == "lm_head.weight" else None))
+            done += tensor.nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+    if scales:
+        logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
+    for file, name, tied in extra:
+        _check_extra(file, name, tied, targets)
+    if pending:
+        names = sorted(pending)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that its config asks for."
+        )
+    for names in unused.values():
+        logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(names), names[0])
+    if progress is not None:
+        progress(total, total)
+
+
+def _take_stacked(
+    pending: dict[str, torch.Tensor], tensor: torch.Tensor, covered: tuple[str, ...]
+) -> torch.Tensor | None:
+    """What a stacked tensor fills, if all that it stands for is still to be filled."""
+    if not all(name in pending for name in covered):
+        return None
+    for name in covered:
+        del pending[name]
+    return tensor
+
+
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise CheckpointError(
+            f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(target.shape)}."
+        )
+    if tensor.dtype not in (_DTYPES if target.is_floating_point() else _INDEX_DTYPES):
+        raise CheckpointError(f"{file}: {name} has dtype {str(tensor.dtype)[6:]}, which is not supported.")
+
+
+def _is_derived(name: str) -> bool:
+    """Old checkpoints carry the rotary frequencies, which follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict[str, torch.Tensor]) -> None:
+    """A tied model's file may repeat the embedding as its output weights; nothing else may be left over."""
+    embedding = next((tensor for known, tensor in targets.items() if known.endswith("embed_tokens.weight")), None)
+    if tied is None or embedding is None:
+        raise CheckpointError(f"{file}: the tensor {name} is not part of the model that config.json describes.")
+    if tied.shape != embedding.shape or not torch.equal(tied.to(embedding.dtype).to(embedding.device), embedding):
+        raise CheckpointError(
+            f"{file}: {name} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings."
+        )
+
+
+def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
+    """The checkpoint's files, each with the tensors that the index, if there is one, says it holds.
+
+    Raises:
+        CheckpointError: there is none, the index is damaged, or a file that it names is missing.
+    """
+    index = directory / _INDEX
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if single.is_file():
+            return {single: []}
+        others = sorted(x.name for x in directory.glob("*.bin")) + sorted(x.name for x in directory.glob("*.pth"))
+        hint = f" {others[0]} is a pickle, which is never read; convert it to safetensors." if others else ""
+        raise CheckpointError(f"{directory} has no model.safetensors and no {_INDEX}.{hint}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names.")
+    found: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: {name} is in {file!r}, which is not a plain file name.")
+        found.setdefault(directory / file, []).append(name)
+    for path in found:
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {path.name}, which is not there.")
+    return dict(sorted(found.items()))
+
+
+def _tensors(file: Path, expected: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        handle: Any = safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error}.") from None
+    with handle as tensors:
+        names = set(tensors.keys())
+        missing = sorted(set(expected) - names)
+        if missing:
+            raise CheckpointError(f"{file} lacks the tensor {missing[0]}, which {_INDEX} says it holds.")
+        for name in sorted(names):
+            yield name, tensors.get_tensor(name)

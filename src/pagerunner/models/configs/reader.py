@@ -1,0 +1,172 @@
+"""Reading config.json and generation_config.json. Torch-free, so that memory can be planned from a config alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pagerunner.config import DTYPE_BYTES
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.models.configs.base import ModelConfig, RopeConfig
+from pagerunner.models.configs.fields import Fields
+from pagerunner.models.registry import FAMILIES
+
+__all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
+
+_SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+# What only images and videos need.
+_IMAGE_FIELDS = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "language_model_only",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+)
+
+
+def read_model_config(path: str | Path, max_model_len: int | None = None) -> ModelConfig:
+    """Read the configuration of the model directory (or of the config.json) at `path`.
+
+    `max_model_len` is the longest sequence that will be run, if the user has set one: a sliding window of at least that
+    has no effect and is accepted.
+
+    Raises:
+        CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
+        ConfigError: the family or a field's value is not supported; the message names both.
+    """
+    directory, file = _locate(path)
+    values = read_json(file)
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ConfigError(
+            f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
+        )
+    if FAMILIES[family].nested:
+        values = _text_values(Fields(values, str(file)), family)
+    fields = Fields(values, str(file))
+    for name in ("quantization_config", "compression_config"):
+        if values.get(name) is not None and _only_pages(values[name]):
+            fields.take(name)
+        elif values.get(name) is not None:
+            method = values[name].get("quant_method") if isinstance(values[name], dict) else None
+            shown = f"is set (quant_method {method!r})" if method else "is set"
+            raise fields.error(name, f"{shown}; quantised checkpoints are not supported yet.")
+    common = _read_common(fields, values, directory, family)
+    fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
+    config = FAMILIES[family].read(fields, common)
+    fields.finish()
+    return config
+
+
+def _only_pages(quantization: Any) -> bool:
+    """Whether a quantization_config is about keys and values only: fp8 with one scale a layer, which the loader finds."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if quantization.get("quant_method") not in ("compressed-tensors", "modelopt") or not isinstance(scheme, dict):
+        return False
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return scheme.get("num_bits") == 8 and all(scheme.get(name, value) == value for name, value in wanted.items())
+
+
+def _text_values(outer: Fields, family: str) -> dict[str, Any]:
+    """The text model's fields of a config.json that also describes how images become tokens."""
+    text = outer.take("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != f"{family}_text":
+        raise outer.error("text_config", f"must be an object of model_type {family}_text, got {text!r:.80}.")
+    shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
+    found = {name: value for name in shared if (value := outer.take(name)) is not None}
+    tied = outer.take("tie_word_embeddings")
+    outer.finish(_IMAGE_FIELDS)
+    return found | text | ({} if tied is None else {"tie_word_embeddings": tied})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or does not hold one JSON object.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file} is not UTF-8 text.") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}.")
+    return values
+
+
+def _locate(path: str | Path) -> tuple[Path, Path]:
+    given, path = str(path), Path(path)
+    if path.is_file() and path.suffix == ".json":
+        return path.parent, path
+    if path.is_dir():
+        file = path / "config.json"
+        if not file.is_file():
+            raise CheckpointError(f"{path} is not a model directory: it has no config.json.")
+        return path, file
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; a model is a directory with config.json and *.safetensors.")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not given.startswith((".", "~")):
+        raise CheckpointError(
+            f"There is no directory {given}; if it is a name on the Hugging Face Hub, download it first "
+            f"(hf download {given} --local-dir DIR) and give that directory."
+        )
+    raise CheckpointError(f"There is no model directory {given}.")
+
+
+def _read_common(fields: Fields, values: dict[str, Any], directory: Path, family: str) -> dict[str, Any]:
+    given = {"dtype": values.get("dtype") or values.get("torch_dtype")}
+    dtype = Fields(given, fields.where).choice("dtype", tuple(DTYPE_BYTES), "float32")
+    vocab_size = fields.integer("vocab_size")
+    generation: dict[str, Any] = {}
+    if (directory / "generation_config.json").is_file():
+        generation = read_json(directory / "generation_config.json")
+    eos = _token_ids(fields, values.get("eos_token_id"), vocab_size)
+    eos += _token_ids(Fields({}, str(directory / "generation_config.json")), generation.get("eos_token_id"), vocab_size)
+    bos = _token_ids(fields, values.get("bos_token_id"), None, "bos_token_id")
+    defaults = {
+        ours: generation[theirs]
+        for theirs, ours in _SAMPLING_DEFAULTS.items()
+        if isinstance(generation.get(theirs), (int, float)) and not isinstance(generation[theirs], bool)
+    }
+    if generation.get("do_sample") is False:
+        defaults.setdefault("temperature", 0.0)
+    return {
+        "path": str(directory),
+        "family": family,
+        "dtype": dtype,
+        "num_layers": fields.integer("num_hidden_layers"),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": tuple(dict.fromkeys(eos)),
+        "sampling_defaults": defaults,
+    }
+
+
+def _token_ids(fields: Fields, value: Any, vocab_size: int | None, name: str = "eos_token_id") -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise fields.error(name, f"must be a token id or a list of them, got {value!r}.")
+    return [token for token in ids if vocab_size is None or 0 <= token < vocab_size]

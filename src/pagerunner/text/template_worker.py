@@ -1,0 +1,88 @@
+"""Renders chat templates in a process of its own: `python -m pagerunner.text.template_worker`, started by
+text/template_pool.py.
+
+A template comes with a checkpoint and a conversation from a client; either may ask for endless loops or gigabytes. Here it can
+take no more memory than its process may have, and no longer than the process lives. Frames on standard input and output are
+a length of 4 bytes and MessagePack.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from typing import Any
+
+import msgspec
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.text.chat_template import ChatTemplate
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first frame: the checkpoint's templates, and the file that they are from."""
+
+    templates: dict[str, str]
+    where: str
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The text, or why there is none. The first one says that the process is ready."""
+
+    text: str = ""
+    error: str | None = None
+    param: str | None = None
+
+
+def pack(value: msgspec.Struct) -> bytes:
+    """A frame."""
+    data = msgspec.msgpack.encode(value)
+    return len(data).to_bytes(4, "big") + data
+
+
+def _read() -> bytes:
+    head = sys.stdin.buffer.read(4)
+    if len(head) < 4:
+        sys.exit(0)  # nobody needs us any more
+    return sys.stdin.buffer.read(int.from_bytes(head, "big"))
+
+
+def _write(value: Done) -> None:
+    sys.stdout.buffer.write(pack(value))
+    sys.stdout.buffer.flush()
+
+
+def _render(template: ChatTemplate, job: Job) -> Done:
+    try:
+        return Done(template.render(job.messages, job.tools, job.variables))
+    except InvalidRequestError as error:
+        return Done(error=str(error), param=error.param)
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (limits.TEMPLATE_MEGABYTES * 2**20,) * 2)
+    setup = msgspec.msgpack.decode(_read(), type=Setup)
+    template = ChatTemplate(setup.templates, setup.where)
+    jobs = msgspec.msgpack.Decoder(Job)
+    _write(Done())
+    while True:
+        data = _read()
+        signal.alarm(limits.TEMPLATE_SECONDS + 1)  # even if nobody is left to end us
+        done = _render(template, jobs.decode(data))
+        signal.alarm(0)
+        _write(done)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Text to token ids and back, and chat messages to text, from a model directory's tokenizer files. Torch-free."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as TokenizersTokenizer
+
+from pagerunner.errors import CheckpointError, InvalidRequestError
+from pagerunner.models.configs.reader import read_json
+from pagerunner.text.chat_template import ChatTemplate
+
+_LONG_CHARS = 2_048
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Instances are safe to use from several threads.
+
+    `special_tokens` maps names such as "eos_token" to their texts; `chat_template` is None where there is none.
+    """
+
+    def __init__(
+        self, backend: TokenizersTokenizer, special_tokens: Mapping[str, str], chat_template: ChatTemplate | None
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_path(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """Load the tokenizer of the model directory `path`.
+
+        `chat_template` replaces the checkpoint's: a Jinja text, or the path of a file that holds one.
+
+        Raises:
+            CheckpointError: tokenizer.json is missing or unreadable, or a file beside it is not JSON.
+        """
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{directory} has no tokenizer.json; give a tokenizer directory, or skip_tokenizer_init."
+            )
+        try:
+            backend = TokenizersTokenizer.from_file(str(file))
+        except Exception as error:  # the package raises plain Exception for any fault in the file
+            raise CheckpointError(f"{file} is not a valid tokenizer: {error}.") from None
+        backend.no_padding()
+        backend.no_truncation()
+        config = _optional_json(directory / "tokenizer_config.json")
+        special = _special_tokens(config, _optional_json(directory / "special_tokens_map.json"))
+        _add_tokens(backend, config, special)
+        named = {name: special[name] for name in _NAMED_TOKENS if name in special}
+        template = ChatTemplate.from_option(chat_template) if chat_template else ChatTemplate.find(directory, config)
+        return cls(backend, named, template)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Tokens that have a text, counting added ones. A model's vocabulary may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @functools.cached_property
+    def bos_token_id(self) -> int | None:
+        """Id of the begin token, if it has one."""
+        return self.token_to_id(self.special_tokens.get("bos_token"))
+
+    @functools.cached_property
+    def eos_token_id(self) -> int | None:
+        """Id of the end token, if it has one."""
+        return self.token_to_id(self.special_tokens.get("eos_token"))
+
+    def token_to_id(self, token: str | None) -> int | None:
+        """The id of exactly this token, if there is one."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it (byte-level tokens look encoded); None beyond the vocabulary."""
+        return None if token_id < 0 else self._backend.id_to_token(token_id)
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """`id_to_token` of each id."""
+        return [self.id_to_token(token_id) for token_id in token_ids]
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the checkpoint puts around a text, such as a begin token.
+
+        Raises:
+            InvalidRequestError: `text` is not a string that can be written as UTF-8.
+        """
+        _require_text(text)
+        if len(text) < _LONG_CHARS:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The same ids; but other threads go on meanwhile, and places in the text, which nobody wants, aren't kept.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts, in parallel."""
+        for text in texts:
+            _require_text(text)
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in found]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are not whole characters become U+FFFD, ids beyond the vocabulary nothing."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation; it holds its special tokens, so encode it without adding others.
+
+        `kwargs` are passed to the template; `chat_template` among them replaces the checkpoint's.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        override = kwargs.pop("chat_template", None)
+        template = ChatTemplate({"default": override}, "chat_template") if override else self.chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "This model's tokenizer has no chat template; give one with chat_template, or use completions.",
+                param="messages",
+            )
+        variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+        return template.render(messages, tools, variables)
+
+
+def _require_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}.", param="prompt")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"prompt holds a lone surrogate at character {error.start}, which is not valid Unicode text.",
+            param="prompt",
+        ) from None
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name; unnamed ones under their own text."""
+    found: dict[str, str] = {}
+    for source in (special_map, config):
+        for name, value in source.items():
+            if name in ("additional_special_tokens", "extra_special_tokens"):
+                extra = value.values() if isinstance(value, dict) else value or ()
+                found.update({text: text for text in map(_text, extra) if text})
+            elif name in _NAMED_TOKENS and (text := _text(value)):
+                found[name] = text
+    return found
+
+
+def _text(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _add_tokens(backend: TokenizersTokenizer, config: dict[str, Any], special: Mapping[str, str]) -> None:
+    """Add the tokens that only tokenizer_config.json lists, in id order, and mark the special ones."""
+    listed = config.get("added_tokens_decoder") or {}
+    for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        options = {k: v for k, v in entry.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        if backend.token_to_id(entry["content"]) is not None:
+            continue
+        backend.add_tokens([AddedToken(entry["content"], **options)])
+        if backend.token_to_id(entry["content"]) != int(token_id):
+            raise CheckpointError(
+                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, "
+                "but in tokenizer.json that id is not the next one."
+            )
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in dict.fromkeys(special.values()):
+        if backend.token_to_id(text) is not None and not (text in known and known[text].special):
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])

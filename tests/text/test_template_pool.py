@@ -1,0 +1,154 @@
+"""Chat templates that explode end with a sentence for one conversation; ordinary ones cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import write_tokenizer
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.text.template_pool import TemplateRenderer
+from pagerunner.text.tokenizer import Tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+PICKY = (
+    "{% set ask = messages[0].content %}"
+    "{% if ask == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if ask == 'memory' %}{{ ('x' * 4000000000)|length }}{% endif %}"
+    "{% if ask == 'output' %}{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endif %}"
+    "{% if ask == 'secret' %}{{ environ }}{% endif %}"
+    "{% if ask == 'escape' %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endif %}"
+    "{% if ask == 'depth' %}{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}{% endif %}"
+    "<{{ ask }}>"
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_tokenizer(tmp_path, 300, add_bos=False)
+    return Tokenizer.from_path(tmp_path, PICKY)
+
+
+def with_renderer(tokenizer: Tokenizer, work: Any) -> Any:
+    async def main() -> Any:
+        renderer = TemplateRenderer(tokenizer)
+        try:
+            return await work(renderer)
+        finally:
+            await renderer.close()
+
+    return asyncio.run(main())
+
+
+def ask(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_what_explodes_is_refused_and_the_next_conversation_is_rendered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 1)
+
+    async def work(renderer: TemplateRenderer) -> None:
+        for text, words in (
+            ("loop", "more than 1 seconds .*PAGERUNNER_LIMIT_TEMPLATE_SECONDS"),
+            ("memory", "MemoryError|range|Overflow"),
+            ("output", "more than 8000000 characters .*PAGERUNNER_LIMIT_MAX_PROMPT_CHARS"),
+            ("escape", "refuses|unsafe"),
+            ("depth", "RecursionError"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                await renderer.render(ask(text), {})
+            assert await renderer.render(ask("fine"), {}) == "<fine>"
+        with pytest.raises(InvalidRequestError, match="surrogate|utf-8"):
+            await renderer.render(ask("\ud800"), {})
+
+    with_renderer(tokenizer, work)
+
+
+def test_a_slow_conversation_holds_up_no_other(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 2)
+
+    async def work(renderer: TemplateRenderer) -> float:
+        await asyncio.gather(*(renderer.render(ask("fine"), {}) for _ in range(4)))  # starts them
+        slow = [asyncio.create_task(renderer.render(ask("loop"), {})) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        start = time.perf_counter()
+        texts = await asyncio.gather(*(renderer.render(ask(f"{number}"), {}) for number in range(20)))
+        seconds = time.perf_counter() - start
+        assert texts == [f"<{number}>" for number in range(20)]
+        for task in slow:
+            with pytest.raises(InvalidRequestError):
+                await task
+        return seconds
+
+    assert with_renderer(tokenizer, work) < 1.0
+
+
+def test_a_client_that_leaves_gets_nobody_elses_text(tokenizer: Tokenizer) -> None:
+    async def work(renderer: TemplateRenderer) -> None:
+        await renderer.render(ask("first"), {})
+        for _ in range(3):
+            task = asyncio.create_task(renderer.render(ask("secret of the one that left"), {}))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert await renderer.render(ask("next"), {}) == "<next>"
+
+    with_renderer(tokenizer, work)
+
+
+def test_a_process_that_dies_is_replaced(tokenizer: Tokenizer) -> None:
+    async def work(renderer: TemplateRenderer) -> None:
+        await renderer.render(ask("a"), {})
+        os.kill(renderer._idle[0].pid, 9)
+        with pytest.raises(InvalidRequestError, match="died"):
+            await renderer.render(ask("b"), {})
+        assert await renderer.render(ask("c"), {}) == "<c>"
+
+    with_renderer(tokenizer, work)
+
+
+def test_the_process_knows_no_keys(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGERUNNER_API_KEY", "secret")
+
+    async def work(renderer: TemplateRenderer) -> bytes:
+        await renderer.render(ask("a"), {})
+        return Path(f"/proc/{renderer._idle[0].pid}/environ").read_bytes()
+
+    environment = with_renderer(tokenizer, work)
+    assert b"PYTHONPATH" in environment and b"secret" not in environment
+
+
+def test_texts_are_the_tokenizers_own(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 300, add_bos=True)
+    plain = Tokenizer.from_path(tmp_path)
+    options = {"add_generation_prompt": True, "enable_thinking": False}
+    text = with_renderer(plain, lambda renderer: renderer.render(USER, options))
+    assert text == plain.apply_chat_template(USER, **options) and "hi" in text
+
+
+def test_an_ordinary_conversation_costs_less_than_a_millisecond(tokenizer: Tokenizer) -> None:
+    """The least of several rounds, because other work on the machine adds to all but some of them."""
+
+    async def work(renderer: TemplateRenderer) -> float:
+        medians = []
+        for _ in range(20):
+            times = []
+            for _ in range(20):
+                start = time.perf_counter()
+                await renderer.render(ask("fine"), {})
+                times.append(time.perf_counter() - start)
+            medians.append(statistics.median(times))
+        return min(medians)
+
+    seconds = with_renderer(tokenizer, work)
+    print(f"{seconds * 1e3:.2f} ms")
+    assert seconds < 0.001
