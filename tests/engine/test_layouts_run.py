@@ -19,8 +19,8 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, InvalidRequestError
-from pagerunner.models.config import read_model_config
-from pagerunner.models.loader import build_model, dummy_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.loader import build_model, dummy_weights, materialize, weights_bytes
+from pagerunner.models.configs.reader import read_model_config
 from pagerunner.models.registry import FAMILIES
 
 pytest.importorskip("transformers")
