@@ -11,9 +11,9 @@ import pytest
 
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.answers import ChatOptions, ChatPlan
+from pagerunner.server.chat.plan import ChatOptions, ChatPlan
 from pagerunner.server.params import chat_params
-from pagerunner.server.protocol import ChatRequest
+from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.text.chat_template import ChatTemplate
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import SamplingParams

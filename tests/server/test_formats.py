@@ -14,7 +14,7 @@ from pagerunner.server.fanout import TokenCounter, merged
 from pagerunner.server.http import decode_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, chat_logprobs, joined, prompt_logprobs
 from pagerunner.server.params import chat_params, completion_params
-from pagerunner.server.protocol import ChatRequest, CompletionRequest
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 # The chosen token is the third most likely one, as sampling may have it.

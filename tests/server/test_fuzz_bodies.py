@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.http import decode_body
 from pagerunner.server.params import chat_params, completion_params, stream_options
-from pagerunner.server.protocol import ChatRequest, CompletionRequest
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.types import SamplingParams
 
 SCALARS = st.one_of(

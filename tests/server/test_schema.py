@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from helpers.serving import MODEL, RunningServer
-from pagerunner.server.protocol import NEUTRAL_VALUES
+from pagerunner.server.protocol.fields import NEUTRAL_VALUES
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

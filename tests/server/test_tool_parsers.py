@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pagerunner.server.answers import AnswerParser
-from pagerunner.server.reasoning import Thinking
-from pagerunner.server.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
-from pagerunner.server.tool_parsers.stream import StreamParser
+from pagerunner.server.chat.plan import AnswerParser
+from pagerunner.server.chat.reasoning import Thinking
+from pagerunner.server.chat.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
+from pagerunner.server.chat.tool_parsers.stream import StreamParser
 
 B, b, S, e, E = (
     "<｜tool▁calls▁begin｜>",

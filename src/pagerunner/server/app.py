@@ -14,21 +14,22 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pagerunner import __version__
 from pagerunner.errors import EngineDeadError, PagerunnerError
-from pagerunner.server.chat import ChatEndpoint
-from pagerunner.server.completions import CompletionsEndpoint
-from pagerunner.server.control import QUERIES, Control
-from pagerunner.server.embeddings import EmbeddingRequest, EmbeddingsEndpoint
+from pagerunner.server.endpoints.chat import ChatEndpoint
+from pagerunner.server.endpoints.completions import CompletionsEndpoint
+from pagerunner.server.endpoints.control import QUERIES, Control
+from pagerunner.server.endpoints.embeddings import EmbeddingRequest, EmbeddingsEndpoint
+from pagerunner.server.endpoints.responses import ResponsesEndpoint
+from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from pagerunner.server.errors import HttpError, error_response, one_line
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
 from pagerunner.server.page_routes import FILE_PATHS, page_routes
-from pagerunner.server.protocol import ChatRequest, CompletionRequest, ModelCard, ModelList
-from pagerunner.server.responses import ResponsesEndpoint
-from pagerunner.server.responses_protocol import ResponsesRequest
+from pagerunner.server.protocol.answers import ModelCard, ModelList
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
+from pagerunner.server.protocol.responses import ResponsesRequest
 from pagerunner.server.service import Service, json_response
-from pagerunner.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 logger = logging.getLogger(__name__)
 

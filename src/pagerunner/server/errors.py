@@ -12,7 +12,7 @@ from pagerunner.errors import (
     EngineSleepingError,
     InvalidRequestError,
 )
-from pagerunner.server.protocol import ErrorBody, ErrorDetail
+from pagerunner.server.protocol.answers import ErrorBody, ErrorDetail
 
 _TYPES = {
     400: "BadRequestError",

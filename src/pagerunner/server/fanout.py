@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from pagerunner.server.protocol import PromptTokensDetails, Usage
+from pagerunner.server.protocol.answers import PromptTokensDetails, Usage
 from pagerunner.types import RequestOutput
 
 Indexed = tuple[int, RequestOutput]

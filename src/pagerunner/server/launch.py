@@ -23,8 +23,8 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.frontend.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.errors import ConfigError, EngineDeadError
-from pagerunner.server.answers import ChatOptions
 from pagerunner.server.app import create_app
+from pagerunner.server.chat.plan import ChatOptions
 from pagerunner.server.connection import Connection
 from pagerunner.server.gate import Keys
 from pagerunner.server.live import LatencyTap, LiveFeed

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pagerunner.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from pagerunner.server.protocol.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from pagerunner.types import Logprob
 
 Position = dict[int, Logprob]

@@ -6,7 +6,8 @@ from typing import Any
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.protocol import ChatRequest, CompletionRequest, StreamOptions, check_supported
+from pagerunner.server.protocol.fields import check_supported
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
 from pagerunner.types import SamplingParams, StructuredOutputsParams, show
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

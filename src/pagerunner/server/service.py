@@ -16,11 +16,12 @@ from starlette.responses import Response
 
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import PagerunnerError
-from pagerunner.server.answers import ChatOptions
+from pagerunner.server.chat.plan import ChatOptions
 from pagerunner.server.errors import HttpError, error_body
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
-from pagerunner.server.protocol import StreamOptions, Usage
+from pagerunner.server.protocol.answers import Usage
+from pagerunner.server.protocol.requests import StreamOptions
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)

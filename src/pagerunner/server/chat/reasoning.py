@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagerunner.server.tool_parsers.stream import StreamParser, Wait
+from pagerunner.server.chat.tool_parsers.stream import StreamParser, Wait
 
 START, END = "<think>", "</think>"
 

@@ -17,7 +17,8 @@ from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from pagerunner.server.params import completion_params, scores_only, stream_options
-from pagerunner.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
+from pagerunner.server.protocol.requests import CompletionRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 

@@ -8,20 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.answers import ChatPlan
+from pagerunner.server.chat.plan import ChatPlan
 from pagerunner.server.fanout import TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
 from pagerunner.server.params import chat_params, stream_options, template_kwargs
-from pagerunner.server.protocol import (
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatRequest,
-    ChunkChoice,
-    Delta,
-)
+from pagerunner.server.protocol.answers import ChatChoice, ChatChunk, ChatCompletion, ChatLogprobs, ChunkChoice, Delta
+from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput
 

@@ -14,7 +14,8 @@ from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.protocol import Priority, Salt, Unsupported, as_prompts, check_supported
+from pagerunner.server.protocol.fields import Priority, Salt, Unsupported, check_supported
+from pagerunner.server.protocol.requests import as_prompts
 from pagerunner.server.service import Service, collected, json_response
 from pagerunner.types import RequestOutput
 

@@ -12,7 +12,9 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.params import template_kwargs
-from pagerunner.server.protocol import ChatMessage, Tool, Unsupported, check_supported
+from pagerunner.server.protocol.fields import Unsupported, check_supported
+from pagerunner.server.protocol.requests import ChatMessage
+from pagerunner.server.protocol.tools import Tool
 from pagerunner.server.service import Service, json_response
 
 

@@ -13,19 +13,12 @@ from msgspec import UNSET
 
 from pagerunner.config import one_of
 from pagerunner.errors import ConfigError, InvalidRequestError
-from pagerunner.server.protocol import (
-    AnswerMessage,
-    ChatRequest,
-    Delta,
-    FunctionCall,
-    FunctionDelta,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-)
-from pagerunner.server.reasoning import END, START, Thinking
-from pagerunner.server.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
-from pagerunner.server.tool_parsers.stream import Arguments, CallEnd, CallStart, Event, StreamParser, Text, Thought
+from pagerunner.server.chat.reasoning import END, START, Thinking
+from pagerunner.server.chat.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
+from pagerunner.server.chat.tool_parsers.stream import Arguments, CallEnd, CallStart, Event, StreamParser, Text, Thought
+from pagerunner.server.protocol.answers import AnswerMessage, Delta
+from pagerunner.server.protocol.requests import ChatRequest
+from pagerunner.server.protocol.tools import FunctionCall, FunctionDelta, Tool, ToolCall, ToolCallDelta
 from pagerunner.types import SamplingParams, StructuredOutputsParams
 
 HARMONY = "openai_gptoss"

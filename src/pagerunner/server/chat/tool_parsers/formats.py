@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Generator
 
-from pagerunner.server.tool_parsers.stream import MalformedError, StreamParser, Wait
+from pagerunner.server.chat.tool_parsers.stream import MalformedError, StreamParser, Wait
 
 
 class Hermes(StreamParser):

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.protocol import Priority, Salt, StreamOptions, TokenLogprob, Unsupported
+from pagerunner.server.protocol.answers import TokenLogprob
+from pagerunner.server.protocol.fields import Priority, Salt, Unsupported
+from pagerunner.server.protocol.requests import StreamOptions
 
 LOGPROBS_ITEM = "message.output_text.logprobs"
 _PLAIN = {"type": "text"}

@@ -17,8 +17,9 @@ from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs
 from pagerunner.server.params import MODEL_DEFAULTS, template_kwargs
-from pagerunner.server.protocol import TokenLogprob, check_supported
-from pagerunner.server.responses_protocol import (
+from pagerunner.server.protocol.answers import TokenLogprob
+from pagerunner.server.protocol.fields import check_supported
+from pagerunner.server.protocol.responses import (
     LOGPROBS_ITEM,
     NEUTRAL,
     OutputMessage,

@@ -1,0 +1,217 @@
+"""The bodies of /v1/completions and /v1/chat/completions: what clients may send, field by field. See fields.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.protocol.fields import Ignored, Priority, Salt, Unsupported
+from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
+from pagerunner.types import StructuredOutputsParams
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: counts so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A named JSON schema. It is always kept to, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must be: any "text", a "json_object", or JSON by a "json_schema"."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # sampling, under OpenAI's names
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # sampling, under vLLM's names
+    allowed_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: int | None = None
+    # what the answer must be
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    # the engine
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    return_token_ids: bool | None = None
+    # accepted: they don't change the answer, and are not even decoded
+    metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    request_id: str | None = None
+    safety_identifier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    store: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    user: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    # refused unless neutral
+    best_of: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    length_penalty: Unsupported = None
+    logits_processors: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    spaces_between_special_tokens: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: Unsupported = None
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Unsupported = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
+        return as_prompts(self.prompt, "prompt")
+
+
+def as_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts in the field `param`, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) != 1:
+        what = "is empty" if not kinds else "mixes texts and token ids"
+        raise InvalidRequestError(
+            f"{param} {what}; give a text, a list of texts, token ids, or a list of token id lists.", param=param
+        )
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+    file: Unsupported = None
+    image_url: Unsupported = None
+    input_audio: Unsupported = None
+    video_url: Unsupported = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message. Clients send an assistant's answer back with its empty fields, so those are declared."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: Unsupported = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    def render(self, index: int) -> dict[str, Any]:
+        """The message as templates take it. Raises InvalidRequestError for what it can't say."""
+        where = f"messages[{index}]"
+        for name in ("annotations", "audio", "function_call", "refusal"):
+            if getattr(self, name) not in (None, [], ""):
+                raise InvalidRequestError(f"{where}.{name} is not supported; messages hold text and tool calls.", where)
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise InvalidRequestError(f"{where}.{name} belongs to a message of role {role!r}.", where)
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequestError(f"{where} is a tool's answer; it needs a tool_call_id.", where)
+        message: dict[str, Any] = {"role": self.role, "content": self._text(where)}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.render(where) for call in self.tool_calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning, "thinking": reasoning}
+        return message
+
+    def _text(self, where: str) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None and self.tool_calls:
+            return ""
+        if self.content is None:
+            raise InvalidRequestError(f"{where}.content is missing; give a text.", where)
+        texts: list[str] = []
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidRequestError(
+                    f"{where}.content holds a part of type {part.type!r}; this model takes text only.", where
+                )
+            if part.text is None:
+                raise InvalidRequestError(f"{where}.content holds a text part without text.", where)
+            texts.append(part.text)
+        return "\n".join(texts)
+
+
+class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Meta(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    continue_final_message: Unsupported = None
+    documents: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    modalities: Unsupported = None
+    prediction: Any = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
