@@ -1,0 +1,34 @@
+"""The values that cross layers: sampling parameters, requests, step plans and results, outputs.
+
+Everything here is torch-free. The `msgspec` structs also cross the process boundary as MessagePack.
+"""
+
+from pagerunner.types.checks import show
+from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutputsParams
+from pagerunner.types.plan import PageCopy, SlotInit, StateSave, StepPlan, StepResult, StepRow, TableWrite
+from pagerunner.types.request import EngineRequest, FinishReason, Grammar, Pooling, RequestUpdate, TokenLogprobs
+
+__all__ = [
+    "CompletionOutput",
+    "EngineRequest",
+    "FinishReason",
+    "Grammar",
+    "Logprob",
+    "OutputKind",
+    "PageCopy",
+    "Pooling",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestUpdate",
+    "SamplingParams",
+    "SlotInit",
+    "StateSave",
+    "StepPlan",
+    "StepResult",
+    "StepRow",
+    "StructuredOutputsParams",
+    "TableWrite",
+    "TokenLogprobs",
+    "show",
+]

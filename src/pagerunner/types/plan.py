@@ -1,0 +1,99 @@
+"""What crosses between the scheduler and the runner: the plan of a step, and its result."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pagerunner.types.request import EngineRequest, TokenLogprobs
+
+
+class SlotInit(msgspec.Struct, frozen=True):
+    """A request takes a slot: what the runner must know until the slot is released.
+
+    `output_token_ids` are the tokens a preempted request had already generated (penalties count them).
+    """
+
+    slot: int
+    request: EngineRequest
+    output_token_ids: list[int]
+
+
+class StepRow(NamedTuple):
+    """One request's share of a step: tokens at positions [start, start + num_tokens).
+
+    `tokens` holds the ids that the host knows for the first `len(tokens)` positions; a missing last one is the token
+    that the device sampled for this slot last. With `samples` the last position's logits are sampled.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    tokens: list[int]
+    samples: bool
+
+
+class TableWrite(NamedTuple):
+    """Pages `first` .. of a slot, as its backend counts them, are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
+
+    group: int
+    slot: int
+    first: int
+    entries: list[int]
+
+
+class PageCopy(NamedTuple):
+    """Copy one page of `group` from byte offset `source` to byte offset `target` of the KV region."""
+
+    group: int
+    source: int
+    target: int
+
+
+class StateSave(NamedTuple):
+    """Within the forward pass, copy row `row`'s recurrent state after the token at `position - 1` to a page of `group`.
+
+    `target` is the page's byte offset. `position` lies in (row.start, row.start + row.num_tokens].
+    """
+
+    row: int
+    position: int
+    group: int
+    target: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
+
+    A request may be admitted a step before its first row: its first pages are copies of what this step computes.
+    `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
+    been the source of one of the step's copies, so copies come first.
+    `masks` holds, for some of the rows that sample, which tokens they may take: a bit per token, lowest bit first.
+    Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
+    """
+
+    step_id: int
+    rows: list[StepRow]
+    admitted: list[SlotInit] = []
+    table_writes: list[TableWrite] = []
+    zero: list[list[int]] = []
+    copies: list[PageCopy] = []
+    state_saves: list[StateSave] = []
+    masks: dict[int, bytes] = {}
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
+
+    `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
+    that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a
+    row index to the sentence that ends only that request.
+    """
+
+    step_id: int
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    pooled: dict[int, list[float]] = {}
+    errors: dict[int, str] = {}
