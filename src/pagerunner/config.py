@@ -115,7 +115,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     model_path: str
     tokenizer_path: str
-    served_model_name: str
     dtype: Dtype
     device: Literal["cpu", "cuda"]
     max_model_len: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagerunner import limits
-from pagerunner.engine.frontend.input_processor import InputProcessor, prompt_text
+from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import SamplingParams
 from text.tokenizers_for_tests import tokenizer
@@ -33,9 +33,8 @@ def refused(
 def test_text_prompts(prompt: object) -> None:
     [request] = processor().process(prompt, SamplingParams(), "r", 3, "salt")
     assert request.prompt_token_ids == tokenizer("byte_level").encode("the fox")
-    assert (request.request_id, request.family, request.priority, request.cache_salt) == ("r", "r", 3, "salt")
+    assert (request.request_id, request.parent_id, request.priority, request.cache_salt) == ("r", "r", 3, "salt")
     assert request.eos_token_ids == (1,)
-    assert prompt_text(prompt) == "the fox"
 
 
 @pytest.mark.parametrize(
@@ -47,11 +46,11 @@ def test_token_prompts(prompt: object, kind: str | None) -> None:
     assert request.prompt_token_ids == [5, 6]
 
 
-def test_siblings_share_a_family_and_count_seeds_up() -> None:
+def test_siblings_share_a_parent_and_count_seeds_up() -> None:
     requests = processor().process([5], SamplingParams(n=3, seed=2**63 - 2, prompt_logprobs=1), "r")
     assert [r.request_id for r in requests] == ["r_0", "r_1", "r_2"]
     assert [r.seed for r in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert {r.family for r in requests} == {"r"}
+    assert {r.parent_id for r in requests} == {"r"}
     assert [r.params.prompt_logprobs for r in requests] == [1, None, None]
 
 

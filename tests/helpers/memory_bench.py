@@ -38,7 +38,7 @@ class Bench:
         self.cached: dict[str, int] = {}
         self.plans: list[StepPlan] = []
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, family: str = "", seed: int = 0) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1, parent_id: str = "", seed: int = 0) -> None:
         self.scheduler.add(
             EngineRequest(
                 request_id=name,
@@ -46,7 +46,7 @@ class Bench:
                 params=SamplingParams(max_tokens=None),
                 seed=seed,
                 max_tokens=max_tokens,
-                family=family,
+                parent_id=parent_id,
             )
         )
 

@@ -1,7 +1,7 @@
 """A runner without a model that proves what the memory manager promises.
 
 It keeps what a device would keep: tables, pages, the tokens of each slot. A token's state is an identity that depends on
-all tokens before it and on what must not be shared (salt, adapter, without prefix caching the family). After a step's
+all tokens before it and on what must not be shared (salt, without prefix caching the parent). After a step's
 writes, every earlier position that a row could read must hold the identity of the row's own prefix: a page that is
 stale, shared wrongly, owned twice or missing from a table is seen at its first use. A recurrent page holds one identity:
 of the last token that its state has seen, `ZERO` when it was zeroed. Tables are rings: page n is in column n % width.
@@ -84,7 +84,7 @@ class PageChecker:
         self._attended = [number for number in range(len(plan.groups)) if number not in self._states]
 
     def _private(self, request: EngineRequest) -> object:
-        return (request.cache_salt, "" if self.prefix_caching else request.family or request.request_id)
+        return (request.cache_salt, "" if self.prefix_caching else request.parent_id or request.request_id)
 
     def lose_pages(self) -> None:
         """The page memory was unmapped."""

@@ -6,7 +6,7 @@ import re
 from xml.etree import ElementTree
 
 from helpers.plans import one_group, two_groups
-from pagerunner.memory.drawing import CACHED, FREE, ArenaState, arena_svg, arena_text, packed_state, state_of
+from pagerunner.memory.drawing import CACHED, FREE, ArenaState, arena_svg, arena_text, packed_state
 
 
 def rectangles(svg: str) -> list[tuple[str, str | None]]:
@@ -55,9 +55,8 @@ def test_svg_shows_every_owner_where_its_pages_are() -> None:
     plan = two_groups(20)
     per_slab = plan.groups[0].pages_per_slab
     free = (FREE,) * (plan.num_slabs - 2)
-    held = {"<x>": [[0, -1, 1], [plan.groups[1].pages_per_slab]], "y": [[1], []]}
-    state = state_of((0, 1, *free), held, [[per_slab - 1] if per_slab > 2 else [], []])
-    assert state.page_owner[0][0] == "<x>" and state.page_owner[0][1] == "<x> + y"
+    cached = {per_slab - 1: CACHED} if per_slab > 2 else {}
+    state = ArenaState((0, 1, *free), ({**cached, 0: "<x>", 1: "<x> + y"}, {plan.groups[1].pages_per_slab: "<x>"}))
     titles = [title for _, title in rectangles(arena_svg(plan, state))]
     assert titles.count("<x>") == 2 and titles.count("<x> + y") == 1
     assert titles.count(CACHED) == int(per_slab > 2)

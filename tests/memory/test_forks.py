@@ -14,7 +14,7 @@ PARTIAL = 16 * 5 + 9
 
 def family(bench: Bench, size: int, prompt: list[int], max_tokens: int = 4) -> None:
     for number in range(size):
-        bench.add(f"f_{number}", prompt, max_tokens, family="f", seed=number)
+        bench.add(f"f_{number}", prompt, max_tokens, parent_id="f", seed=number)
 
 
 def computed(plans: list[StepPlan]) -> int:
@@ -75,7 +75,7 @@ def test_a_latecomer_goes_on_from_a_sibling_that_has_written_on() -> None:
     family(bench, 1, tokens(PARTIAL), max_tokens=40)
     for _ in range(20):  # past the end of the page
         bench.step()
-    bench.add("f_late", tokens(PARTIAL), 4, family="f", seed=9)
+    bench.add("f_late", tokens(PARTIAL), 4, parent_id="f", seed=9)
     assert starts(bench.step()) == [(PARTIAL + 19, 1), (PARTIAL - 1, 1)]
     bench.drain()
 
@@ -85,15 +85,15 @@ def test_a_window_that_has_moved_on_lends_nothing_and_the_index_serves() -> None
     family(bench, 1, tokens(PARTIAL), max_tokens=100)
     for _ in range(80):
         bench.step()
-    bench.add("f_late", tokens(PARTIAL), 4, family="f", seed=9)
+    bench.add("f_late", tokens(PARTIAL), 4, parent_id="f", seed=9)
     assert starts(bench.step())[1] == (80, 9)
     bench.drain()
 
 
 def test_the_last_holder_keeps_the_page_without_a_copy() -> None:
     bench = Bench(FULL)
-    bench.add("f_0", tokens(PARTIAL), 1, family="f")
-    bench.add("f_1", tokens(PARTIAL), 3, family="f", seed=1)
+    bench.add("f_0", tokens(PARTIAL), 1, parent_id="f")
+    bench.add("f_1", tokens(PARTIAL), 3, parent_id="f", seed=1)
     bench.step()
     second = bench.step()
     assert starts(second) == [(PARTIAL - 1, 1)] and second.copies == []
@@ -113,19 +113,19 @@ def test_other_families_prompts_salts_and_a_reset_share_no_partial_page() -> Non
     bench = Bench(FULL)
     family(bench, 1, tokens(PARTIAL), max_tokens=30)
     bench.step()
-    bench.add("g_0", tokens(PARTIAL), 4, family="g")
-    bench.add("f_other", [*tokens(PARTIAL - 3), 7, 7, 7], 4, family="f")
-    bench.add("f_early", [9, *tokens(PARTIAL)[1:]], 4, family="f")
+    bench.add("g_0", tokens(PARTIAL), 4, parent_id="g")
+    bench.add("f_other", [*tokens(PARTIAL - 3), 7, 7, 7], 4, parent_id="f")
+    bench.add("f_early", [9, *tokens(PARTIAL)[1:]], 4, parent_id="f")
     assert starts(bench.step())[1:] == [(80, 9), (80, 9), (0, PARTIAL)]
     bench.scheduler.reset_prefix_cache()
-    bench.add("f_late", tokens(PARTIAL), 4, family="f")
+    bench.add("f_late", tokens(PARTIAL), 4, parent_id="f")
     assert starts(bench.step())[-1] == (0, PARTIAL)
     bench.drain()
 
 
 def test_a_request_without_siblings_offers_nothing() -> None:
     bench = Bench(FULL)
-    bench.add("a", tokens(PARTIAL), 4, family="a")
+    bench.add("a", tokens(PARTIAL), 4, parent_id="a")
     bench.step()
     assert len(bench.manager._forks) == 0
     family(bench, 2, tokens(40))

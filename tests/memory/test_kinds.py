@@ -6,12 +6,12 @@ import random
 from collections import deque
 
 import pytest
+from pagerunner.memory.transfer import complete_pages
 
 from helpers.memory_bench import Bench, tokens
 from helpers.plans import mixed
 from pagerunner.memory.grant import HOLE, Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.transfer import complete_pages
 
 HYBRID = {"full": (16, 1), "recurrent": (16, 2)}
 WINDOWED = {"full": (16, 1), "window-100": (16, 1)}
@@ -71,7 +71,7 @@ def test_the_next_turn_continues_near_the_end_of_the_generated_text(page: int, h
 def test_requests_with_a_prompt_that_is_being_computed_wait_for_its_snapshot() -> None:
     bench = Bench(HYBRID)
     for number in range(3):
-        bench.add(str(number), tokens(1000), 5, family="f")
+        bench.add(str(number), tokens(1000), 5, parent_id="f")
     first = bench.step()
     assert len(first.rows) == 1
     second = bench.step()
@@ -83,11 +83,11 @@ def test_requests_with_a_prompt_that_is_being_computed_wait_for_its_snapshot() -
 def test_a_family_shares_state_without_prefix_caching_while_one_of_it_runs() -> None:
     bench = Bench(HYBRID, enable_prefix_caching=False)
     for number in range(3):
-        bench.add(str(number), tokens(1000), 5, family="f")
+        bench.add(str(number), tokens(1000), 5, parent_id="f")
     bench.drain()
     assert bench.cached == {"0": 0, "1": 992, "2": 992}
     assert bench.manager.pool.free_slabs == bench.plan.num_slabs, "nothing outlives the family"
-    bench.add("late", tokens(1000), 5, family="f")
+    bench.add("late", tokens(1000), 5, parent_id="f")
     bench.drain()
     assert bench.cached["late"] == 0
 

@@ -7,7 +7,6 @@ import pytest
 from helpers.plans import one_group, two_groups
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.transfer import NullPageMover, NullTransferPlanner, complete_pages
 from pagerunner.types import TableWrite
 
 TOKENS = list(range(1000))
@@ -77,15 +76,15 @@ def test_without_caching_only_a_family_shares_and_only_while_one_of_it_runs() ->
     manager = KVManager(one_group(20), enable_prefix_caching=False)
     tokens = TOKENS[:40]
     grants = []
-    for slot, family in enumerate(("a", "a", "b")):
-        grant = manager.admit(slot, manager.chain(family=family), tokens, 39)
+    for slot, parent in enumerate(("a", "a", "b")):
+        grant = manager.admit(slot, manager.chain(parent_id=parent), tokens, 39)
         assert grant is not None and manager.grow(grant, grant.cached_tokens, 40)
         manager.publish(grant, tokens, 40)
         grants.append(grant)
     assert [grant.cached_tokens for grant in grants] == [0, 32, 0]
     manager.release(grants[0])
     manager.check_integrity()
-    late = manager.admit(0, manager.chain(family="a"), tokens, 39)
+    late = manager.admit(0, manager.chain(parent_id="a"), tokens, 39)
     assert late is not None and late.cached_tokens == 32
     for grant in (grants[1], grants[2], late):
         manager.release(grant)
@@ -206,22 +205,3 @@ def test_usage_is_the_share_of_bytes_in_use() -> None:
     assert (group.group, group.in_use, group.cached, group.evictions) == ("full", 5, 0, 0)
     manager.release(grant)
     assert manager.usage == 0 and manager.usage_by_group()[0].cached == 5
-
-
-def test_connectors_see_named_byte_ranges() -> None:
-    manager = KVManager(two_groups(40))
-    grant = admit(manager, TOKENS[:40])
-    ranges = complete_pages(manager, grant)
-    assert [(page.group, page.tokens) for page in ranges] == [(0, 16)] * 2 + [(1, 4)] * 8
-    assert len({page.key for page in ranges}) == 10
-    for page in ranges:
-        assert page.num_bytes == manager.plan.groups[page.group].page_bytes
-        assert page.offset + page.num_bytes <= manager.plan.kv_bytes
-    planner, mover = NullTransferPlanner(), NullPageMover()
-    planner.published(ranges)
-    assert planner.available([page.key for page in ranges]) == 0
-    transfers = planner.take()
-    assert transfers.loads == transfers.stores == []
-    mover.before_step(transfers)
-    mover.after_step(transfers)
-    mover.close()

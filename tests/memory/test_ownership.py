@@ -10,7 +10,6 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from helpers.plans import one_group
-from pagerunner.memory.drawing import CACHED, arena_svg, arena_text, live_state
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state, runs_of
 
@@ -33,7 +32,7 @@ def test_every_page_is_listed_with_all_its_holders_or_as_cached(kinds: dict[str,
     bench = Bench(kinds)
     bench.run("gone", tokens(100, 5000))
     for number in range(3):
-        bench.add(f"a_{number}", tokens(200), 30, family="a", seed=number)
+        bench.add(f"a_{number}", tokens(200), 30, parent_id="a", seed=number)
     for _ in range(6):
         bench.step()
     state, pool = bench.scheduler.memory_state(), bench.manager.pool
@@ -56,17 +55,13 @@ def test_every_page_is_listed_with_all_its_holders_or_as_cached(kinds: dict[str,
     assert len(slabs) == len(set(slabs)) == state.num_slabs - state.free_slabs
 
 
-def test_it_survives_the_way_through_another_process_and_can_be_drawn() -> None:
+def test_it_survives_the_way_through_another_process() -> None:
     bench = Bench({"full": (16, 1), "window-40": (16, 3)})
     bench.run("gone", tokens(100, 5000))
     bench.add("alive", tokens(200), 30)
     bench.step()
     state = bench.scheduler.memory_state()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=MemoryState) == state
-    drawn = live_state(msgspec.json.decode(msgspec.json.encode(state), type=MemoryState))
-    owners = {owner for pages in drawn.page_owner for owner in pages.values()}
-    assert owners == {"alive", CACHED}
-    assert "full" in arena_text(bench.plan, drawn) and "alive" in arena_svg(bench.plan, drawn)
 
 
 def test_the_state_of_50000_scattered_pages_is_cheap() -> None:

@@ -126,7 +126,7 @@ def test_every_page_is_followed_until_its_eviction_or_its_end(kinds: dict[str, t
     for number in range(120):
         length = source.randrange(1, min(300, bench.plan.max_model_len - 40))
         text = [source.randrange(2) + 5] * length
-        bench.add(str(number), text, source.randrange(1, 40), family="f" if number % 5 == 0 else "", seed=number)
+        bench.add(str(number), text, source.randrange(1, 40), parent_id="f" if number % 5 == 0 else "", seed=number)
         for _ in range(source.randrange(4)):
             if bench.scheduler.has_work:
                 bench.step()

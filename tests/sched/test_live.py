@@ -75,7 +75,7 @@ def test_a_request_waits_for_a_snapshot_that_another_is_about_to_leave() -> None
 def test_a_sibling_waits_for_the_pages_it_goes_on_from() -> None:
     bench = Bench({"full": (16, 1)})
     for number in range(2):
-        bench.add(f"a_{number}", tokens(40), 4, family="a", seed=number)
+        bench.add(f"a_{number}", tokens(40), 4, parent_id="a", seed=number)
     bench.step()
     assert waits(bench.scheduler) == {"a_0": "", "a_1": "sibling"}
     bench.step()

@@ -165,7 +165,7 @@ class Traffic(RuleBasedStateMachine):
                 priority=priority,
                 arrival_time=float(self.made),
                 cache_salt=salt,
-                family=str(self.made) if siblings > 1 else "",
+                parent_id=str(self.made) if siblings > 1 else "",
             )
             try:
                 self.scheduler.add(request)
@@ -291,8 +291,8 @@ class _LeaksPages(SlabPool):
 
 
 class _IgnoresSalt(KVManager):
-    def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
-        return super().chain("", adapter, family)
+    def chain(self, cache_salt: str = "", parent_id: str = "") -> PrefixChain:
+        return super().chain("", parent_id)
 
 
 class _LosesTableWrites(KVManager):
@@ -339,8 +339,8 @@ class _UnchainedHashes(PrefixChain):
 
 
 class _ConfusesPrefixes(KVManager):
-    def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
-        return _UnchainedHashes(super().chain(cache_salt, adapter, family).seed)
+    def chain(self, cache_salt: str = "", parent_id: str = "") -> PrefixChain:
+        return _UnchainedHashes(super().chain(cache_salt, parent_id).seed)
 
 
 @pytest.mark.parametrize(

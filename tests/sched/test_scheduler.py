@@ -173,10 +173,10 @@ def test_salts_do_not_share() -> None:
     assert [row.start for row in bench.plan_step().rows] == [0, 0, 32]
 
 
-def test_a_family_shares_without_prefix_caching_and_strangers_do_not() -> None:
+def test_siblings_share_without_prefix_caching_and_strangers_do_not() -> None:
     bench = Bench(caching=False)
     prompt = list(range(40))
-    bench.add(*(request(str(n), prompt, family="f") for n in range(3)), request("x", prompt), request("y", prompt))
+    bench.add(*(request(str(n), prompt, parent_id="f") for n in range(3)), request("x", prompt), request("y", prompt))
     plan = bench.plan_step()
     assert [row.start for row in plan.rows] == [0, 0, 0]
     bench.commit(plan)

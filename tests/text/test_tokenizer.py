@@ -51,7 +51,6 @@ def test_ids_and_texts_equal_the_references(
             ids = reference(text, add_special_tokens=special).input_ids
             assert ours.encode(text, add_special_tokens=special) == ids
             assert ours.decode(ids, skip_special_tokens=special) == reference.decode(ids, skip_special_tokens=special)
-    assert ours.encode_batch(TEXTS) == reference(TEXTS).input_ids
     assert ours.eos_token_id == reference.eos_token_id and ours.bos_token_id == reference.bos_token_id
     assert ours.vocab_size == len(reference)
     assert ours.convert_ids_to_tokens([0, 40, 300]) == reference.convert_ids_to_tokens([0, 40, 300])
@@ -100,9 +99,8 @@ def test_partial_characters_decode_to_replacements(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["lone \ud800 surrogate", b"bytes", None, 7])
 def test_text_that_is_not_text_is_refused(tmp_path: Path, bad: Any) -> None:
     ours = Tokenizer.from_path(make_checkpoint(tmp_path, "qwen3"))
-    for call in (lambda: ours.encode(bad), lambda: ours.encode_batch([bad])):
-        with pytest.raises(InvalidRequestError, match="prompt"):
-            call()
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        ours.encode(bad)
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

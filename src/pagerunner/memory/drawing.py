@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from pagerunner.memory.report import human_bytes
 
 if TYPE_CHECKING:
-    from pagerunner.memory.ownership import MemoryState
     from pagerunner.memory.planner import MemoryPlan
 
 FREE = -1
@@ -41,37 +40,6 @@ class ArenaState:
 
     slab_group: tuple[int, ...]
     page_owner: tuple[Mapping[int, str], ...]
-
-
-def state_of(
-    slab_group: Sequence[int], held: Mapping[str, Sequence[Sequence[int]]], cached: Sequence[Iterable[int]]
-) -> ArenaState:
-    """A live state from ownership lists: `held[request][g]` are page ids of group g (negative ones stand for pages given
-    back), `cached[g]` those that only the prefix index knows. A page that requests share is named after all of them.
-    """
-    owners: list[dict[int, str]] = [dict.fromkeys(pages, CACHED) for pages in cached]
-    for request, groups in held.items():
-        for number, pages in enumerate(groups):
-            for page in pages:
-                if page >= 0:
-                    other = owners[number].get(page, CACHED)
-                    owners[number][page] = request if other == CACHED else f"{other} + {request}"
-    return ArenaState(tuple(slab_group), tuple(owners))
-
-
-def live_state(state: MemoryState) -> ArenaState:
-    """What `MemoryState` says of a running engine, to be drawn: a page that is only cached is so named."""
-    slab_group = [FREE] * state.num_slabs
-    for number, group in enumerate(state.groups):
-        for slab in _listed(group.slabs):
-            slab_group[slab] = number
-    held = {one.request_id: [list(_listed(runs)) for runs in one.pages] for one in state.requests}
-    return state_of(slab_group, held, [_listed(group.cached) for group in state.groups])
-
-
-def _listed(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
-    for first, count in runs:
-        yield from range(first, first + count)
 
 
 def packed_state(plan: MemoryPlan) -> ArenaState:

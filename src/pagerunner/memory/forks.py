@@ -1,4 +1,4 @@
-"""Prompts that several requests of one family share to the last token: who holds one, and in whose pages.
+"""Prompts that siblings share to the last token: who holds one, and in whose pages.
 
 The n siblings of one request differ from the first generated token on. Complete pages of their prompt are found in the
 prefix index; the pages that the prompt's end leaves incomplete can't be, since every sibling fills them in its own way. They
@@ -15,10 +15,10 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain
 PromptKey = tuple[str, bytes, tuple[int, ...]]
 
 
-def prompt_key(family: str, chain: PrefixChain, prompt: Sequence[int]) -> PromptKey:
-    """What identifies a family's prompt: the hash of its whole units, which `chain` covers, and the tokens after them."""
+def prompt_key(parent_id: str, chain: PrefixChain, prompt: Sequence[int]) -> PromptKey:
+    """What identifies the prompt of siblings: the hash of its whole units, which `chain` covers, and the tokens after them."""
     units = len(prompt) // UNIT_TOKENS
-    return family, chain.hashes[units - 1] if units else chain.seed, tuple(prompt[units * UNIT_TOKENS :])
+    return parent_id, chain.hashes[units - 1] if units else chain.seed, tuple(prompt[units * UNIT_TOKENS :])
 
 
 class Forks:

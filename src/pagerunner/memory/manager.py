@@ -27,7 +27,7 @@ UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
 class KVManager:
     """Pages of all groups, and the prefix index over them.
 
-    Without `enable_prefix_caching` pages are only shared among requests of one family while one of them runs.
+    Without `enable_prefix_caching` pages are only shared among siblings while one of them runs.
     `list_fresh_pages` puts the fresh pages of every group into the step's zero lists, not only of those that need it.
     A `sampler` times how long pages stay.
     `version` changes whenever pages were given back: a request that didn't fit need not be tried again before.
@@ -88,9 +88,9 @@ class KVManager:
             return Refusal(tokens, self.plan.groups[0].pages_needed(tokens), self.plan.num_pages(0), "pages")
         return Refusal(tokens, self.plan.slabs_needed(tokens), self.plan.num_slabs, "slabs")
 
-    def chain(self, cache_salt: str = "", adapter: str = "", family: str = "") -> PrefixChain:
+    def chain(self, cache_salt: str = "", parent_id: str = "") -> PrefixChain:
         """The prefix chain of a new request; requests with equal arguments may share pages."""
-        return PrefixChain(chain_seed(cache_salt, adapter, "" if self.enable_prefix_caching else family), self._recent)
+        return PrefixChain(chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id), self._recent)
 
     def admit(
         self,
@@ -100,14 +100,14 @@ class KVManager:
         hit_limit: int,
         *,
         shares: bool = True,
-        family: str = "",
+        parent_id: str = "",
         prompt_len: int = 0,
     ) -> Grant | None:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
         None if they don't fit beside what running requests hold and were promised, or if a running request is about to
         take a snapshot that saves this one work. Without `shares` the request neither looks into the index nor publishes.
-        With a `family`, the first `prompt_len` tokens may come from a sibling that holds them (`offer`): all but the last.
+        With a `parent_id`, the first `prompt_len` tokens may come from a sibling that holds them (`offer`): all but the last.
         """
         grant = Grant(slot, chain, len(self._rules), self._epoch)
         self.awaits_snapshot = False
@@ -120,7 +120,7 @@ class KVManager:
                 self.awaits_snapshot = True
                 return None
         fork = min(hit_limit, prompt_len)
-        if shares and family and fork > hit and self._fork(grant, family, tokens[:prompt_len], fork):
+        if shares and parent_id and fork > hit and self._fork(grant, parent_id, tokens[:prompt_len], fork):
             hit = fork
             grant.group_hits = [max(other, fork) for other in grant.group_hits]
         else:
@@ -218,25 +218,25 @@ class KVManager:
 
     # -- siblings
 
-    def offer(self, grant: Grant, family: str, prompt: Sequence[int]) -> None:
-        """The plan in the making computes the last of the grant's `prompt`: siblings of `family` may go on from its pages.
+    def offer(self, grant: Grant, parent_id: str, prompt: Sequence[int]) -> None:
+        """The plan in the making computes the last of the grant's `prompt`: siblings, of the same `parent_id`, may go on from its pages.
 
         Not where layers have recurrent state, which is past the prompt's last token then. Siblings copy its snapshot.
         """
         if self._state < 0 and grant.epoch == self._epoch:
-            self._forks.offer(prompt_key(family, grant.chain, prompt), grant, self._plans)
+            self._forks.offer(prompt_key(parent_id, grant.chain, prompt), grant, self._plans)
 
     def must_wait(self, grant: Grant) -> bool:
         """Whether a new grant borrows pages that the plan in the making still fills: its first row is for the next plan."""
         return grant.starts == self._plans + 1
 
-    def _fork(self, grant: Grant, family: str, prompt: Sequence[int], tokens: int) -> bool:
+    def _fork(self, grant: Grant, parent_id: str, prompt: Sequence[int], tokens: int) -> bool:
         """Put the pages of the first `tokens` tokens of a sibling's prompt into the grant; False if no sibling has all.
 
         Pages that the rest of their unit may make different are borrowed: they become the grant's own in `grow`.
         """
         chain = grant.chain
-        for holder, plan in self._forks.holders(prompt_key(family, chain, prompt)):
+        for holder, plan in self._forks.holders(prompt_key(parent_id, chain, prompt)):
             found = [self._pages_of(holder, group, chain, tokens) for group in range(len(self._rules))]
             if holder.epoch != self._epoch or not all(found):
                 continue

@@ -1,7 +1,7 @@
 """The prefix index: chained content hashes of token prefixes, and which page holds which content.
 
 A hash covers 16 tokens and everything before them, so equal hashes mean equal prefixes: 256 bits of BLAKE2b over
-canonical little-endian token ids, seeded with all that makes equal tokens give different keys and values (salt, adapter).
+canonical little-endian token ids, seeded with all that separates requests whose tokens are equal (the salt).
 It doesn't depend on any page size. What identifies a page is made of these hashes by the group's rule.
 """
 
@@ -18,9 +18,9 @@ _UNIT_BYTES = 4 * UNIT_TOKENS
 PageKey = bytes
 
 
-def chain_seed(cache_salt: str = "", adapter: str = "", family: str = "") -> bytes:
-    """The hash that a chain starts from: requests share pages only if all three are equal."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, adapter, family)]
+def chain_seed(cache_salt: str = "", parent_id: str = "") -> bytes:
+    """The hash that a chain starts from: requests share pages only if both are equal."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, parent_id)]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(framed, digest_size=32, person=b"pagerunner-v1").digest()
 

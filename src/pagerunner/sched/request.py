@@ -18,8 +18,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_time", "blocked", "cached_tokens", "chain", "family", "finished", "grant", "guide", "in_flight", "key", "max_total",
-        "min_total", "pending",
+        "admitted_time", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "max_total",
+        "min_total", "parent_id", "pending",
         "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
@@ -34,7 +34,7 @@ class Sequence:
         self.chain = chain
         self.shares = shares
         # of a request that has siblings
-        self.family = request.family if shares and request.family != request.request_id else ""
+        self.parent_id = request.parent_id if shares and request.parent_id != request.request_id else ""
         self.key = (request.priority, request.arrival_time, arrival)
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)

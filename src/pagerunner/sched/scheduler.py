@@ -112,8 +112,8 @@ class Scheduler:
         manager = self.manager
         sequence = Sequence(
             request,
-            manager.chain(request.cache_salt, family=request.family),
-            shares=manager.enable_prefix_caching or request.family != "",
+            manager.chain(request.cache_salt, parent_id=request.parent_id),
+            shares=manager.enable_prefix_caching or request.parent_id != "",
             max_model_len=self.max_model_len,
             arrival=self._arrivals,
         )
@@ -246,8 +246,8 @@ class Scheduler:
         sequence.pending += samples
         if end >= grant.next_publish:
             self.manager.publish(grant, tokens, end)
-        if samples and sequence.family:
-            self.manager.offer(grant, sequence.family, tokens[: sequence.prompt_len])
+        if samples and sequence.parent_id:
+            self.manager.offer(grant, sequence.parent_id, tokens[: sequence.prompt_len])
         return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
 
     def _schedule_waiting(
@@ -273,7 +273,7 @@ class Scheduler:
                     sequence.tokens,
                     sequence.hit_limit(),
                     shares=sequence.shares,
-                    family=sequence.family,
+                    parent_id=sequence.parent_id,
                     prompt_len=sequence.prompt_len,
                 )
             except Exception as error:  # a bug that one request has found must not end the others

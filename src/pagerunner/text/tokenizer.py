@@ -107,13 +107,6 @@ class Tokenizer:
         # The same ids; but other threads go on meanwhile, and places in the text, which nobody wants, aren't kept.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of several texts, in parallel."""
-        for text in texts:
-            _require_text(text)
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in found]
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not whole characters become U+FFFD, ids beyond the vocabulary nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -33,7 +33,7 @@ class Grammar(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     """One sequence to generate, as the frontend hands it to the engine core. A request with `n > 1` is n of these.
 
-    `request_id` is server-made and unique. `family` is shared by the n siblings of one request, so that they share the
+    `request_id` is server-made and unique. `parent_id` is shared by the n siblings of one request, so that they share the
     prompt's pages even when prefix caching is off. `bad_words_ids` are `bad_words` as token sequences.
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
     resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
@@ -50,7 +50,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str = ""
-    family: str = ""
+    parent_id: str = ""
     pooling: Pooling | None = None
     grammar: Grammar | None = None
 

@@ -29,12 +29,6 @@ class TextEncoder(Protocol):
         """The token ids of a text."""
 
 
-def prompt_text(prompt: Prompt) -> str | None:
-    """The text of a prompt, to be shown in its outputs; None where there are only token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
 def check_text(text: str) -> None:
     """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
     if len(text) > limits.MAX_PROMPT_CHARS:
@@ -143,7 +137,7 @@ class InputProcessor:
             priority=priority,
             arrival_time=arrival,
             cache_salt=salt or cache_salt,
-            family=request_id,
+            parent_id=request_id,
             pooling=pooling,
             grammar=grammar,
         )

@@ -38,7 +38,7 @@ class FinishedSequence(NamedTuple):
     @property
     def is_first(self) -> bool:
         """Whether it stands for its request: of the n sequences of one, the first."""
-        return self.request.request_id in (self.request.family, f"{self.request.family}_0")
+        return self.request.request_id in (self.request.parent_id, f"{self.request.parent_id}_0")
 
 
 class EngineObserver:

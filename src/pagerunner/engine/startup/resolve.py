@@ -86,7 +86,6 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     config = EngineConfig(
         model_path=str(args.model),
         tokenizer_path=str(args.tokenizer or args.model),
-        served_model_name=args.served_model_name or str(args.model),
         dtype=dtype,
         device=device,
         max_model_len=plan.max_model_len,
