@@ -30,9 +30,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One thread: the models are tiny, and on a busy machine threads that wait for each other take most of the time.
+# A process for each core (at most 8), whole files at a time (JOBS=1 for one). One thread in each: the models are tiny, and on a busy
+# machine threads that wait for each other take most of the time.
+JOBS ?= auto
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
 
 figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py

@@ -52,6 +52,19 @@ def test_from_the_projection_on(rows: tuple, kv_dtype: torch.dtype) -> None:
     check_projected(case, "cuda", atol=6e-2, rtol=0.26 if kv_dtype == E4M3 else 3e-2)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
+@pytest.mark.parametrize("loud", [1.0, 500.0, 1e-4])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("reach", [None, Reach(40)], ids=["full", "window"])
+def test_fp8_scales_from_the_projection_on(
+    reach: Reach | None, kv_dtype: torch.dtype, loud: float, static: bool
+) -> None:
+    kept = {} if reach is None else {"reach": reach}
+    case = Case(ONE[:8], 16, 2, 2, 64, kv_dtype=kv_dtype, **kept)
+    step = 0.13 if kv_dtype == E4M3 else 0.26  # of the format; a sum in another order may fall on either side
+    check_projected(case, "cuda", atol=1e-4, rtol=step, loud=loud, static=static)
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("sampled", [[], [0, 5, 38, 39, 339, 539], list(range(100, 180))], ids=["none", "few", "many"])
 def test_sampled_tokens_alone(sampled: list[int], kv_dtype: torch.dtype) -> None:

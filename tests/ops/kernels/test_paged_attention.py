@@ -23,16 +23,21 @@ from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+many_and_few_slices = pytest.mark.parametrize(
+    "small_tiles", [(4, 0), (1, 2)], ids=["many slices", "few slices"], indirect=True
+)
 
 
-@pytest.fixture(autouse=True, params=[(4, 0), (1, 2)], ids=["many slices", "few slices"])
+@pytest.fixture(autouse=True)
 def small_tiles(request, monkeypatch):
     """Rows of several tiles, cut by slices, and blocks of few queries; or slices of several rows."""
-    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *request.param))
+    slices = getattr(request, "param", (4, 0))
+    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *slices))
     monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
     monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
 
 
+@many_and_few_slices
 @pytest.mark.parametrize(
     "case",
     [
@@ -50,6 +55,7 @@ def test_steps_of_one_token_a_row(case: Case) -> None:
     check_attention(case, "cpu")
 
 
+@many_and_few_slices
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,6 +70,7 @@ def test_steps_with_several_tokens_a_row(case: Case) -> None:
     check_attention(case, "cpu")
 
 
+@many_and_few_slices
 @pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3])
 def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
@@ -98,6 +105,7 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
     check_projected(case, "cpu")
 
 
+@many_and_few_slices
 @pytest.mark.parametrize(
     "case",
     [
@@ -111,15 +119,23 @@ def test_from_the_projection_on(case: Case) -> None:
     check_projected(case, "cpu")
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
-@pytest.mark.parametrize("loud", [1.0, 500.0, 1e-4])
+FP8_WINDOW = Case(ONE, 4, 1, 2, 8, kv_dtype=E4M3, reach=Reach(6))
+FP8_SINKS = Case(ONE, 16, 3, 1, 6, kv_dtype=E5M2, sinks=True, softcap=1.5)
+
+
+# Every loudness, every kind of scales and every case at least once; tests/gpu has the cross product.
 @pytest.mark.parametrize(
-    ("case", "alone"),
+    ("case", "alone", "loud", "static"),
     [
-        (Case(ONE, 4, 2, 3, 8, kv_dtype=E4M3, padding=1), True),
-        (Case(ONE, 16, 3, 1, 6, kv_dtype=E5M2, sinks=True, softcap=1.5), True),
-        (Case(ONE, 4, 1, 2, 8, kv_dtype=E4M3, reach=Reach(6)), True),
-        (Case(ONE, 48, 1, 2, 8, kv_dtype=E4M3), False),  # a page may lie in several tiles
+        (Case(ONE, 4, 2, 3, 8, kv_dtype=E4M3, padding=1), True, 1.0, False),
+        (Case(ONE, 4, 2, 3, 8, kv_dtype=E4M3, padding=1), True, 500.0, True),
+        (FP8_SINKS, True, 500.0, False),
+        (FP8_SINKS, True, 1e-4, True),
+        (FP8_WINDOW, True, 1e-4, False),
+        (FP8_WINDOW, True, 500.0, False),
+        (FP8_WINDOW, True, 1.0, True),
+        (Case(ONE, 48, 1, 2, 8, kv_dtype=E4M3), False, 500.0, False),  # a page may lie in several tiles
+        (Case(ONE, 48, 1, 2, 8, kv_dtype=E4M3), False, 1.0, True),
     ],
 )
 def test_fp8_from_the_projection_on(monkeypatch, case: Case, alone: bool, loud: float, static: bool) -> None:
