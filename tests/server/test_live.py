@@ -170,8 +170,8 @@ class FakeEngine:
         return state._replace(steps=[LiveStep(len(self.calls), 0.0, 0.001, 1, 1, False)])
 
 
-def feed_of(engine: Any, closing: asyncio.Event | None = None) -> LiveFeed:
-    return LiveFeed(engine, LatencyTap(EngineObserver()), closing or asyncio.Event())
+def feed_of(engine: Any, closing: asyncio.Event | None = None, can_sleep: bool = True) -> LiveFeed:
+    return LiveFeed(engine, LatencyTap(EngineObserver()), closing or asyncio.Event(), can_sleep=can_sleep)
 
 
 async def read(events: AsyncGenerator[bytes, None]) -> dict[str, Any]:
@@ -200,6 +200,17 @@ def test_nothing_is_asked_of_the_engine_while_nobody_looks(monkeypatch: pytest.M
         events = feed.view()
         first = await read(events)
         assert "plan" in first and engine.calls[asked] == 0  # from the beginning again
+        await events.aclose()
+
+    run(monkeypatch, main)
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_a_whole_frame_says_whether_the_engine_can_sleep(monkeypatch: pytest.MonkeyPatch, can_sleep: bool) -> None:
+    async def main() -> None:
+        events = feed_of(FakeEngine(), can_sleep=can_sleep).view()
+        assert (await read(events))["can_sleep"] is can_sleep
+        assert "can_sleep" not in await read(events)
         await events.aclose()
 
     run(monkeypatch, main)

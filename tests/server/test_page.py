@@ -82,10 +82,9 @@ browser_test = pytest.mark.skipif(browsers.missing() != "", reason=f"no browser:
 
 
 @contextmanager
-def demo_server(**options: Any) -> Iterator[RunningServer]:
-    args = EngineArgs(
-        model=str(PACKAGE / "demo" / "demo"), enable_sleep_mode=True, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=4
-    )
+def demo_server(args: dict[str, Any] | None = None, **options: Any) -> Iterator[RunningServer]:
+    defaults = {"enable_sleep_mode": True, "kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 4}
+    args = EngineArgs(model=str(PACKAGE / "demo" / "demo"), **(defaults | (args or {})))
     with running_server(args, core_factory=DEFAULT_FACTORY, **options) as server:
         yield server
 
@@ -100,6 +99,16 @@ def demo() -> Iterator[RunningServer]:
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browsers.browser(tmp_path_factory.mktemp("chromium")) as window:
         yield window
+
+
+@contextmanager
+def looking_at(chromium: Browser, server: RunningServer) -> Iterator[None]:
+    """The page of a server that will end: it is left before, and what the browser said about it is forgotten."""
+    chromium.screen(1280, 900)
+    chromium.open(f"{server.url}/ui")
+    yield
+    chromium.open("about:blank")
+    chromium.complaints()
 
 
 @pytest.fixture
@@ -142,7 +151,7 @@ def requests(server: RunningServer, count: int, tokens: int = 1500) -> Iterator[
 
 @browser_test
 def test_a_chat_shows_its_tokens_with_what_else_could_have_come(page: Browser) -> None:
-    page.click("summary")
+    page.click("#ask summary")
     page.type("[name=seed]", "1")
     page.type("[name=temperature]", "0")
     page.type("#prompt", "What is 12 + 30?")
@@ -233,18 +242,193 @@ def test_sleep_and_wake_by_button(page: Browser, demo: RunningServer) -> None:
     assert page.text("article:last-child .text").startswith("12 + 30 = 42")
 
 
+DIALOG_OPEN = "return document.querySelector('#key-dialog').open"
+DIALOG_CLOSED = "return !document.querySelector('#key-dialog').open"
+STATUS = "return document.querySelector('#status').textContent === arguments[0]"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    with demo_server(api_keys=["secret"], admin_keys=["boss"]) as server:
+        yield server
+
+
+@pytest.fixture
+def locked(chromium: Browser, guarded: RunningServer) -> Iterator[Browser]:
+    """The page of a server with an API key and an admin key, which asks for them."""
+    chromium.screen(1280, 900)
+    chromium.open(f"{guarded.url}/ui")
+    chromium.until(DIALOG_OPEN)
+    yield chromium
+    assert all("401" in line for line in chromium.complaints())
+
+
+def give(page: Browser, api: str, admin: str) -> None:
+    for name, key in (("api", api), ("admin", admin)):
+        page.clear(f"#{name}-key")
+        if key:
+            page.type(f"#{name}-key", key)
+    page.click("#use-keys")
+
+
+def ask(page: Browser) -> str:
+    page.type("#prompt", "What is 12 + 30?")
+    page.click("#send")
+    page.until("return document.querySelector('.note')?.textContent")
+    return page.text("article:last-child .text")
+
+
 @browser_test
-def test_a_key_is_asked_for_and_forgotten_by_a_reload(chromium: Browser) -> None:
-    with demo_server(api_keys=["secret"], admin_keys=["secret"]) as server:
-        chromium.open(f"{server.url}/ui")
-        chromium.until("return document.querySelector('#key-dialog').open")
-        chromium.type("#api-key", "secret")
-        chromium.click("#key-dialog button[value=ok]")
+def test_two_keys_open_the_playground_and_the_figures_and_are_forgotten_by_a_reload(
+    locked: Browser, guarded: RunningServer
+) -> None:
+    assert locked.text("#api-key-words") == "The server asks for an API key."
+    give(locked, "secret", "boss")
+    locked.until(IDLE)
+    assert locked.js(DIALOG_CLOSED) and locked.js(STATUS, "awake")
+    assert ask(locked).startswith("12 + 30 = 42")
+    locked.click("#reset")
+    locked.until("return !document.querySelector('#reset').disabled")
+    assert locked.text("#notice") == ""
+    assert locked.js("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 0]
+    locked.open(f"{guarded.url}/ui")
+    locked.until(DIALOG_OPEN)
+
+
+@browser_test
+def test_a_wrong_key_is_named_in_the_dialog(locked: Browser) -> None:
+    give(locked, "wrong", "boss")
+    locked.until("return document.querySelector('#api-key-words').textContent.includes('does not take this API key')")
+    assert locked.text("#admin-key-words") == "" and locked.js(DIALOG_OPEN)
+    give(locked, "secret", "wrong")
+    locked.until("return document.querySelector('#admin-key-words').textContent.includes('not take this admin key')")
+    assert locked.text("#api-key-words") == "" and locked.js(DIALOG_OPEN)
+    give(locked, "secret", "boss")
+    locked.until(IDLE)
+    assert locked.js(DIALOG_CLOSED)
+
+
+@browser_test
+def test_the_playground_works_without_an_admin_key_and_the_figures_say_what_they_need(locked: Browser) -> None:
+    give(locked, "secret", "")
+    locked.until(STATUS, "playground only")
+    assert "need the admin key" in locked.text("#arena-empty")
+    assert ask(locked).startswith("12 + 30 = 42")
+    locked.js("return new Promise(done => setTimeout(done, 1200))")  # nothing asks again by itself
+    assert locked.js(DIALOG_CLOSED) and locked.js(STATUS, "playground only")
+    locked.click("#keys")
+    give(locked, "secret", "boss")
+    locked.until(IDLE)
+
+
+@browser_test
+def test_the_admin_key_alone_opens_everything(locked: Browser) -> None:
+    give(locked, "", "boss")
+    locked.until(IDLE)
+    assert ask(locked).startswith("12 + 30 = 42")
+
+
+@browser_test
+def test_a_server_without_an_admin_key_says_so_and_is_not_asked_again(chromium: Browser) -> None:
+    with demo_server(api_keys=["secret"]) as server, looking_at(chromium, server):
+        chromium.until(DIALOG_OPEN)
+        give(chromium, "secret", "")
+        chromium.until(STATUS, "playground only")
+        assert "started without --admin-key" in chromium.text("#arena-empty") and chromium.js(DIALOG_CLOSED)
+        assert ask(chromium).startswith("12 + 30 = 42")
+
+
+@browser_test
+def test_before_the_first_figures_there_is_a_sentence_and_no_black_box(locked: Browser) -> None:
+    assert locked.js(
+        "return document.querySelector('#arena').hidden && !document.querySelector('#overview').offsetParent"
+    )
+    assert locked.js("return document.querySelector('#arena-empty').offsetHeight > 40")
+    assert "No step has run yet." in locked.text(".chart") and locked.js("return !pagerunner.model.plan")
+
+
+@browser_test
+def test_sleep_is_off_with_a_reason_where_the_server_cannot(chromium: Browser) -> None:
+    with demo_server({"enable_sleep_mode": False}) as server, looking_at(chromium, server):
         chromium.until(IDLE)
-        assert chromium.js("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 0]
-        chromium.open(f"{server.url}/ui")
-        chromium.until("return document.querySelector('#key-dialog').open")
-    assert all("401" in line or "ERR_" in line for line in chromium.complaints())
+        assert chromium.js("return document.querySelector('#sleep').disabled")
+        assert "--enable-sleep-mode" in chromium.text("#no-sleep")
+        assert chromium.js("return document.querySelector('#no-sleep').offsetWidth > 0")
+        assert "--enable-sleep-mode" in chromium.js("return document.querySelector('#sleep').title")
+
+
+@browser_test
+def test_a_few_used_slabs_among_a_thousand_fill_the_map(chromium: Browser) -> None:
+    with demo_server({"kv_cache_memory_bytes": 4 * 2**30}) as server, looking_at(chromium, server):
+        chromium.until(IDLE)
+        assert re.fullmatch(r"All 1,0\d\d slabs are free\.", chromium.text("#arena-empty"))
+        with requests(server, 3):
+            chromium.until("return pagerunner.model.requests.length === 3 && pagerunner.map.layout")
+            tiles, cell, all_ = chromium.until(
+                "const {map} = pagerunner; return map.tiles?.count && [map.tiles.count, map.layout.width, map.drawsAll]"
+            )
+            assert tiles < 10 and cell >= 16 and not all_
+            assert re.search(r"1,0\d\d slabs of 4\.\d MiB, \d in use", chromium.text("#memory-summary"))
+            chromium.js(
+                "const one = document.querySelector('#extent'); one.value = 'all'; one.dispatchEvent(new Event('change'))"
+            )
+            chromium.until("return pagerunner.map.tiles.count > 1000")
+
+
+@browser_test
+def test_the_charts_have_axes_with_numbers_and_units_and_fill_their_place(page: Browser, demo: RunningServer) -> None:
+    with requests(demo, 3):
+        axes = page.until("return pagerunner.timeline.axes?.bars > 40 && pagerunner.timeline.axes")
+        assert axes["tokens"][:2] == ["1", "10"]
+        assert len(axes["seconds"]) == 3 and all(re.fullmatch(r"[\d.]+ m?s", word) for word in axes["seconds"])
+        assert axes["bars"] * axes["pitch"] >= 0.95 * (axes["width"] - axes["left"])
+        gap = page.js(
+            """const panel = document.querySelector('.steps').getBoundingClientRect(),
+            last = document.querySelector('.steps .legend').getBoundingClientRect(); return panel.bottom - last.bottom"""
+        )
+        assert gap < 20
+    page.until(IDLE)
+
+
+@browser_test
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_requests_show_whole_rows_and_every_figure(page: Browser, width: int) -> None:
+    page.screen(width, 844)
+    faults = page.js(
+        """const {model} = pagerunner, before = model.requests;
+        model.requests = Array.from({length: 40}, (_, i) => ({id: 'chatcmpl-' + 'a'.repeat(20) + i, slot: i % 2 ? -1 : i, age: 8.2 + 31 * i,
+          prompt: 131072, tokens: 131073, computed: 131073, cached: 100000, limit: 262144, wait: i % 2 ? 'snapshot' : '',
+          pages: [Int32Array.of(1, 2, 3)]}));
+        pagerunner.show();
+        const box = document.querySelector('.scroll'), rows = [...document.querySelectorAll('#request-rows tr')], faults = [];
+        const high = rows[1].offsetTop - rows[0].offsetTop || rows[0].offsetHeight, edge = box.getBoundingClientRect();
+        const whole = (box.clientHeight - (rows[0].getBoundingClientRect().top - edge.top)) / high;
+        if (Math.abs(whole - Math.round(whole)) > .05) faults.push('a row is cut: ' + whole);
+        if (box.scrollWidth > box.clientWidth) faults.push('it scrolls sideways');
+        for (const cell of rows[1].children) {
+          if (cell.getBoundingClientRect().right > edge.right + .5) faults.push(cell.textContent + ' sticks out');
+          if (cell.scrollWidth > cell.clientWidth + 1 || !cell.offsetWidth) faults.push(cell.textContent + ' is cut by ' + (cell.scrollWidth - cell.clientWidth));
+        }
+        const ages = rows.map(row => row.lastChild.textContent);
+        model.requests = before;
+        pagerunner.show();
+        return [faults, ages.slice(0, 2), ages.at(-1)]"""
+    )
+    assert faults == [[], ["8.2 s", "39.2 s"], "1,217.2 s"]
+
+
+@browser_test
+def test_on_a_phone_the_playground_comes_first_and_the_engines_buttons_are_folded_away(page: Browser) -> None:
+    page.screen(390, 844)
+    page.until("return !document.querySelector('#controls').open")
+    assert page.js("return document.querySelector('.chat').getBoundingClientRect().top") < 80
+    assert page.js("return document.querySelector('#send').getBoundingClientRect().bottom") < 844
+    assert not page.js("return document.querySelector('#reset').checkVisibility()")
+    page.click("#controls summary")
+    assert page.js("return document.querySelector('#reset').checkVisibility()")
+    assert page.js("return document.documentElement.scrollWidth <= innerWidth")
+    page.screen(1280, 900)
+    page.until("return document.querySelector('#controls').open && document.querySelector('#reset').checkVisibility()")
 
 
 @browser_test

@@ -184,7 +184,7 @@ async def serve(
             if args.kv_cache_metrics_sample:
                 metrics.show_residency()
             metrics.describe_start(engine.startup)
-            feed = LiveFeed(engine, latencies, closing=stop.asked)
+            feed = LiveFeed(engine, latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode)
             app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
             if on_ready is not None:

@@ -121,10 +121,15 @@ def _crowded() -> HttpError:
 
 
 class LiveFeed:
-    """Samples the engine for its viewers. `closing` ends every stream: the server is about to stop."""
+    """Samples the engine for its viewers.
 
-    def __init__(self, engine: AsyncEngine, latencies: LatencyTap, closing: asyncio.Event) -> None:
+    `closing` ends every stream: the server is about to stop. `can_sleep` says whether the engine was started with
+    enable_sleep_mode; the page offers to put it to sleep only then.
+    """
+
+    def __init__(self, engine: AsyncEngine, latencies: LatencyTap, closing: asyncio.Event, *, can_sleep: bool) -> None:
         self._engine = engine
+        self._can_sleep = can_sleep
         self._latencies = latencies
         self._closing = closing
         self._viewers = 0
@@ -211,7 +216,7 @@ class LiveFeed:
         assert self._state is not None
         if not self._whole:
             whole = {**frame(self._state, None), **self._summary, "steps": list(self._steps)}
-            self._whole = sse({**whole, "plan": self._engine.memory_plan})
+            self._whole = sse({**whole, "plan": self._engine.memory_plan, "can_sleep": self._can_sleep})
         return self._whole
 
     def _fail(self, reason: str) -> None:

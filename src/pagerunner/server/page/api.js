@@ -2,21 +2,29 @@
 
 const keys = { api: "", admin: "" };
 
-export function setKeys(api, admin) {
-  keys.api = api;
-  keys.admin = admin;
+/** Use these keys from now on; returns those before, in the same form. */
+export function setKeys({ api, admin }) {
+  const before = { ...keys };
+  Object.assign(keys, { api, admin });
+  return before;
 }
 
-/** A failed answer, with the server's own sentence. */
+/** A failed answer, with the server's own sentence. `which` is the key that it asked for, `given` whether it had been sent one. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, which) {
     super(message);
     this.status = status;
+    this.which = which;
+    this.given = Boolean(keys[which]);
   }
 }
 
-async function call(path, options, key) {
+/** The key for what `which` opens: where a server has one kind of key only, that one is for everything. */
+const keyFor = (which) => (which === "admin" ? keys.admin || keys.api : keys.api || keys.admin);
+
+async function call(path, options, which) {
   const headers = { ...options.headers };
+  const key = keyFor(which);
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
   if (response.ok) return response;
@@ -26,13 +34,14 @@ async function call(path, options, key) {
   } catch {
     // not one of the server's own errors: the status has to do
   }
-  throw new ApiError(response.status, message);
+  throw new ApiError(response.status, message, which);
 }
 
-export const get = (path, options = {}) => call(path, options, keys.api);
+/** What clients may ask for. */
+export const get = (path) => call(path, {}, "api");
 
-/** A control endpoint: with the admin key, or with the API key where there is no other. */
-export const control = (path) => call(path, { method: "POST" }, keys.admin || keys.api);
+/** A control endpoint. */
+export const control = (path, options = { method: "POST" }) => call(path, options, "admin");
 
 /** The JSON payloads of a stream of server-sent events, until it ends or says [DONE]. */
 async function* events(response) {
@@ -55,9 +64,9 @@ async function* events(response) {
   }
 }
 
-export const live = async (signal) => events(await get("ui/live", { signal }));
+export const live = async (signal) => events(await control("ui/live", { signal }));
 
 export async function chat(body, signal) {
   const headers = { "Content-Type": "application/json" };
-  return events(await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal }, keys.api));
+  return events(await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal }, "api"));
 }

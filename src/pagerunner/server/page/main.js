@@ -1,10 +1,12 @@
 // Puts the page together.
 
-import { ApiError, control, get, live, setKeys } from "./api.js";
+import { ApiError, control, get, live } from "./api.js";
 import { Chat } from "./chat.js";
+import { KeyDialog } from "./keys.js";
 import { ArenaMap, css } from "./map.js";
 import { CACHED, FREE, Model, SHARED, UNOWNED, USED } from "./model.js";
-import { bytes, describePage, Figures, number, percent, RequestTable, Timeline } from "./panels.js";
+import { bytes, describePage, Figures, number, percent, RequestTable, say } from "./panels.js";
+import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const model = new Model();
@@ -56,13 +58,17 @@ function showPage(found) {
 
 // -- parts
 
-const map = new ArenaMap(model, $("arena-canvas"), $("arena"), $("arena-size"), showPage);
+const map = new ArenaMap(
+  model,
+  { canvas: $("arena-canvas"), scroller: $("arena"), spacer: $("arena-size"), overview: $("overview") },
+  showPage,
+);
 const figures = new Figures($("figures"));
 const table = new RequestTable($("request-rows"), $("no-requests"), $("requests-summary"), (id) => {
   map.focus = id ? [id] : [];
   map.draw();
 });
-const timeline = new Timeline($("steps"), $("step-words"), $("step-rate"));
+const timeline = new Timeline($("steps"), $("step-words"), $("step-rate"), $("no-steps"));
 const chat = new Chat({
   form: $("ask"), log: $("log"), prompt: $("prompt"), send: $("send"), stop: $("stop"), showProbs: $("show-probs"),
   onTip: showAlternatives, fail: failed,
@@ -71,6 +77,7 @@ model.ownText = (...place) => chat.ownText(...place);
 $("clear").addEventListener("click", () => chat.clear());
 $("model").addEventListener("change", () => (chat.model = $("model").value));
 $("paint").addEventListener("change", () => ((map.paint = $("paint").value), map.draw(), legend()));
+$("extent").addEventListener("change", () => ((map.all = $("extent").value === "all"), map.zoomFit(), show()));
 $("zoom-in").addEventListener("click", () => map.zoomBy(1));
 $("zoom-out").addEventListener("click", () => map.zoomBy(-1));
 $("zoom-fit").addEventListener("click", () => map.zoomFit());
@@ -81,10 +88,12 @@ function hitRate(group) {
   return queries ? `, prefix hits ${percent(hits, queries)}` : "";
 }
 
+const owned = () => model.slabOwner.reduce((sum, group) => sum + (group >= 0), 0);
+
 function legend() {
   const sums = new Map([[USED, 0], [SHARED, 0], [CACHED, 0], [FREE, 0], [UNOWNED, 0]]);
   for (const group of model.groups) for (const kind of sums.keys()) sums.set(kind, sums.get(kind) + group.counts[kind]);
-  const free = model.plan.num_slabs - model.slabOwner.filter((group) => group >= 0).length;
+  const free = model.plan.num_slabs - owned();
   const entries = [
     ["used", `in use ${number(sums.get(USED))}`],
     ["shared", `shared ${number(sums.get(SHARED))}`],
@@ -112,17 +121,41 @@ function show() {
   table.show(model, (kind, slot) => map.colour(kind, slot));
   timeline.show(model);
   legend();
+  showMemory();
+}
+
+function showMemory() {
   const { plan } = model;
-  $("memory-summary").textContent = `${number(plan.num_slabs)} slabs of ${bytes(plan.slab_bytes)}, ${bytes(plan.kv_bytes)}`;
+  const one = plan.num_slabs === 1;
+  $("arena").hidden = false;
+  if (map.all === null) $("extent").value = map.drawsAll ? "all" : "owned";
+  const nothing = !map.drawsAll && !owned();
+  $("arena-empty").hidden = !nothing;
+  $("arena").hidden = nothing;
+  if (nothing) say($("arena-empty"), one ? "The slab is free." : `All ${number(plan.num_slabs)} slabs are free.`);
+  const size = one ? `1 slab of ${bytes(plan.slab_bytes)}` : `${number(plan.num_slabs)} slabs of ${bytes(plan.slab_bytes)}`;
+  say($("memory-summary"), `${size}, ${number(owned())} in use`);
   map.update();
 }
 
 function status(state, text) {
   $("status").dataset.state = state;
-  if ($("status").textContent !== text) $("status").textContent = text;
-  $("sleep").disabled = state !== "awake";
+  say($("status"), text);
+  const sleeps = model.plan === null || model.canSleep;
+  $("no-sleep").hidden = sleeps;
+  $("level-label").hidden = !sleeps;
+  say($("no-sleep"), "Sleep needs a server started with --enable-sleep-mode.");
+  $("sleep").title = sleeps ? "" : $("no-sleep").textContent;
+  $("sleep").disabled = state !== "awake" || !sleeps;
   $("wake").disabled = state !== "asleep";
   $("reset").disabled = state !== "awake";
+}
+
+/** Say in the map's place why there is none. */
+function noMap(text) {
+  if (model.plan) return;
+  $("arena-empty").hidden = false;
+  say($("arena-empty"), text);
 }
 
 function notice(text) {
@@ -150,12 +183,25 @@ async function watch() {
       }
     } catch (error) {
       if (mine.signal.aborted) return;
+      if (locked(error)) return;
       status("off", "not connected");
-      if (failed(error)) return;
+      failed(error);
     }
     await new Promise((resolve) => setTimeout(resolve, pause));
     pause = Math.min(pause * 2, 10_000);
   }
+}
+
+/** Whether the live figures stay shut until there is another key. The playground may still work. */
+function locked(error) {
+  if (!(error instanceof ApiError) || ![401, 403].includes(error.status)) return false;
+  const partly = error.which === "admin" && chat.model;
+  status(partly ? "partly" : "off", partly ? "playground only" : "not connected");
+  if (error.status === 403) noMap(`${error.message} The live figures are shown to nobody.`);
+  else if (!partly) noMap("The server asks for a key: Keys, above.");
+  else noMap("The live figures need the admin key: Keys, above.");
+  if (error.status === 401 && !(partly && keys.withoutAdmin)) keys.ask(error);
+  return true;
 }
 
 async function readModels() {
@@ -164,13 +210,17 @@ async function readModels() {
   chat.model = data[0].id;
 }
 
-/** Say what went wrong; whether it was a missing key, which is then asked for. */
+/** Say what went wrong, and ask for the key where one was missing. */
 function failed(error) {
-  const unknown = error instanceof ApiError && error.status === 401;
-  notice(unknown ? "The server asks for a key." : error instanceof TypeError ? "The server cannot be reached." : error.message);
-  if (unknown && !$("key-dialog").open) $("key-dialog").showModal();
-  return unknown;
+  if (error instanceof ApiError && error.status === 401) return keys.ask(error);
+  notice(error instanceof TypeError ? "The server cannot be reached." : error.message);
 }
+
+const keys = new KeyDialog($("key-dialog"), readModels, () => {
+  notice("");
+  watch();
+});
+$("keys").addEventListener("click", () => keys.open());
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) connection?.abort();
@@ -197,13 +247,11 @@ button("sleep", () => `sleep?level=${$("level").value}`);
 button("wake", () => "wake_up");
 button("reset", () => "reset_prefix_cache");
 
-$("keys").addEventListener("click", () => $("key-dialog").showModal());
-$("key-dialog").addEventListener("close", () => {
-  if ($("key-dialog").returnValue !== "ok") return;
-  setKeys($("api-key").value.trim(), $("admin-key").value.trim());
-  notice("");
-  watch();
-});
+// On a small screen the engine's buttons are folded away; on a large one there is no button to unfold them.
+const large = matchMedia("(min-width: 960px)");
+const fold = () => ($("controls").open = large.matches);
+large.addEventListener("change", fold);
+fold();
 
-globalThis.pagerunner = { model, map, show }; // for the console, and for tests
+globalThis.pagerunner = { model, map, timeline, show }; // for the console, and for tests
 watch();

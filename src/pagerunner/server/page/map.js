@@ -1,9 +1,9 @@
-// The arena: one tile a slab, in it one cell a page. Everything visible is written into one array and drawn at once.
+// The arena: one tile a slab (or a part of one), in it one cell a page. Everything visible is written into one array and drawn
+// at once.
 
+import { allLegible, CELLS, fit, fittingCell, largestTile, roomFor, strip, Tiles, TILE_PAGES } from "./layout.js";
 import { UNOWNED, FREE, CACHED, SHARED } from "./model.js";
 
-/** Sizes of a cell in device pixels, small to large: the fitting view takes the largest with which all slabs fit. */
-const CELLS = [[1, 1], [2, 1], [2, 2], [3, 2], [3, 3], [4, 3], [4, 4], [5, 5], [6, 6], [8, 8], [10, 10], [12, 12], [16, 16], [24, 24]];
 const BORDERS = 2; // of the scroller, in CSS pixels
 
 /** A colour by its number: neighbours on the wheel are far apart. */
@@ -32,9 +32,11 @@ function colourOf(name) {
 
 export class ArenaMap {
   /** `onPoint({slab, group, page, holders, x, y, byKey} | null)` is told what the pointer or the cursor is on. */
-  constructor(model, canvas, scroller, spacer, onPoint) {
-    Object.assign(this, { model, canvas, scroller, spacer, onPoint });
+  constructor(model, { canvas, scroller, spacer, overview }, onPoint) {
+    Object.assign(this, { model, canvas, scroller, spacer, overview, onPoint });
     this.context = canvas.getContext("2d", { alpha: false });
+    this.all = null; // whether free slabs are drawn; null: when all can be told apart
+    this.room = 0; // for so many tiles
     this.zoom = 0; // steps from the fitting size
     this.paint = "owner";
     this.focus = []; // ids of the requests that are pointed at
@@ -58,6 +60,7 @@ export class ArenaMap {
     this.tile = colourOf("--map-slab");
     this.line = colourOf("--map-line");
     this.ink = colourOf("--panel");
+    this.accent = colourOf("--accent");
   }
 
   /** The colour of a group or of a request's slot, and of the map's other parts. */
@@ -67,24 +70,22 @@ export class ArenaMap {
   }
 
   zoomBy(steps) {
-    const [, index] = this.#cell();
-    this.zoom = Math.max(0, Math.min(this.zoom + steps, CELLS.length - 1 - (index - this.zoom)));
+    this.zoom = Math.max(0, Math.min(this.zoom + steps, CELLS.length - 1 - (this.fitting ?? 0)));
     this.draw();
   }
 
   zoomFit() {
-    this.zoom = 0;
+    this.zoom = this.room = 0;
     this.draw();
   }
 
   /** Show one slab with large cells. */
   zoomTo(slab) {
-    if (slab === undefined) return;
-    const [, now] = this.#cell();
-    this.zoomBy(Math.max(0, CELLS.length - 2 - now));
+    if (slab === undefined || !this.layout) return;
+    this.zoomBy(Math.max(0, CELLS.length - 2 - this.cellIndex));
     this.#measure();
     const { columns, tileHeight } = this.layout;
-    this.scroller.scrollTop = (Math.floor(slab / columns) * tileHeight) / devicePixelRatio - 40;
+    this.scroller.scrollTop = (Math.floor(Math.max(this.tiles.find(slab), 0) / columns) * tileHeight) / devicePixelRatio - 40;
     this.draw();
   }
 
@@ -98,34 +99,37 @@ export class ArenaMap {
     });
   }
 
-  #fit(cell) {
-    const [width, height] = cell;
-    const most = Math.max(1, ...this.model.groups.map((group) => group.perSlab));
-    const gap = width > 2 ? 3 : 2;
-    const room = Math.max(Math.floor((this.width - gap) / width), 1);
-    const across = Math.min(Math.max(Math.ceil(Math.sqrt((most * height) / width)), 1), room);
-    const tileWidth = across * width + gap;
-    const tileHeight = Math.ceil(most / across) * height + gap;
-    const columns = Math.max(1, Math.floor((this.width - gap) / tileWidth));
-    return { width, height, gap, tileWidth, tileHeight, columns, tall: Math.ceil(this.model.slabs / columns) * tileHeight + gap };
+  /** Whether free slabs are drawn. */
+  get drawsAll() {
+    return this.all ?? allLegible(this.model, this.#wide(), this.#mostHigh());
   }
 
-  #cell() {
-    let index = 0;
-    while (index + 1 < CELLS.length && this.#fit(CELLS[index + 1]).tall <= this.height) index++;
-    index = Math.min(index + this.zoom, CELLS.length - 1);
-    return [CELLS[index], index];
+  #wide() {
+    return Math.floor(this.scroller.clientWidth * devicePixelRatio);
+  }
+
+  #mostHigh() {
+    return Math.floor((parseFloat(getComputedStyle(this.scroller).maxHeight) - BORDERS) * devicePixelRatio);
+  }
+
+  /** The cell's index in CELLS, of the latest layout. */
+  get cellIndex() {
+    return Math.min(this.fitting + this.zoom, CELLS.length - 1);
   }
 
   #measure() {
-    const most = Math.floor(parseFloat(getComputedStyle(this.scroller).maxHeight) - BORDERS);
-    this.width = Math.floor(this.scroller.clientWidth * devicePixelRatio);
-    this.height = Math.floor(most * devicePixelRatio);
-    this.layout = this.#fit(this.#cell()[0]);
+    const all = this.drawsAll, most = this.#mostHigh();
+    this.tiles = new Tiles(this.model, all);
+    this.room = all ? this.tiles.count : roomFor(this.tiles.count, this.room);
+    this.width = this.#wide();
+    const pages = largestTile(this.model);
+    this.fitting = fittingCell(this.room, pages, this.width, most);
+    this.layout = fit(CELLS[this.cellIndex], this.tiles.count, pages, this.width);
     const tall = Math.ceil(this.layout.tall / devicePixelRatio);
-    this.height = Math.min(this.height, Math.ceil(tall * devicePixelRatio));
+    this.height = Math.min(most, Math.ceil(tall * devicePixelRatio));
     this.spacer.style.height = `${tall}px`;
-    this.scroller.style.height = `${Math.min(tall, most) + BORDERS}px`;
+    this.scroller.style.height = `${Math.min(tall, most / devicePixelRatio) + BORDERS}px`;
+    this.overview.hidden = all;
     this.top = Math.floor(this.scroller.scrollTop * devicePixelRatio);
     if (this.canvas.width !== this.width || this.canvas.height !== this.height || !this.image) {
       this.canvas.width = this.width;
@@ -138,12 +142,13 @@ export class ArenaMap {
   }
 
   /** How a group's pages lie in a tile: cells across, and a cell's size. Groups with fewer pages a slab have larger ones. */
-  #grid(group) {
+  #grid({ perSlab }) {
+    const pages = Math.min(perSlab, TILE_PAGES);
     const { width, height, gap, tileWidth, tileHeight } = this.layout;
     const [wide, high] = [tileWidth - gap, tileHeight - gap];
-    let across = Math.max(1, Math.min(Math.ceil(Math.sqrt((group.perSlab * wide) / high)), Math.floor(wide / width)));
-    while (Math.ceil(group.perSlab / across) * height > high && across * width < wide) across++;
-    return { across, w: Math.floor(wide / across), h: Math.max(height, Math.floor(high / Math.ceil(group.perSlab / across))) };
+    let across = Math.max(1, Math.min(Math.ceil(Math.sqrt((pages * wide) / high)), Math.floor(wide / width)));
+    while (Math.ceil(pages / across) * height > high && across * width < wide) across++;
+    return { across, w: Math.floor(wide / across), h: Math.max(height, Math.floor(high / Math.ceil(pages / across))) };
   }
 
   #drawNow() {
@@ -158,18 +163,33 @@ export class ArenaMap {
     const marks = model.groups.map((_, number) => (focus.length ? new Set(focus.flatMap((one) => [...one.pages[number]])) : null));
     const colours = this.#palette(focus.length > 0);
     const firstRow = Math.max(0, Math.floor(this.top / tileHeight));
-    for (let slab = firstRow * columns; slab < model.slabs; slab++) {
-      const y = Math.floor(slab / columns) * tileHeight + gap - this.top;
+    for (let tile = firstRow * columns; tile < this.tiles.count; tile++) {
+      const y = Math.floor(tile / columns) * tileHeight + gap - this.top;
       if (y >= height) break;
-      const x = (slab % columns) * tileWidth + gap;
-      const owner = model.slabOwner[slab];
+      const x = (tile % columns) * tileWidth + gap;
+      const owner = model.slabOwner[this.tiles.slabs[tile]];
       this.#fill(x, y, tileWidth - gap, tileHeight - gap, colours.tile);
       if (owner < 0) continue;
       if (model.groups.length > 1) this.#fill(x - gap + 1, y, gap - 1, tileHeight - gap, colours.groups[owner]);
-      this.#slab(model.groups[owner], owner, slab, x, y, grids[owner], colours, marks[owner]);
+      this.#tile(tile, owner, x, y, grids[owner], colours, marks[owner]);
     }
     this.context.putImageData(this.image, 0, 0);
     if (this.cursor) this.#outline();
+    if (!this.overview.hidden) this.#drawOverview();
+  }
+
+  /** The whole arena in a strip: which parts of it groups own. */
+  #drawOverview() {
+    const { overview, model } = this;
+    overview.width = Math.max(Math.floor(overview.clientWidth * devicePixelRatio), 1);
+    overview.height = Math.max(Math.floor(overview.clientHeight * devicePixelRatio), 1);
+    const context = overview.getContext("2d");
+    const one = model.groups.length === 1;
+    for (const [x, group] of strip(model, overview.width).entries()) {
+      if (group < 0) continue;
+      context.fillStyle = css(one ? this.accent : this.colour("group", group));
+      context.fillRect(x, 0, 1, overview.height);
+    }
   }
 
   #palette(dims) {
@@ -185,12 +205,12 @@ export class ArenaMap {
     return { tile: packed(this.tile), line: packed(this.line), ink: packed(this.ink), slots, dimSlots, groups, dimGroups };
   }
 
-  #slab(group, number, slab, left, top, { across, w, h }, colours, marks) {
-    const { state, owner, perSlab } = group;
+  #tile(tile, number, left, top, { across, w, h }, colours, marks) {
+    const { state, owner, perSlab } = this.model.groups[number];
     const space = w >= 4 && h >= 4 ? 1 : 0;
     const byGroup = this.paint === "group";
-    const first = slab * perSlab;
-    for (let cell = 0; cell < perSlab; cell++) {
+    const first = this.tiles.slabs[tile] * perSlab + this.tiles.cells[tile], pages = this.tiles.pages(tile);
+    for (let cell = 0; cell < pages; cell++) {
       const kind = state[first + cell];
       const x = left + (cell % across) * w, y = top + Math.floor(cell / across) * h;
       const wide = w - space, high = h - space;
@@ -233,13 +253,15 @@ export class ArenaMap {
     const x = (event.clientX - box.left) * devicePixelRatio, y = (event.clientY - box.top) * devicePixelRatio + this.top;
     const { tileWidth, tileHeight, columns, gap } = this.layout;
     const column = Math.floor(x / tileWidth);
-    const slab = Math.floor(y / tileHeight) * columns + column;
-    if (column >= columns || slab >= this.model.slabs || slab < 0) return null;
+    const tile = Math.floor(y / tileHeight) * columns + column;
+    if (column >= columns || tile >= this.tiles.count || tile < 0) return null;
+    const slab = this.tiles.slabs[tile];
     const number = this.model.slabOwner[slab];
     if (number < 0) return { slab };
     const { across, w, h } = this.#grid(this.model.groups[number]);
     const place = Math.min(Math.floor(Math.max((x % tileWidth) - gap, 0) / w), across - 1);
-    return this.#page(slab, place + Math.floor(Math.max((y % tileHeight) - gap, 0) / h) * across);
+    const cell = place + Math.floor(Math.max((y % tileHeight) - gap, 0) / h) * across;
+    return cell < this.tiles.pages(tile) ? this.#page(slab, this.tiles.cells[tile] + cell) : { slab };
   }
 
   #point(event) {
@@ -275,41 +297,55 @@ export class ArenaMap {
     return cell < perSlab ? { slab, group, cell, page: slab * perSlab + cell } : { slab };
   }
 
+  /** Where that is on the canvas: x, y, width and height in device pixels; null if it is not drawn. */
   #place({ slab, group, cell }) {
     const { tileWidth, tileHeight, columns, gap } = this.layout;
-    const x = (slab % columns) * tileWidth + gap, y = Math.floor(slab / columns) * tileHeight + gap - this.top;
+    const tile = this.tiles.find(slab, cell);
+    if (tile < 0) return null;
+    const x = (tile % columns) * tileWidth + gap, y = Math.floor(tile / columns) * tileHeight + gap - this.top;
     if (group === undefined) return [x, y, tileWidth - gap, tileHeight - gap];
     const { across, w, h } = this.#grid(this.model.groups[group]);
-    return [x + (cell % across) * w, y + Math.floor(cell / across) * h, w, h];
+    const at = cell - this.tiles.cells[tile];
+    return [x + (at % across) * w, y + Math.floor(at / across) * h, w, h];
   }
 
   #outline() {
-    const [x, y, wide, high] = this.#place(this.cursor);
+    const place = this.#place(this.cursor);
+    if (!place) return;
+    const [x, y, wide, high] = place;
     this.context.strokeStyle = this.dark ? "#fff" : "#000";
     this.context.lineWidth = 2;
     this.context.strokeRect(x - 2, y - 2, wide + 3, high + 3);
   }
 
   #key(event) {
-    const { model } = this;
     if (event.key === "+" || event.key === "=") return this.zoomBy(1);
     if (event.key === "-") return this.zoomBy(-1);
     if (event.key === "Escape") return this.zoomFit();
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 0, ArrowUp: 0 };
     if (!(event.key in steps) || !this.layout) return;
     event.preventDefault();
-    let { slab, cell = 0 } = this.cursor ?? { slab: 0, cell: -1 };
-    if (event.key === "ArrowDown") [slab, cell] = [slab + this.layout.columns, 0];
-    if (event.key === "ArrowUp") [slab, cell] = [slab - this.layout.columns, 0];
-    const sizeOf = (one) => (model.slabOwner[one] < 0 ? 1 : model.groups[model.slabOwner[one]].perSlab);
-    cell += steps[event.key];
-    if (cell >= sizeOf(slab)) [slab, cell] = [slab + 1, 0];
-    if (cell < 0) [slab, cell] = [slab - 1, slab > 0 ? sizeOf(slab - 1) - 1 : 0];
-    if (slab < 0 || slab >= model.slabs) return;
-    const found = this.#page(slab, cell);
-    const [x, y] = this.#place(found);
+    const found = this.#step(event.key, steps[event.key]);
+    const place = found && this.#place(found);
+    if (!place) return;
+    const [x, y] = place;
     const box = this.canvas.getBoundingClientRect();
     if (y < 0 || y > this.height - 20) this.scroller.scrollTop += y / devicePixelRatio - box.height / 2;
     this.#show(found, box.left + x / devicePixelRatio, box.top + Math.min(Math.max(y, 0), this.height) / devicePixelRatio, true);
+  }
+
+  /** What lies one page or one row of tiles from the cursor, null at an end. */
+  #step(key, by) {
+    const { tiles, cursor } = this;
+    let tile = cursor ? tiles.find(cursor.slab, cursor.cell) : 0;
+    let at = cursor && tile >= 0 ? (cursor.cell ?? tiles.cells[tile]) - tiles.cells[tile] : -1;
+    tile = Math.max(tile, 0);
+    if (key === "ArrowDown") [tile, at] = [tile + this.layout.columns, 0];
+    if (key === "ArrowUp") [tile, at] = [tile - this.layout.columns, 0];
+    const sizeOf = (one) => Math.max(tiles.pages(one), 1);
+    at += by;
+    if (tile < tiles.count && tile >= 0 && at >= sizeOf(tile)) [tile, at] = [tile + 1, 0];
+    if (at < 0) [tile, at] = [tile - 1, tile > 0 ? sizeOf(tile - 1) - 1 : 0];
+    return tile < 0 || tile >= tiles.count ? null : this.#page(tiles.slabs[tile], tiles.cells[tile] + at);
   }
 }

@@ -46,11 +46,12 @@ export class Model {
     this.history = [];
     this.tokensPerSecond = 0;
     this.sleep = -1;
+    this.canSleep = true;
   }
 
   /** Take a frame in. */
   apply(frame) {
-    if (frame.plan) this.#start(frame.plan);
+    if (frame.plan) this.#start(frame);
     if (!this.plan) return;
     this.clock = frame.clock;
     this.sleep = frame.sleep;
@@ -79,8 +80,9 @@ export class Model {
     return found;
   }
 
-  #start(plan) {
+  #start({ plan, can_sleep }) {
     this.plan = plan;
+    this.canSleep = can_sleep;
     const most = Math.max(...plan.groups.map((group) => group.pages_per_slab));
     this.slabs = Math.min(plan.num_slabs, Math.ceil(MOST_PAGES / most));
     this.groups = plan.groups.map((group) => new Group(group, this.slabs));

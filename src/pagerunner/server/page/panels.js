@@ -1,4 +1,4 @@
-// Figures, requests and steps.
+// Figures, requests, and what a page is in words.
 
 import { css } from "./map.js";
 import { CACHED, SHARED } from "./model.js";
@@ -14,6 +14,8 @@ const WAITS = {
   line: ["others", "for those before it"],
 };
 
+const COLUMNS = ["Request", "State", "Tokens", "Prefix", "Pages", "Age"];
+
 export const number = (value) => Math.round(value).toLocaleString("en");
 
 export function seconds(value) {
@@ -21,11 +23,15 @@ export function seconds(value) {
   return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 2 : 0)} s`;
 }
 
-/** Times in one unit, that of the last. */
-function together(list) {
+/** How long ago something was: always in seconds with one decimal, so that a column can be read at a glance. */
+export const age = (value) => `${value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} s`;
+
+/** Times in one unit, that of the last, and with as many decimals each as the first one needs. */
+export function together(list) {
   if (!list.length) return "–";
   const [scale, unit] = list.at(-1) < 1 ? [1000, "ms"] : [1, "s"];
-  return `${list.map((value) => (value * scale).toFixed(value * scale < 10 ? 1 : 0)).join(" · ")} ${unit}`;
+  const decimals = list[0] * scale < 10 ? 1 : 0;
+  return `${list.map((value) => (value * scale).toFixed(decimals)).join(" · ")} ${unit}`;
 }
 
 export function bytes(size) {
@@ -35,10 +41,10 @@ export function bytes(size) {
 }
 
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 4)}…${id.slice(-6)}` : id);
+export const shortId = (id) => (id.length > 12 ? `${id.slice(0, 4)}…${id.slice(-4)}` : id);
 
 /** Set an element's text only when it changes: five times a second for hundreds of cells. */
-function say(element, text) {
+export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
@@ -116,7 +122,13 @@ export class RequestTable {
 
   #row(request) {
     const row = document.createElement("tr");
-    for (let i = 0; i < 6; i++) row.append(document.createElement(i ? "td" : "th"));
+    row.setAttribute("role", "row"); // on a phone rows are no table rows to CSS, and would be none to a screen reader
+    for (const column of COLUMNS) {
+      const cell = document.createElement(row.children.length ? "td" : "th");
+      cell.setAttribute("role", row.children.length ? "cell" : "rowheader");
+      cell.dataset.name = column;
+      row.append(cell);
+    }
     const [name, , ...numbers] = row.children;
     name.scope = "row";
     const swatch = document.createElement("i");
@@ -130,7 +142,7 @@ export class RequestTable {
   }
 
   #fill(row, request, model, colour) {
-    const [name, state, tokens, prefix, pages, age] = row.children;
+    const [name, state, tokens, prefix, pages, old] = row.children;
     const runs = request.slot >= 0;
     const swatch = name.firstChild;
     swatch.style.background = runs ? css(colour("owner", request.slot)) : "none";
@@ -147,66 +159,7 @@ export class RequestTable {
     const held = request.pages.map((list) => list.reduce((sum, page) => sum + (page >= 0), 0));
     say(pages, runs ? number(held.reduce((sum, count) => sum + count, 0)) : "–");
     pages.title = held.map((count, i) => `${number(count)} ${model.groups[i].name}`).join(", ");
-    say(age, seconds(request.age));
-  }
-}
-
-/** Bars of the latest steps: tokens upwards, time downwards. */
-export class Timeline {
-  constructor(canvas, words, rate) {
-    Object.assign(this, { canvas, words, rate });
-    this.pointed = null;
-    canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect();
-      this.pointed = box.right - event.clientX;
-      this.draw();
-    });
-    canvas.addEventListener("pointerleave", () => {
-      this.pointed = null;
-      this.draw();
-    });
-    new ResizeObserver(() => this.draw()).observe(canvas);
-  }
-
-  show(model) {
-    this.model = model;
-    this.draw();
-  }
-
-  draw() {
-    if (!this.model?.plan) return;
-    const { canvas } = this;
-    const scale = devicePixelRatio, width = canvas.clientWidth, height = canvas.clientHeight;
-    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-      canvas.width = Math.round(width * scale);
-      canvas.height = Math.round(height * scale);
-    }
-    const style = getComputedStyle(document.documentElement);
-    const context = canvas.getContext("2d");
-    context.setTransform(scale, 0, 0, scale, 0, 0);
-    context.clearRect(0, 0, width, height);
-    const bar = 4, gap = 1, middle = Math.round(height * 0.6);
-    const steps = this.model.steps.slice(-Math.floor(width / (bar + gap)));
-    const mostTokens = Math.max(1, ...steps.map((step) => step[4]));
-    const mostTime = Math.max(1e-9, ...steps.map((step) => step[2]));
-    context.strokeStyle = context.fillStyle = style.getPropertyValue("--accent");
-    context.lineWidth = 1;
-    for (const [place, [, , took, , tokens, graph]] of [...steps].reverse().entries()) {
-      const x = width - (place + 1) * (bar + gap);
-      const high = Math.max(2, Math.sqrt(tokens / mostTokens) * (middle - 4));
-      const deep = Math.max(1, (took / mostTime) * (height - middle - 4));
-      if (graph) context.fillRect(x, middle - high, bar, high);
-      else context.strokeRect(x + 0.5, middle - high + 0.5, bar - 1, high - 1);
-      context.globalAlpha = 0.45;
-      context.fillRect(x, middle + 2, bar, deep);
-      context.globalAlpha = 1;
-    }
-    const at = this.pointed === null ? steps.length - 1 : steps.length - 1 - Math.floor(this.pointed / (bar + gap));
-    const step = steps[at];
-    if (!step) return say(this.words, "none yet");
-    const [count, , took, rows, tokens, graph] = step;
-    say(this.rate, `${number(this.model.stepsPerSecond)} steps a second`);
-    say(this.words, `${number(count)}: ${number(tokens)} tokens, ${number(rows)} rows, ${seconds(took)}, ${graph ? "graph" : "eager"}`);
+    say(old, age(request.age));
   }
 }
 
