@@ -7,6 +7,7 @@ import pytest
 from helpers.plans import one_group, two_groups
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.stats import memory_stats
 from pagerunner.types import TableWrite
 
 TOKENS = list(range(1000))
@@ -201,7 +202,7 @@ def test_usage_is_the_share_of_bytes_in_use() -> None:
     assert manager.usage == 0
     grant = admit(manager, TOKENS[:80])
     assert manager.usage == 5 / 20
-    (group,) = manager.usage_by_group()
-    assert (group.group, group.in_use, group.cached, group.evictions) == ("full", 5, 0, 0)
+    (group,) = memory_stats(manager).groups
+    assert (group.name, group.pages_in_use, group.pages_cached, group.evictions) == ("full", 5, 0, 0)
     manager.release(grant)
-    assert manager.usage == 0 and manager.usage_by_group()[0].cached == 5
+    assert manager.usage == 0 and memory_stats(manager).groups[0].pages_cached == 5

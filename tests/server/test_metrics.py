@@ -8,10 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import MODEL, RunningServer
-from pagerunner.engine.core.messages import EngineStats
+from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.memory.residency import Residency
-from pagerunner.sched.stats import GroupUsage
+from pagerunner.memory.stats import GroupUsage
 from pagerunner.server import stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
@@ -90,9 +90,9 @@ def test_groups_have_gauges_and_counters_of_their_own() -> None:
         )
 
     metrics = Metrics("m")
-    metrics.on_stats(EngineStats(groups=[group("full", 1), group("window-128", 2)], kv_fragmentation=0.25))
+    metrics.on_stats(SchedulerStats(groups=[group("full", 1), group("window-128", 2)], kv_fragmentation=0.25))
     metrics.on_stats(
-        EngineStats(groups=[group("full", 3), group("window-128", 1)], kv_fragmentation=0.5, kv_waste=0.02)
+        SchedulerStats(groups=[group("full", 3), group("window-128", 1)], kv_fragmentation=0.5, kv_waste=0.02)
     )
     text = metrics.render().decode()
     labels = '{engine="0",group="full",model_name="m"}'
@@ -122,8 +122,8 @@ def test_a_stop_string_counts_as_stop(server: RunningServer) -> None:
 
 def test_running_totals_of_the_core_become_counters() -> None:
     metrics = Metrics("m")
-    metrics.on_stats(EngineStats(running=2, waiting=1, kv_cache_usage=0.5, preemptions=3, prefix_hits=16))
-    metrics.on_stats(EngineStats(running=1, waiting=0, kv_cache_usage=0.25, preemptions=4, prefix_hits=32))
+    metrics.on_stats(SchedulerStats(running=2, waiting=1, kv_usage=0.5, preemptions_total=3, prefix_hits_total=16))
+    metrics.on_stats(SchedulerStats(running=1, waiting=0, kv_usage=0.25, preemptions_total=4, prefix_hits_total=32))
     request = EngineRequest(
         request_id="a_1", family="a", prompt_token_ids=[5] * 10, params=SamplingParams(n=2), seed=0, max_tokens=40
     )
@@ -162,7 +162,7 @@ def test_the_start_is_broken_down(server: RunningServer) -> None:
 
 def test_older_names_say_the_same() -> None:
     metrics = Metrics("m")
-    metrics.on_stats(EngineStats(kv_cache_usage=0.5, prefix_queries=64, prefix_hits=16))
+    metrics.on_stats(SchedulerStats(kv_usage=0.5, prefix_queries_total=64, prefix_hits_total=16))
     metrics.on_inter_token(0.03)
     families = {one.name: one for one in text_string_to_metric_families(metrics.render().decode())}
     for new, old in (
@@ -180,8 +180,8 @@ def test_older_names_say_the_same() -> None:
 
 def test_waiting_requests_count_under_what_the_first_waits_for() -> None:
     metrics = Metrics("m")
-    metrics.on_stats(EngineStats(waiting=5, waiting_for="pages"))
-    metrics.on_stats(EngineStats(waiting=3, waiting_for="slot"))
+    metrics.on_stats(SchedulerStats(waiting=5, waiting_for="pages"))
+    metrics.on_stats(SchedulerStats(waiting=3, waiting_for="slot"))
     text = metrics.render().decode()
     assert 'vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0' in text
     assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="slot"} 3.0' in text
@@ -197,7 +197,7 @@ def test_how_long_pages_stay_is_shown_as_the_core_counted_it() -> None:
     for seconds in (0.0005, 3, 4, 5000):
         residency.lifetime.add(seconds)
     residency.reuse_gap.add(1)
-    metrics.on_stats(EngineStats(residency=residency))
+    metrics.on_stats(SchedulerStats(residency=residency))
     families = {one.name: one for one in text_string_to_metric_families(metrics.render().decode())}
     lifetime = families["vllm:kv_block_lifetime_seconds"]
     assert lifetime.type == "histogram"
@@ -212,11 +212,11 @@ def test_how_long_pages_stay_is_shown_as_the_core_counted_it() -> None:
 
 
 def test_a_groups_hit_rate_has_its_queries() -> None:
-    def stats(queries: int, hits: int) -> EngineStats:
+    def stats(queries: int, hits: int) -> SchedulerStats:
         group = GroupUsage(
             name="full", pages_in_use=0, pages_cached=0, evictions=0, queries_total=queries, hits_total=hits
         )
-        return EngineStats(groups=[group])
+        return SchedulerStats(groups=[group])
 
     metrics = Metrics("m")
     metrics.on_stats(stats(100, 16))
@@ -247,13 +247,13 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     log = StatsLog(metrics)
     metrics.on_step(500, 100, 1000)
     metrics.on_stats(
-        EngineStats(
+        SchedulerStats(
             running=2,
             waiting=1,
             waiting_for="slot",
-            kv_cache_usage=0.25,
-            prefix_queries=400,
-            prefix_hits=100,
+            kv_usage=0.25,
+            prefix_queries_total=400,
+            prefix_hits_total=100,
             busy_seconds=9,
         )
     )
@@ -264,7 +264,7 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     )
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 0.09' in metrics.render().decode()
     assert "generation throughput: 0.0" in (log.line() or ""), "still running"
-    metrics.on_stats(EngineStats(busy_seconds=9))
+    metrics.on_stats(SchedulerStats(busy_seconds=9))
     assert log.line() is None
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
 

@@ -1,4 +1,4 @@
-"""What the manager gives out and says: a running request's pages, a refusal's numbers, a group's counts."""
+"""What the manager gives out and says: a running request's pages, a refusal's numbers."""
 
 from __future__ import annotations
 
@@ -62,27 +62,6 @@ class Refusal:
             f"needs {self.needed:,} {self.what} for {self.tokens:,} tokens; the pool has {self.available:,}. "
             "Lower max_tokens or raise kv_cache_memory_bytes / num_gpu_blocks_override."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PageUsage:
-    """One group's pages: held by requests, findable without an owner, and evicted so far.
-
-    `free` pages lie in slabs that the group occupies. Of prompts, `queries` counts the tokens that the group was asked for (all
-    of them, or as many as the groups that keep everything had) and `hits` those that it alone could have taken from the index. `share` of the page memory's bytes are the group's pages in use;
-    packing the group's pages would give back `fragmentation` of all slabs; `waste` of a slab of the group can hold no state.
-    """
-
-    group: str
-    in_use: int
-    cached: int
-    evictions: int
-    free: int
-    queries: int
-    hits: int
-    share: float
-    fragmentation: float
-    waste: float
 
 
 def fill(held: list[int], pages: list[int], parts: list[range]) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from math import lcm
 
 from pagerunner.memory.forks import Forks, prompt_key
-from pagerunner.memory.grant import HOLE, Grant, PageUsage, Refusal, fill
+from pagerunner.memory.grant import HOLE, Grant, Refusal, fill
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
+from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
 from pagerunner.memory.snapshots import Snapshots
@@ -46,8 +46,7 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.version = 0
         self.awaits_snapshot = False  # why `admit` refused last
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.hit_counts = HitCounts(groups)
         self.index = PrefixIndex(groups)
         self.sampler = sampler
         self.pool = make_pool(plan, self.index, keep_cached=enable_prefix_caching, sampler=sampler)
@@ -61,8 +60,6 @@ class KVManager:
         assert len(states) <= 1, "all recurrent layers share one group"
         self._state = states[0] if states else -1  # the group of recurrent layers
         self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
-        self._group_queries = [0] * groups
-        self._group_hits = [0] * groups
         self._lists_fresh = [group.zero_fresh or list_fresh_pages for group in plan.groups]
         self._fresh: list[dict[int, None]] = [{} for _ in range(groups)]  # pages handed out since the last take_fresh
         self._copies: list[PageCopy] = []
@@ -206,13 +203,13 @@ class KVManager:
 
     def count_query(self, grant: Grant) -> None:
         """Count a request's first look into the prefix index, in tokens."""
-        self.prefix_queries += grant.target
-        self.prefix_hits += grant.cached_tokens
-        asked = grant.target
+        counts, asked = self.hit_counts, grant.target
+        counts.queries += asked
+        counts.hits += grant.cached_tokens
         for group in self._lookup_order:
             hit = grant.group_hits[group]
-            self._group_queries[group] += asked
-            self._group_hits[group] += hit
+            counts.group_queries[group] += asked
+            counts.group_hits[group] += hit
             if not self._rules[group].forgets and not self._rules[group].snapshots:
                 asked = hit  # as in `_find_hit`
 
@@ -553,25 +550,6 @@ class KVManager:
         """Share of the page memory's bytes that is in use, 0 to 1."""
         groups = zip(self.plan.groups, self.pool.used, strict=True)
         return sum(group.page_bytes * used for group, used in groups) / self.plan.kv_bytes
-
-    def usage_by_group(self) -> list[PageUsage]:
-        """What each group holds, has had evicted, and loses."""
-        pool = self.pool
-        return [
-            PageUsage(
-                group.name,
-                pool.used[number],
-                len(pool.cached[number]),
-                pool.evictions[number],
-                pool.free_in_slabs(number),
-                self._group_queries[number],
-                self._group_hits[number],
-                pool.used[number] * group.page_bytes / self.plan.kv_bytes,
-                pool.group_fragmentation(number),
-                self.plan.group_waste(number),
-            )
-            for number, group in enumerate(self.plan.groups)
-        ]
 
     def check_integrity(self) -> None:
         """Recount: every page is free, cached or in use, and held by exactly as many grants as its count says.

@@ -127,3 +127,13 @@ class PrefixIndex:
         for pages, keys in zip(self.pages, self.keys, strict=True):
             pages.clear()
             keys.clear()
+
+
+class HitCounts:
+    """Tokens of prompts that were looked up in the prefix index, and those that were there: in all and by group."""
+
+    def __init__(self, groups: int) -> None:
+        self.queries = 0
+        self.hits = 0
+        self.group_queries = [0] * groups
+        self.group_hits = [0] * groups

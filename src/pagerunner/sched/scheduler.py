@@ -14,15 +14,18 @@ from collections import deque
 from itertools import islice
 from typing import Literal
 
+import msgspec
+
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
+from pagerunner.memory.stats import memory_stats
 from pagerunner.sched.guided import GuidedSequences, MakeGuide
 from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
-from pagerunner.sched.stats import GroupUsage, SchedulerStats
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import (
     EngineRequest,
     FinishReason,
@@ -511,37 +514,16 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts for the log and the metrics."""
-        manager = self.manager
         return SchedulerStats(
+            **msgspec.structs.asdict(memory_stats(self.manager)),
             running=len(self._running),
             waiting=len(self._waiting) + len(self._guided.held),
-            kv_usage=manager.usage,
-            groups=[
-                GroupUsage(
-                    name=use.group,
-                    pages_in_use=use.in_use,
-                    pages_cached=use.cached,
-                    evictions=use.evictions,
-                    pages_free=use.free,
-                    queries_total=use.queries,
-                    hits_total=use.hits,
-                    usage=use.share,
-                    fragmentation=use.fragmentation,
-                    waste=use.waste,
-                )
-                for use in manager.usage_by_group()
-            ],
-            prefix_queries_total=manager.prefix_queries,
-            prefix_hits_total=manager.prefix_hits,
+            waiting_for=self._why_first_waits(),
             preemptions_total=self._preemptions,
             steps_total=self._steps,
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generated,
             last_step_tokens=self._last_step_tokens,
-            waiting_for=self._why_first_waits(),
-            kv_fragmentation=manager.pool.fragmentation,
-            kv_waste=manager.plan.waste,
-            residency=None if manager.sampler is None else manager.sampler.residency(),
         )
 
 

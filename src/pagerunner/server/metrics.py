@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pagerunner.engine.core.messages import WAIT_REASONS, EngineStats, StartUp
+from pagerunner.engine.core.messages import WAIT_REASONS, SchedulerStats, StartUp
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.memory.residency import BOUNDS, Residency
 from pagerunner.types import EngineRequest
@@ -67,16 +67,16 @@ _COUNTERS = {
 }
 # What the core keeps, by its field.
 _TOTALS = {
-    "preemptions": "vllm:num_preemptions",
-    "prefix_queries": "vllm:prefix_cache_queries",
-    "prefix_hits": "vllm:prefix_cache_hits",
+    "preemptions_total": "vllm:num_preemptions",
+    "prefix_queries_total": "vllm:prefix_cache_queries",
+    "prefix_hits_total": "vllm:prefix_cache_hits",
     "busy_seconds": "pagerunner:device_busy_seconds",
-    "steps": "pagerunner:steps",
+    "steps_total": "pagerunner:steps",
 }
 _MOMENTS = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
-    "kv_cache_usage": "vllm:kv_cache_usage_perc",
+    "kv_usage": "vllm:kv_cache_usage_perc",
     "kv_fragmentation": "pagerunner:kv_fragmentation_ratio",
     "kv_waste": "pagerunner:kv_waste_ratio",
 }
@@ -157,7 +157,7 @@ class GroupMetrics:
             "hits_total": counter("group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
         }
 
-    def update(self, stats: EngineStats, last: EngineStats) -> None:
+    def update(self, stats: SchedulerStats, last: SchedulerStats) -> None:
         """Set the gauges and move the counters from `last` to `stats`."""
         before = {group.name: group for group in last.groups}
         for group in stats.groups:
@@ -177,7 +177,7 @@ class Metrics(EngineObserver):
 
     def __init__(self, model_name: str, spans: EngineObserver | None = None) -> None:
         self.registry = CollectorRegistry()
-        self.last = EngineStats()
+        self.last = SchedulerStats()
         self.tokens = (0, 0)
         self._spans = spans or EngineObserver()
         self._values = values = {"model_name": model_name, "engine": "0"}
@@ -246,7 +246,7 @@ class Metrics(EngineObserver):
         """Publish the share of the last seconds in which the device did not work on a step."""
         self._gauges["pagerunner:device_idle_ratio"].set(share)
 
-    def on_stats(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: SchedulerStats) -> None:
         """Set the gauges and move the counters that the core keeps."""
         for field, name in _MOMENTS.items():
             self._gauges[name].set(getattr(stats, field))

@@ -35,13 +35,14 @@ class StatsLog:
         self._at, self._tokens, self._stats = now, metrics.tokens, stats
         if not (prompt or generated or stats.running or stats.waiting):
             return None
-        queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
+        queries = stats.prefix_queries_total - before.prefix_queries_total
+        hits = stats.prefix_hits_total - before.prefix_hits_total
         waits = f" (for {stats.waiting_for})" if stats.waiting and stats.waiting_for else ""
         return (
             f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs{waits}, "
-            f"GPU KV cache usage: {stats.kv_cache_usage:.1%}, "
+            f"GPU KV cache usage: {stats.kv_usage:.1%}, "
             f"Prefix cache hit rate: {hits / max(queries, 1):.1%}, Device idle: {idle:.1%}"
         )
 

@@ -25,9 +25,8 @@ from pagerunner.errors import (
 )
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.report import human_bytes
-from pagerunner.memory.residency import Residency
 from pagerunner.sched.live import Wait
-from pagerunner.sched.stats import GroupUsage
+from pagerunner.sched.stats import SchedulerStats as SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate
 
 _KINDS: dict[str, type[PagerunnerError]] = {
@@ -162,28 +161,6 @@ WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibl
 Answer = bool | MemoryState | LiveState | None
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges, and counters since the start. Prefix figures are in tokens, `kv_cache_usage` is a share in [0, 1].
-
-    `waiting_for` is why the first of those that wait does; `busy_seconds` is how long the device has worked on steps. `groups` are
-    the memory groups, `kv_fragmentation` and `kv_waste` the shares that all of them lose; `residency` is there where pages are sampled.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    waiting_for: Wait = ""
-    busy_seconds: float = 0.0
-    groups: list[GroupUsage] = []
-    kv_fragmentation: float = 0.0
-    kv_waste: float = 0.0
-    residency: Residency | None = None
-
-
 class StartUp(msgspec.Struct, frozen=True):
     """How a core came up: seconds by phase in order, and bytes of device memory by use (none on a CPU)."""
 
@@ -222,7 +199,7 @@ class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
     """What one step, or one abort, did. Sent without updates as a sign of progress during long prefills."""
 
     updates: list[RequestUpdate]
-    stats: EngineStats | None = None
+    stats: SchedulerStats | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

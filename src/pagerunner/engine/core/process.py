@@ -39,7 +39,7 @@ from pagerunner.types import EngineRequest, RequestUpdate
 logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.1
-"""Least time between two EngineStats, and most time between two signs of life while the core steps."""
+"""Least time between two SchedulerStats, and most time between two signs of life while the core steps."""
 _PARENT_CHECK_SECONDS = 1.0
 _LINGER_MS = 2_000
 
@@ -142,27 +142,9 @@ class CoreLoop:
         now = time.monotonic()
         if now - self._stats_at >= STATS_SECONDS or not self._core.has_work:
             self._stats_at = now
-            self.send(wire.Updates(updates, self._stats()))
+            self.send(wire.Updates(updates, self._core.stats()))
         elif updates:
             self.send(wire.Updates(updates))
-
-    def _stats(self) -> wire.EngineStats:
-        stats = self._core.stats()
-        return wire.EngineStats(
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_cache_usage=stats.kv_usage,
-            prefix_queries=stats.prefix_queries_total,
-            prefix_hits=stats.prefix_hits_total,
-            preemptions=stats.preemptions_total,
-            steps=stats.steps_total,
-            waiting_for=stats.waiting_for,
-            busy_seconds=stats.busy_seconds,
-            groups=stats.groups,
-            kv_fragmentation=stats.kv_fragmentation,
-            kv_waste=stats.kv_waste,
-            residency=stats.residency,
-        )
 
     def _handle(self, message: wire.ToCore) -> None:
         match message:
@@ -230,7 +212,7 @@ class CoreLoop:
         except PagerunnerError as error:
             self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
         else:
-            self.send(wire.Updates(updates, self._stats()))
+            self.send(wire.Updates(updates, self._core.stats()))
             self.send(wire.Reply(message.call_id, value))
 
 

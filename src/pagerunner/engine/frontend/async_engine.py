@@ -128,7 +128,7 @@ class AsyncEngine:
         return self._frontend.require_tokenizer()
 
     @property
-    def stats(self) -> wire.EngineStats:
+    def stats(self) -> wire.SchedulerStats:
         """The core's gauges and running totals, at most a moment old."""
         return self._desk.stats
 

@@ -19,7 +19,7 @@ class OutputDesk:
     """Routes what the core says to the readers. Sends nothing itself: methods return the sequence ids to abort."""
 
     def __init__(self, outputs: OutputProcessor, observer: EngineObserver) -> None:
-        self.stats = wire.EngineStats()
+        self.stats = wire.SchedulerStats()
         self.progress = ProgressMeter(observer)
         self._outputs = outputs
         self._observer = observer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagerunner.engine.core.messages import EngineStats
+from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.types import EngineRequest
 
 
@@ -50,7 +50,7 @@ class EngineObserver:
     def on_dropped(self, request: EngineRequest) -> None:
         """The core has refused the sequence, or is gone: it will not finish."""
 
-    def on_stats(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: SchedulerStats) -> None:
         """The core's latest gauges and running totals."""
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
