@@ -33,6 +33,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/configs/pooling.py).
+    `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field that is not there.
     `kv_cache_metrics_sample` is the share of pages of which is measured how long they stay, 0 for none.
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """
@@ -65,6 +66,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     generation_config: str = "auto"
     chat_template: str | None = None
     pooler_config: str | dict[str, Any] | None = None
+    hf_overrides: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
     kv_cache_metrics_sample: float = 0.0
 

@@ -98,7 +98,7 @@ def test_a_window_that_the_length_never_reaches_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "words"),
     [
-        ("llama", {"model_type": "gpt_bigcode"}, ["model_type", "gpt_bigcode", "mistral, qwen2, qwen3"]),
+        ("llama", {"model_type": "gpt_bigcode"}, ["model_type", "gpt_bigcode", "mistral, mistral3, qwen2, qwen3"]),
         ("llama", {"model_type": None}, ["model_type"]),
         ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers", "at least 1", "0"]),
         ("llama", {"num_key_value_heads": 3}, ["num_attention_heads is 4", "num_key_value_heads=3"]),

@@ -127,7 +127,7 @@ def _host_free_bytes() -> int:
 
 def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
     label, source = _requests(namespace)
-    vocab_size = _vocab_size(args.model)
+    vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
     measure: Callable[..., ThroughputReport | LatencyReport]
     measure = throughput if namespace.what == "throughput" else latency
@@ -202,10 +202,10 @@ def _engine_args(namespace: argparse.Namespace, directory: Path) -> EngineArgs:
     return engine_args(namespace, str(model), load_format="dummy", skip_tokenizer_init=True)
 
 
-def _vocab_size(model: str) -> int:
+def _vocab_size(args: EngineArgs) -> int:
     from pagerunner.models.configs.reader import read_model_config
 
-    return int(read_model_config(Path(model)).vocab_size)
+    return int(read_model_config(Path(args.model), hf_overrides=args.hf_overrides).vocab_size)
 
 
 def _progress(namespace: argparse.Namespace) -> Callable[[int], Iterable[int]]:

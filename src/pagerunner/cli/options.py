@@ -42,6 +42,7 @@ ENGINE_HELP: dict[str, str] = {
     "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
     "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
     "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
+    "hf_overrides": 'fields to replace in config.json: JSON such as {"rope_theta": 1000000}; null passes a field over',
     "disable_log_stats": "log no statistics",
     "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
 }
@@ -69,6 +70,7 @@ PLAN_FIELDS: frozenset[str] = frozenset(
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_in_flight",
+        "hf_overrides",
     }
 )
 _UNITS: dict[str, int] = {

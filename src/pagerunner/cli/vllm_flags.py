@@ -25,7 +25,7 @@ _REFUSED: dict[str, str] = {
     "code from checkpoints (the families it supports need none)": "trust-remote-code trust-request-chat-template",
     "downloads (a model is a directory)": """revision code-revision tokenizer-revision hf-token hf-config-path download-dir
         use-tqdm-on-load ignore-patterns safetensors-load-strategy""",
-    "other readers of checkpoints and tokenizers": """tokenizer-mode config-format hf-overrides model-impl
+    "other readers of checkpoints and tokenizers": """tokenizer-mode config-format model-impl
         model-loader-extra-config runner convert task override-attention-dtype override-generation-config""",
     "compiled models (its kernels are compiled at start)": """compilation-config -O optimization-level cuda-graph-sizes
         max-seq-len-to-capture cudagraph-mode enable-flashinfer-autotune""",

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagerunner.models.configs.base import ModelConfig
-from pagerunner.models.configs.decoder import read_llama, read_mistral, read_qwen2, read_qwen3
+from pagerunner.models.configs.decoder import read_llama, read_mistral, read_mistral3, read_qwen2, read_qwen3
 from pagerunner.models.configs.deepseek import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
 from pagerunner.models.configs.deepseek_v4 import read_deepseek_v4
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.hybrid import read_bamba, read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from pagerunner.models.configs.llama4 import read_llama4_text
 from pagerunner.models.configs.moe import read_qwen3_moe
-from pagerunner.models.configs.window import read_gemma3_text, read_gpt_oss
+from pagerunner.models.configs.window import GEMMA3_DEFAULTS, read_gemma3_text, read_gpt_oss
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model_type: how its config.json is read, and the module and class of its model.
 
-    `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. The config.json
-    of a `nested` family describes a model of text and images, of which the text part, in text_config, is run.
+    `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. `defaults` are
+    fields that published files leave out. The config.json of a `nested` family describes a model of text and images, of
+    which the text part, in text_config, is run; its model_type there is `text_type` (default: the family's with `_text`).
     """
 
     read: Callable[[Fields, dict[str, Any]], ModelConfig]
     module: str
     model: str
     nested: bool = False
+    text_type: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {
@@ -47,7 +50,11 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(read_deepseek_v32, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v4": Family(read_deepseek_v4, "pagerunner.models.deepseek_v4", "DeepseekV4ForCausalLM"),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM"),
+    "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM", defaults=GEMMA3_DEFAULTS),
+    "gemma3": Family(
+        read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM", nested=True, defaults=GEMMA3_DEFAULTS
+    ),
+    "mistral3": Family(read_mistral3, "pagerunner.models.llama", "LlamaForCausalLM", nested=True, text_type="mistral"),
     "llama4_text": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM"),
     "llama4": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM", nested=True),
     "gpt_oss": Family(read_gpt_oss, "pagerunner.models.gpt_oss", "GptOssForCausalLM"),

@@ -32,7 +32,10 @@ def _llama3(base: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between blended."""
     wavelength = 2 * math.pi / base
     rotations = rope.original_length / wavelength
-    blend = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    if rope.high_freq_factor == rope.low_freq_factor:  # nothing lies between (Llama-4-Scout)
+        blend = (rotations > rope.low_freq_factor).float()
+    else:
+        blend = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - blend) * base / rope.factor + blend * base
 
 

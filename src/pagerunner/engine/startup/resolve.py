@@ -69,7 +69,7 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     if limits.FAULTS:
         raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
-    model = read_model_config(args.model, asked)
+    model = read_model_config(args.model, asked, args.hf_overrides)
     device = resolve_device(args.device)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,14 @@ Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDEX_DTYPES = (torch.int64, torch.int32)
+# How checkpoints of text and images name the text model's tensors, and how they name the other parts: the files of the
+# makers, then those that transformers writes since 4.52.
+_TEXT_NAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_IMAGE_NAMES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 class Model(Protocol):
@@ -66,6 +74,8 @@ def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model
     model: Model = getattr(importlib.import_module(family.module), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
+    if family.nested:
+        model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
 
 
@@ -123,11 +133,10 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     done, pending, extra = 0, dict(targets), []
     filled: dict[str, str] = {}
     scales: list[str] = []
-    unused: dict[str, list[str]] = {}
+    unused: list[str] = []
     for file in files:
         for name, tensor in _tensors(file, files[file]):
-            if name not in targets and f"model.{name}" in targets:
-                name = f"model.{name}"  # a checkpoint saved without its head, as embedding models are
+            name = _own_name(name, targets, stacked)
             if name in filled:
                 raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
             filled[name] = file.name
@@ -138,7 +147,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 _check_tensor(file, name, tensor, target)
                 copy(target, tensor)
             elif name.startswith(model.unused_tensors):
-                unused.setdefault(name.partition(".")[0], []).append(name)
+                unused.append(name)
             elif place_of(name) is not None:
                 scales.append(name)
             elif not _is_derived(name):
@@ -156,10 +165,19 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         raise CheckpointError(
             f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that its config asks for."
         )
-    for names in unused.values():
-        logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(names), names[0])
+    if unused:
+        logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(unused), unused[0])
     if progress is not None:
         progress(total, total)
+
+
+def _own_name(name: str, targets: Container[str], stacked: Container[str]) -> str:
+    """The name by which the model knows a tensor of the checkpoint; `name` itself where it doesn't."""
+    if name in targets or name in stacked:
+        return name
+    candidates = [f"model.{name}"]  # a checkpoint saved without its head, as embedding models are
+    candidates += [ours + name[len(theirs) :] for theirs, ours in _TEXT_NAMES if name.startswith(theirs)]
+    return next((one for one in candidates if one in targets or one in stacked or one == "lm_head.weight"), name)
 
 
 def _take_stacked(

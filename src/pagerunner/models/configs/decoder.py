@@ -59,6 +59,12 @@ def read_mistral(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     return read_decoder(fields, common, read_window(fields, window, (windowed,) * common["num_layers"]))
 
 
+def read_mistral3(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
+    """The text model of Mistral-Small-3.1: Mistral's, whose window is none where the field is absent."""
+    window = fields.take("sliding_window")
+    return read_decoder(fields, common, read_window(fields, window, (window is not None,) * common["num_layers"]))
+
+
 def read_qwen2(fields: Fields, common: dict[str, Any]) -> DecoderConfig:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
     return read_decoder(fields, common, {**_read_qwen_window(fields, common), "qkv_bias": True})
@@ -158,7 +164,7 @@ def read_rope(
         raise fields.error(name, f"must be an object, got {given!r}.")
     theta = fields.number("rope_theta", 10000.0, above=0)
     original = fields.take("original_max_position_embeddings")
-    rope = Fields(given or {}, f"{fields.where}: {name}")
+    rope = fields.inside(name, given or {})
     theta = rope.number("rope_theta", theta, above=0)
     partial = rope.number("partial_rotary_factor", partial)
     if partial != 1.0 and partial_default is None:
@@ -184,7 +190,12 @@ def read_rope(
     elif kind == "llama3":
         values["factor"] = rope.number("factor", above=0)
         values["low_freq_factor"] = rope.number("low_freq_factor", above=0)
-        values["high_freq_factor"] = rope.number("high_freq_factor", above=values["low_freq_factor"])
+        values["high_freq_factor"] = rope.number("high_freq_factor", above=0)
+        if values["high_freq_factor"] < values["low_freq_factor"]:
+            raise rope.error(
+                "high_freq_factor",
+                f"is {values['high_freq_factor']:g}, less than low_freq_factor={values['low_freq_factor']:g}.",
+            )
     else:
         values.update(_read_yarn(rope, length / original))
     rope.finish(ignored)

@@ -1,12 +1,17 @@
-"""Strict reading of a JSON object: every field is used, known to be irrelevant, or an error that names it."""
+"""Strict reading of a JSON object: every field is used, known to be irrelevant, unset, or an error that names it."""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pagerunner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # Written by training code, by transformers' bookkeeping or by exporters; none of them changes what the model computes.
 IRRELEVANT_FIELDS = frozenset(
@@ -38,22 +43,29 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "use_qk_norm": False,
     "per_layer_config": {},
 }
+# Unknown fields that ask for something else where they are false; every other unknown field is unset when it is false.
+_FALSE_MATTERS = frozenset({"is_causal", "causal", "use_causal_mask"})
 
 
 class Fields:
     """A JSON object whose fields are taken one by one; `finish` refuses what is left.
 
-    `where` names the object in messages. `length` is the longest sequence that will be run, for fields that have no
-    effect on shorter ones.
+    `where` names the object in messages, and `path` are the names of the objects of config.json that it lies in.
+    `length` is the longest sequence that will be run, for fields that have no effect on shorter ones.
 
     Raises:
         ConfigError: from any method; the message names the file, the field and its value.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, length: int = 0) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, length: int = 0, path: tuple[str, ...] = ()) -> None:
         self._values = dict(values)
         self.length = length
         self.where = where
+        self.path = path
+
+    def inside(self, name: str, values: Mapping[str, Any]) -> Fields:
+        """The fields `values` of the object `name` in this one."""
+        return Fields(values, f"{self.where}: {name}", self.length, (*self.path, name))
 
     def error(self, name: str, message: str) -> ConfigError:
         """An error about one field, for the caller to raise."""
@@ -133,11 +145,34 @@ class Fields:
         return None if value is None else list(value)
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Refuse any field that was not taken, is not irrelevant, and could have an effect (is not null)."""
+        """Refuse any field that was not taken, is not irrelevant, and is not unset (false, null or empty).
+
+        Unknown fields that are unset are listed once in the log.
+        """
         known = IRRELEVANT_FIELDS.union(ignored)
+        unset: list[str] = []
         for name, value in self._values.items():
             if name in known or value is None or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]):
                 continue
             shown = repr(value)
             shown = shown if len(shown) <= 120 else shown[:117] + "..."
-            raise self.error(name, f"is {shown}, a field that pagerunner does not know and will not ignore.")
+            if value is not False and value not in ("", [], {}) or name in _FALSE_MATTERS:
+                raise self.error(name, f"is {shown}, a field that pagerunner does not know. {self._how_to_allow(name)}")
+            unset.append(f"{name}={shown}")
+        if unset:
+            _log_once(f"{self.where}: passed over unknown fields that are unset: {', '.join(unset)}.")
+
+    def _how_to_allow(self, name: str) -> str:
+        overrides: Any = None
+        for key in reversed((*self.path, name)):
+            overrides = {key: overrides}
+        return (
+            "It may change what the model computes, so it is not passed over by itself. If it doesn't matter for text, "
+            f"pass it over by name: --hf-overrides '{json.dumps(overrides)}' (hf_overrides in Python, with None for null)."
+        )
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    """A config is read by more than one part of an engine; its reader still says a thing once."""
+    logger.info("%s", text)

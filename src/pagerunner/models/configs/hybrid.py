@@ -235,9 +235,15 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
         )
     for name in ("num_logits_to_keep", "z_loss_coefficient", "mamba_chunk_size"):  # no effect on results
         fields.take(name)
+    rotated = fields.integer("attn_rotary_emb", 0, least=0)  # how the first files of the family write half a head
+    shared = _read_attention(fields, common, partial=0.5, hidden=hidden)
+    if rotated not in (0, shared["head_dim"] // 2):
+        raise fields.error(
+            "attn_rotary_emb", f"is {rotated}; this family rotates half of {shared['head_dim']} elements."
+        )
     return BambaConfig(
         **common,
-        **_read_attention(fields, common, partial=0.5, hidden=hidden),
+        **shared,
         intermediate_size=fields.integer("intermediate_size"),
         mlp_bias=fields.flag("mlp_bias", False),
         layer_kinds=tuple("full_attention" if at in attention else "linear_attention" for at in range(layers)),

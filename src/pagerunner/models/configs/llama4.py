@@ -69,6 +69,7 @@ def read_llama4_text(fields: Fields, common: dict[str, Any]) -> Llama4Config:
                 "rope_scaling": fields.take("rope_scaling"),
             },
             fields.where,
+            path=fields.path,
         ),
         common["max_position_embeddings"],
     )

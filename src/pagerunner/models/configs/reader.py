@@ -11,7 +11,7 @@ from pagerunner.config import DTYPE_BYTES
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
-from pagerunner.models.registry import FAMILIES
+from pagerunner.models.registry import FAMILIES, Family
 
 __all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
 
@@ -34,29 +34,40 @@ _IMAGE_FIELDS = (
     "boi_token_index",
     "eoi_token_index",
     "image_token_index",
+    "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
 )
 
 
-def read_model_config(path: str | Path, max_model_len: int | None = None) -> ModelConfig:
+def read_model_config(
+    path: str | Path, max_model_len: int | None = None, hf_overrides: str | dict[str, Any] | None = None
+) -> ModelConfig:
     """Read the configuration of the model directory (or of the config.json) at `path`.
 
     `max_model_len` is the longest sequence that will be run, if the user has set one: a sliding window of at least that
-    has no effect and is accepted.
+    has no effect and is accepted. `hf_overrides`, a mapping or JSON, replaces fields of config.json; objects are merged,
+    and null stands for a field that is not there.
 
     Raises:
         CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
         ConfigError: the family or a field's value is not supported; the message names both.
     """
     directory, file = _locate(path)
-    values = read_json(file)
+    values = _overridden(read_json(file), _read_overrides(hf_overrides), str(file))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
             f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
+    path_inside: tuple[str, ...] = ()
     if FAMILIES[family].nested:
-        values = _text_values(Fields(values, str(file)), family)
-    fields = Fields(values, str(file))
+        values = _text_values(Fields(values, str(file)), FAMILIES[family], f"{family}_text")
+        path_inside = ("text_config",)
+    values = {**FAMILIES[family].defaults, **values}
+    fields = Fields(values, str(file), path=path_inside)
     for name in ("quantization_config", "compression_config"):
         if values.get(name) is not None and _only_pages(values[name]):
             fields.take(name)
@@ -82,11 +93,34 @@ def _only_pages(quantization: Any) -> bool:
     return scheme.get("num_bits") == 8 and all(scheme.get(name, value) == value for name, value in wanted.items())
 
 
-def _text_values(outer: Fields, family: str) -> dict[str, Any]:
+def _read_overrides(option: str | dict[str, Any] | None) -> dict[str, Any]:
+    try:
+        values = json.loads(option) if isinstance(option, str) else option
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"hf_overrides is not valid JSON: {error}.") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(f'hf_overrides must be an object such as {{"rope_theta": 1000000}}, got {option!r}.')
+    return values or {}
+
+
+def _overridden(values: dict[str, Any], overrides: dict[str, Any], where: str) -> dict[str, Any]:
+    """`values` with `overrides` over them; objects in both are merged."""
+    found = dict(values)
+    for name, value in overrides.items():
+        if value is None and name not in values:
+            raise ConfigError(f"hf_overrides sets {name} to null, but {where} has no such field.")
+        inner = values.get(name)
+        both = isinstance(value, dict) and isinstance(inner, dict)
+        found[name] = _overridden(inner, value, f"{where}: {name}") if both else value
+    return found
+
+
+def _text_values(outer: Fields, family: Family, text_type: str) -> dict[str, Any]:
     """The text model's fields of a config.json that also describes how images become tokens."""
+    text_type = family.text_type or text_type
     text = outer.take("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != f"{family}_text":
-        raise outer.error("text_config", f"must be an object of model_type {family}_text, got {text!r:.80}.")
+    if not isinstance(text, dict) or text.get("model_type") != text_type:
+        raise outer.error("text_config", f"must be an object of model_type {text_type}, got {text!r:.80}.")
     shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
     found = {name: value for name in shared if (value := outer.take(name)) is not None}
     tied = outer.take("tie_word_embeddings")

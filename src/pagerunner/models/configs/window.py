@@ -35,6 +35,22 @@ class GptOssConfig(DecoderConfig):
     activation_limit: float
 
 
+# What the published files leave out: the defaults of the reference implementation's config class.
+GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2_304,
+    "intermediate_size": 9_216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4_096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
 def read_gemma3_text(fields: Fields, common: dict[str, Any]) -> Gemma3Config:
     """Gemma-3's text model."""
     if fields.flag("use_bidirectional_attention", False):
@@ -100,6 +116,6 @@ def _read_gemma_ropes(fields: Fields, length: int) -> tuple[RopeConfig, RopeConf
 
     def read(kind: str, base: float) -> RopeConfig:
         given = {"rope_parameters": by_type.get(kind), "rope_theta": base}
-        return read_rope(Fields(given, f"{fields.where}: {kind}"), length)
+        return read_rope(Fields(given, f"{fields.where}: {kind}", path=fields.path), length)
 
     return read("full_attention", theta), read("sliding_attention", local_theta)

@@ -1,0 +1,91 @@
+"""Config fields that nobody knows: unset ones are passed over and logged once, others are errors that say how to allow them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint, make_config
+from pagerunner import LLM
+from pagerunner.errors import ConfigError
+from pagerunner.models.configs.reader import read_model_config
+
+
+def write(path: Path, **fields: Any) -> Path:
+    (path / "config.json").write_text(json.dumps({**make_config("qwen2"), **fields}))
+    return path
+
+
+def test_unset_ones_are_passed_over_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, use_mrope=False, some_list=[], some_object={}, some_text="", some_null=None)
+    with caplog.at_level(logging.INFO):
+        read_model_config(path)
+        read_model_config(path)
+    [line] = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
+    for shown in ("use_mrope=False", "some_list=[]", "some_object={}", "some_text=''"):
+        assert shown in line
+    assert "some_null" not in line
+
+
+@pytest.mark.parametrize("value", [True, 0, 0.0, 1, "x", [0], {"a": None}])
+def test_set_ones_are_errors_that_say_how_to_pass_them_over(tmp_path: Path, value: Any) -> None:
+    path = write(tmp_path, some_switch=value)
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(path)
+    said = str(caught.value)
+    assert f"some_switch is {value!r}" in said
+    [advice] = re.findall(r"--hf-overrides '(.*?)'", said)
+    assert read_model_config(path, hf_overrides=advice).num_layers == 2
+    assert read_model_config(path, hf_overrides=json.loads(advice)).num_layers == 2
+
+
+def test_the_advice_names_the_object_that_the_field_is_in(tmp_path: Path) -> None:
+    path = write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "bend": 2})
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(path)
+    assert """--hf-overrides '{"rope_parameters": {"bend": null}}'""" in str(caught.value)
+    read_model_config(path, hf_overrides={"rope_parameters": {"bend": None}})
+
+
+def test_a_field_that_means_something_when_false_is_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is_causal is False"):
+        read_model_config(write(tmp_path, is_causal=False))
+
+
+def test_overrides_change_known_fields_too(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    changed = read_model_config(
+        path, hf_overrides={"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 5}}
+    )
+    assert changed.max_position_embeddings == 64
+    assert changed.rope.theta == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("{", ["hf_overrides", "not valid JSON"]),
+        ("[1]", ["hf_overrides", "object"]),
+        ({"nothing_like_it": None}, ["hf_overrides", "nothing_like_it", "no such field"]),
+        ({"nothing_like_it": 3}, ["nothing_like_it is 3", "does not know"]),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, overrides: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(write(tmp_path), hf_overrides=overrides)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_an_engine_takes_overrides(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "some_switch": True}))
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 8_000_000, "max_model_len": 64, "use_tqdm": False}
+    with pytest.raises(ConfigError, match="some_switch"):
+        LLM(str(path), **options)
+    LLM(str(path), hf_overrides={"some_switch": None}, **options)
