@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
+from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.kernels import paged_attention as kernels
 from pagerunner.ops.paged_attention import (
     HeadPrep,
-    PagedKV,
     PagedPlan,
-    TableRows,
+    Scores,
     paged_attention,
     prepare_heads_,
     projected_attention,
@@ -89,27 +89,21 @@ class Step:
             if fp8:
                 at = (total, 2, shape.kv_heads), (stride // 4, shape.kv_heads, 1), (first + 2 * block) // 4
                 scales = pool.view(torch.float32).as_strided(*at).fill_(2.0**-6)
-            self.pages.append(PagedKV(k, v, scales))
+            self.pages.append(KVPages(0, k, v, scales))
         order = torch.randperm(total).tolist()
         table = torch.zeros(len(counts) + 1, max(counts) + 16, dtype=torch.int64)
         common = [order.pop() for _ in range(shape.shared // page)]
         for row, count in enumerate(counts):
             table[row, :count] = torch.tensor(common + [order.pop() for _ in range(count - len(common))])
         rows, new = len(counts), shape.queries
-        ends = torch.tensor(shape.past) + new
         positions = torch.cat([torch.arange(n, n + new) for n in shape.past])
-        self.rows = TableRows(
-            table.to(DEVICE),
-            torch.arange(rows, dtype=torch.int32, device=DEVICE),
-            torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=DEVICE),
-            ends.to(torch.int32).to(DEVICE),
-            torch.arange(rows, dtype=torch.int32, device=DEVICE).repeat_interleave(new),
-            positions.to(DEVICE),
-        )
+        self.table = table.to(DEVICE)
+        self.rows = StepRows.of([new] * rows, [n + new for n in shape.past], range(rows), DEVICE)
         row_of, offset = torch.arange(rows).repeat_interleave(new), positions % page
         self.write = (table[row_of, positions // page].to(DEVICE), offset.to(DEVICE))
         self.qkv = torch.randn(rows * new, shape.heads + 2 * shape.kv_heads, shape.dim, device=DEVICE).to(shape.dtype)
         self.parts = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        self.library = True  # whether a library may do it
         self.plan = self.new_plan()
         angles = torch.randn(rows * new, 1, shape.dim, device=DEVICE).to(shape.dtype)
         weight = torch.randn(shape.dim, device=DEVICE).to(shape.dtype)
@@ -118,7 +112,7 @@ class Step:
     def new_plan(self) -> PagedPlan:
         """A plan that has computed nothing yet."""
         shape = self.shape
-        fresh = () if any(shape.past) else (shape.queries,) * len(shape.past)
+        fresh = (shape.queries,) * len(shape.past) if self.library and not any(shape.past) else ()
         return PagedPlan(
             window=shape.window,
             one_token=shape.queries == 1,
@@ -128,15 +122,18 @@ class Step:
         )
 
     def attend(self, layer: int) -> torch.Tensor:
-        """One layer's attention."""
-        q, k, v = self.parts
-        scale = self.shape.dim**-0.5
-        return paged_attention(q, k, v, self.pages[layer], self.rows, self.plan, scale, first_layer=layer == 0)
+        """One layer's attention; a step begins with layer 0."""
+        return paged_attention(*self.parts, self.pages[layer], *self.rest(layer))
 
     def project(self, layer: int) -> torch.Tensor:
         """One layer from its projection on."""
-        rest = (self.rows, self.plan, self.shape.dim**-0.5, None, 0.0, layer == 0)
-        return projected_attention(self.qkv, self.prep, self.pages[layer], *self.write, *rest)
+        return projected_attention(self.qkv, self.prep, self.pages[layer], *self.write, *self.rest(layer))
+
+    def rest(self, layer: int) -> tuple[torch.Tensor, StepRows, PagedPlan, Scores]:
+        """What layers share; the first one's plan is new."""
+        if layer == 0:
+            self.plan = self.new_plan()
+        return self.table, self.rows, self.plan, Scores(self.shape.dim**-0.5)
 
     def error(self) -> float:
         """Relative error of a layer's attention against the twin, after its tokens were stored."""
@@ -145,16 +142,17 @@ class Step:
         q, k, v = self.parts
         entry, offset = self.write
         for which, x in ((0, k), (1, v)):
-            pages = self.pages[0]
-            if pages.scales is None:
-                pages[which][entry, offset] = x.to(pages[which].dtype)
+            pages = (self.pages[0].k, self.pages[0].v)[which]
+            if self.pages[0].scales is None:
+                pages[entry, offset] = x.to(pages.dtype)
         if self.pages[0].scales is not None:  # as the pages have them, and exact in fp8
             for which, x in ((0, k), (1, v)):
-                held = self.pages[0][which].view(torch.uint8)[entry, offset].view(self.shape.kv_dtype)
+                held = (
+                    (self.pages[0].k, self.pages[0].v)[which].view(torch.uint8)[entry, offset].view(self.shape.kv_dtype)
+                )
                 x.copy_(held.to(torch.float32) * 2.0**-6)
         got = self.attend(0).float()
-        scale = self.shape.dim**-0.5
-        want = paged_attention.twin(q, k, v, self.pages[0], self.rows, self.plan, scale).float()
+        want = paged_attention.twin(q, k, v, self.pages[0], *self.rest(0)).float()
         return float((got - want).norm() / want.norm())
 
 
@@ -226,7 +224,6 @@ def run_decode(name: str, shape: Shape, variants: list[list[int] | None]) -> Non
     step = Step(shape)
     for values in variants:
         with tiles("decode", values):
-            step.plan = step.new_plan()
             error = step.error()
 
             def run() -> None:
@@ -259,9 +256,7 @@ def run_prefill(name: str, shape: Shape, variants: list[list[int] | None]) -> No
     step = Step(shape)
     for values in variants:
         with tiles("prefill", values):
-            step.plan = step.new_plan()
-            if values is not None:
-                step.plan.fresh = ()  # the kernel, where a library would do
+            step.library = values is None
             error = step.error() if shape.queries * len(shape.past) <= 8192 and shape.heads <= 32 else float("nan")
             took = graph_time(lambda: step.attend(0), 1)
         rate = shape.flops / took

@@ -20,8 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
 from pagerunner.models.checkpoint.loader import Model, build_model, dummy_weights, materialize, weights_bytes
 from pagerunner.models.configs.base import RopeConfig
 from pagerunner.models.configs.decoder import DecoderConfig
@@ -71,7 +72,7 @@ def steps() -> dict[str, tuple[list[int], list[int], int]]:
     }
 
 
-def make_kv(config: DecoderConfig) -> tuple[LayerKV, ...]:
+def make_kv(config: DecoderConfig) -> tuple[KVPages, ...]:
     """A pool of pages, each holding all layers."""
     heads, dim = config.num_kv_heads, config.head_dim
     block = PAGE_TOKENS * heads * dim
@@ -81,11 +82,11 @@ def make_kv(config: DecoderConfig) -> tuple[LayerKV, ...]:
     views = [
         pool.as_strided((NUM_PAGES, PAGE_TOKENS, heads, dim), strides, i * block) for i in range(config.num_layers * 2)
     ]
-    return tuple(LayerKV(0, views[2 * i], views[2 * i + 1]) for i in range(config.num_layers))
+    return tuple(KVPages(0, views[2 * i], views[2 * i + 1]) for i in range(config.num_layers))
 
 
 def make_batch(
-    config: DecoderConfig, kv: tuple[LayerKV, ...], query_lens: list[int], seq_lens: list[int], shared: int
+    config: DecoderConfig, kv: tuple[KVPages, ...], query_lens: list[int], seq_lens: list[int], shared: int
 ) -> Callable[[], ForwardBatch]:
     """A function that plans the step and returns its batch."""
     free = list(range(NUM_PAGES))
@@ -99,17 +100,15 @@ def make_batch(
         positions += range(length - count, length)
         entries += [pages[row][p // PAGE_TOKENS] for p in range(length - count, length)]
     position_T = torch.tensor(positions)
-    start = torch.tensor([0, *query_lens]).cumsum(0)
+    last = torch.tensor(query_lens).cumsum(0) - 1
     tokens = torch.randint(config.vocab_size, position_T.shape)
-    backend = TorchBackend()
+    backend, slots = TorchBackend(), range(len(pages))
 
     def batch() -> ForwardBatch:
-        metadata = backend.plan(query_lens, seq_lens, table, PAGE_TOKENS, start)
-        first_page_R = torch.zeros(len(pages), dtype=torch.int64)
-        offset_T = position_T % PAGE_TOKENS
-        group = GroupBatch(table, first_page_R, torch.tensor(entries), offset_T, PAGE_TOKENS, backend, metadata)
-        rows = StepRows.of(query_lens, seq_lens, range(len(pages)))
-        return ForwardBatch(tokens, position_T, start, start[1:] - 1, query_lens, seq_lens, (group,), kv, rows=rows)
+        rows = StepRows.of(query_lens, seq_lens, slots)
+        plan = backend.plan(PlanInputs(rows, query_lens, seq_lens, slots, table, PAGE_TOKENS, None), None)
+        group = GroupBatch(table, torch.tensor(entries), position_T % PAGE_TOKENS, PAGE_TOKENS, backend, plan)
+        return ForwardBatch(tokens, rows, last, (group,), kv)
 
     return batch
 

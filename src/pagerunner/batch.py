@@ -5,17 +5,15 @@ P pages of a row, L layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from pagerunner.types import StateSave
-
 
 @dataclass(frozen=True, slots=True)
-class LayerKV:
+class KVPages:
     """One layer's pages of a FullKV-like group, as strided views of the arena for one step.
 
     `k` and `v` have shape [num_entries, page_tokens, num_kv_heads, head_dim]; index 0 is a page table entry. Views of
@@ -33,7 +31,7 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKV:
+class LatentPages:
     """One layer's pages of a latent group: [num_entries, storage slots of a page, latent + rope elements].
 
     `indexer` are the slots' indexer keys, [num_entries, storage slots, elements], where the layer has them. `scales` are
@@ -47,14 +45,14 @@ class LatentKV:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentKV:
+class StatePages:
     """One layer's recurrent state, by page table entry: one tensor [num_entries, *shape] for each declared shape."""
 
     group: int
     states: tuple[torch.Tensor, ...]
 
 
-LayerMemory = LayerKV | LatentKV | RecurrentKV
+LayerMemory = KVPages | LatentPages | StatePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,21 @@ class StepRows:
             one_token=max(query_lens) == 1 and min(query_lens) == 1,
         )
 
+    def of_tokens(self, tokens_S: torch.Tensor) -> StepRows:
+        """A row for each of the tokens at the places `tokens_S` in T: the token, and what is before it."""
+        positions_S = self.positions_T.index_select(0, tokens_S)
+        count = torch.arange(len(tokens_S) + 1, dtype=torch.int32, device=tokens_S.device)
+        return StepRows(
+            slots_R=self.slots_R.index_select(0, self.row_T.index_select(0, tokens_S)),
+            query_start_R1=count,
+            seq_lens_R=(positions_S + 1).to(torch.int32),
+            row_T=count[:-1],
+            positions_T=positions_S,
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+            one_token=True,
+        )
+
     @property
     def num_rows(self) -> int:
         """R, padding included."""
@@ -115,42 +128,36 @@ class StepRows:
 class GroupBatch:
     """What the rows of one step need of one memory group.
 
-    `page_table`: for backends that read whole tables (`reads_tables`), the group's table of all slots, [slots, W] int64:
-    page n of row r is at [rows.slots_R[r], n % W]. For the others it is gathered: [R, P] int64 entries, padded with 0
-    beyond a row's pages (never read), where column 0 is the row's page number `first_page[r]`: 0 in groups that keep
-    everything, the first page still held in window groups.
+    `page_table`: the group's table of all slots, [slots, W] int64 entries: page n of row r is at [rows.slots_R[r], n % W].
     `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`. An
     entry of -1 means that no later step reads the token, and it is not stored.
-    `metadata`: what the group's attention backend planned for this batch; only that backend reads it.
+    `plan`: what the group's attention backend planned for this step; only that backend reads it.
     """
 
     page_table: torch.Tensor
-    first_page: torch.Tensor  # [R] int64
     write_entry: torch.Tensor
     write_offset: torch.Tensor
     page_tokens: int
     backend: Any
-    metadata: Any
+    plan: Any
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's inputs. Rows are in plan order; a row's tokens are adjacent.
 
-    `query_lens` and `seq_lens` are host copies (ints per row) of what the tensors say: tokens run this step, and tokens
-    in the sequence including them. In a graph they are those of the capture; what must hold at replay is in `rows`.
     `last_alone`: nobody asks for the hidden states of other tokens than those of `logits_index`; a model may return these
     alone, [S, D], instead of all, [T, D].
     """
 
     token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    query_start: torch.Tensor  # [R + 1] int64
+    rows: StepRows
     logits_index: torch.Tensor  # [S] int64, positions in T whose logits are needed
-    query_lens: list[int]
-    seq_lens: list[int]
     groups: tuple[GroupBatch, ...]
     kv: tuple[LayerMemory, ...]  # by layer index
-    state_saves: tuple[StateSave, ...] = ()
-    rows: StepRows = field(kw_only=True)
     last_alone: bool = False
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] int64: each token's place in its sequence."""
+        return self.rows.positions_T

@@ -30,11 +30,11 @@ def test_reasons(
     device: SimpleNamespace, backend: PagedLatentBackend | PagedRecurrentBackend, spec: specs.Spec
 ) -> None:
     half = torch.bfloat16
-    assert backend.unsupported(spec, "cuda", half) is None
+    assert backend.capabilities.refusal(spec, "cuda", half) is None
     device.shared_memory_per_block_optin = 65_536  # less than either takes
-    assert "65536" in str(backend.unsupported(spec, "cuda", half))
+    assert "65536" in str(backend.capabilities.refusal(spec, "cuda", half))
     device.capability = (7, 5)
-    assert "7.5" in str(backend.unsupported(spec, "cuda", half))
+    assert "7.5" in str(backend.capabilities.refusal(spec, "cuda", half))
     device.triton = False
-    assert "Triton" in str(backend.unsupported(spec, "cuda", half))
-    assert backend.unsupported(spec, "cpu", half) is None
+    assert "Triton" in str(backend.capabilities.refusal(spec, "cuda", half))
+    assert backend.capabilities.refusal(spec, "cpu", half) is None

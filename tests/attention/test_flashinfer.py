@@ -12,12 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import fake_flashinfer, latent_cases
-from helpers.attention_cases import Case, batch_for_tables, cases, make_step, plain, run
+from helpers.attention_cases import Case, cases, make_batch, make_call, make_step, plain, run
 from helpers.graph_cases import replayed
 from helpers.graphs import RecordedGraphs
 from pagerunner.attention import flashinfer_backend
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import Heads
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
+from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.attention.paired import PairedBackend
 from pagerunner.memory import specs
 
 
@@ -28,7 +31,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 served = cases.map(
-    lambda case: replace(case, reach=None, head_dim=case.head_dim // 8 * 8 + 8, head_dim_v=0, gap=case.gap // 4 * 4)
+    lambda case: replace(
+        case, reach=None, sinks=False, head_dim=case.head_dim // 8 * 8 + 8, head_dim_v=0, gap=case.gap // 4 * 4
+    )
 )
 
 
@@ -92,26 +97,27 @@ def test_a_layer_that_no_step_has_run_is_not_captured(monkeypatch: pytest.Monkey
     backend = FlashInferBackend()
     case = Case(STEPS[0], 16, 2, 2, 8)
     step = make_step(case)
-    batch = batch_for_tables(step, case, backend)
+    batch = make_batch(step, case, backend)
     rows = batch.rows
     table = batch.groups[0].page_table
-    metadata = backend.plan(PlanInputs(rows, [], [], [], table, 16, None), backend.new_state(GraphShape(3, 3, 64)))
-    group = replace(batch.groups[0], metadata=metadata)
+    plan = backend.plan(PlanInputs(rows, [], [], [], table, 16, None), backend.new_state(GraphShape(3, 3, 64)))
+    batch = replace(batch, groups=(replace(batch.groups[0], plan=plan),))
     with pytest.raises(RuntimeError, match="no step before"):
-        backend.forward(step.q, step.k, step.v, step.layer, group, batch, step.scale)
+        backend.run(make_call(case, step, batch, Heads(step.q, step.k, step.v)))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_latents(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [latent_cases.RowCase(start, 1) for start in (0, 15, 300, 64)]
-    backend = FlashInferLatentBackend()
-    monkeypatch.setattr(flashinfer_backend, "LATENT_DIMS", (8, 4))
+    small = replace(FlashInferLatentBackend.capabilities, latent_dims=(8, 4))
+    monkeypatch.setattr(FlashInferLatentBackend, "capabilities", small)
+    backend = PairedBackend(FlashInferLatentBackend(), PagedLatentBackend())
     latent_cases.run(latent_cases.Case(tuple(lengths), key_dim=8), backend)
     case = latent_cases.Case(tuple(lengths), key_dim=8, padding=padding)
     got, want = latent_cases.run(case, backend)
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
     mixed = latent_cases.Case((*lengths, latent_cases.RowCase(30, 9)), key_dim=8)
-    got, want = latent_cases.run(mixed, FlashInferLatentBackend())
+    got, want = latent_cases.run(mixed, backend)
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
@@ -120,7 +126,7 @@ def test_says_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flashinfer" else found(name))
     half = torch.bfloat16
-    assert "not installed" in FlashInferBackend().unsupported(specs.FullKV(1, 64, "bfloat16"), "cuda", half)
+    assert "not installed" in FlashInferBackend().capabilities.refusal(specs.FullKV(1, 64, "bfloat16"), "cuda", half)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for spec, dtype, word in (
         (specs.ChunkedKV(1, 64, "bfloat16", chunk=8), half, "chunked"),
@@ -129,7 +135,7 @@ def test_says_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         (specs.FullKV(1, 64, "bfloat16"), torch.float32, "float32"),
         (specs.FullKV(1, 64, "fp8_e4m3"), half, "fp8"),
     ):
-        assert word in FlashInferBackend().unsupported(spec, "cuda", dtype)
-    assert "cpu" in FlashInferBackend().unsupported(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
-    assert "latent" in FlashInferLatentBackend().unsupported(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
-    assert "(8, 4)" in FlashInferLatentBackend().unsupported(specs.LatentKV(8, 4, "bfloat16"), "cpu", half)
+        assert word in FlashInferBackend().capabilities.refusal(spec, "cuda", dtype)
+    assert "cpu" in FlashInferBackend().capabilities.refusal(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
+    assert "latent" in FlashInferLatentBackend().capabilities.refusal(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
+    assert "(8, 4)" in FlashInferLatentBackend().capabilities.refusal(specs.LatentKV(8, 4, "bfloat16"), "cpu", half)

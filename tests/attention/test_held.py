@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pagerunner.attention.held import store
-from pagerunner.attention.torch_ref import TorchMetadata
-from pagerunner.batch import GroupBatch, LayerKV
+from pagerunner.attention.torch_ref import TorchPlan
+from pagerunner.batch import GroupBatch, KVPages
 
 SIZE, HEADS, DIM, PAGES = 4, 2, 6, 5
 
 
-def make_layer(dtype: torch.dtype) -> LayerKV:
+def make_layer(dtype: torch.dtype) -> KVPages:
     """Pages of zeros: keys, then values, then the heads' scales of both."""
     block = SIZE * HEADS * DIM
     stride = 2 * block + 8 * HEADS
@@ -22,18 +22,18 @@ def make_layer(dtype: torch.dtype) -> LayerKV:
         for i in range(2)
     ]
     scales = memory.view(torch.float32).as_strided((PAGES, 2, HEADS), (stride // 4, HEADS, 1), 2 * block // 4)
-    return LayerKV(0, views[0], views[1], scales)
+    return KVPages(0, views[0], views[1], scales)
 
 
-def put(layer: LayerKV, which: int, slots: list[int], values: torch.Tensor) -> torch.Tensor:
+def put(layer: KVPages, which: int, slots: list[int], values: torch.Tensor) -> torch.Tensor:
     """Store values in token slots (-1: none), counted over all pages."""
     where = torch.tensor(slots)
     entries = torch.where(where < 0, -1, where // SIZE)
-    group = GroupBatch(torch.zeros(1, 1), torch.zeros(1), entries, where % SIZE, SIZE, None, None)
-    return store(layer, which, values, group, TorchMetadata((), forgets=True))
+    group = GroupBatch(torch.zeros(1, 1), entries, where % SIZE, SIZE, None, None)
+    return store(layer, which, values, group, TorchPlan((), forgets=True))
 
 
-def held(layer: LayerKV, which: int) -> torch.Tensor:
+def held(layer: KVPages, which: int) -> torch.Tensor:
     """What all slots stand for, [slots, heads, dim]."""
     assert layer.scales is not None
     pages = (layer.k, layer.v)[which].float() * layer.scales[:, which].view(-1, 1, HEADS, 1)
@@ -76,7 +76,7 @@ def test_zeros_need_no_scale() -> None:
 
 def test_other_dtypes_round_without_scales() -> None:
     pages = torch.full((PAGES, SIZE, HEADS, DIM), float("nan"), dtype=torch.bfloat16)
-    layer = LayerKV(0, pages, pages.clone())
+    layer = KVPages(0, pages, pages.clone())
     values = torch.randn(2, HEADS, DIM)
     returned = put(layer, 1, [3, 4], values)
     assert torch.equal(returned, values.bfloat16().float())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import mla, paged_mla
-from pagerunner.attention.mla import LatentBackend, UpProjection
+from pagerunner.attention.calls import UpProjection
+from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.memory import specs
 
@@ -70,16 +71,16 @@ def test_bfloat16_pages_are_read_as_they_are() -> None:
 def test_says_what_it_does_not_serve(backend: LatentBackend | PagedLatentBackend) -> None:
     served = ("bfloat16", "fp8_e4m3", "fp8_e5m2") if isinstance(backend, LatentBackend) else ("bfloat16",)
     for dtype in served:
-        assert backend.unsupported(specs.LatentKV(8, 4, dtype), "cpu", torch.float32) is None
+        assert backend.capabilities.refusal(specs.LatentKV(8, 4, dtype), "cpu", torch.float32) is None
     for spec, word in (
         (specs.FullKV(1, 8, "float32"), "full"),
-        (specs.LatentKV(8, 4, "float32", compression=4), "compression"),
-        (specs.LatentKV(8, 4, "float32", indexer_dim=4), "indexer"),
+        (specs.LatentKV(8, 4, "float32", compression=4), "compressed"),
+        (specs.LatentKV(8, 4, "float32", indexer_dim=4), "compressed"),
         (specs.LatentKV(8, 4, "fp8_e4m3", scale_bytes=8), "scale|fp8_e4m3"),
         (specs.LatentKV(8, 4, "fp8_e4m3", rope_dtype="bfloat16"), "rotary|fp8_e4m3"),
         (specs.LatentKV(8, 4, "float32", window=64), "window"),
     ):
-        reason = backend.unsupported(spec, "cpu", torch.float32)
+        reason = backend.capabilities.refusal(spec, "cpu", torch.float32)
         assert reason is not None and re.search(word, reason)
 
 

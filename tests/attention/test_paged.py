@@ -38,15 +38,15 @@ def test_pages_of_other_dtypes(kv_dtype: torch.dtype) -> None:
 
 def test_says_what_it_does_not_serve() -> None:
     backend = PagedBackend()
-    assert backend.unsupported(FullKV(2, 16, "float32", 8), "cpu", torch.float32) is None
-    assert backend.unsupported(WindowKV(2, 16, "fp8_e4m3", window=4), "cpu", torch.bfloat16) is None
+    assert backend.capabilities.refusal(FullKV(2, 16, "float32", 8), "cpu", torch.float32) is None
+    assert backend.capabilities.refusal(WindowKV(2, 16, "fp8_e4m3", window=4), "cpu", torch.bfloat16) is None
     reasons = [
         (LatentKV(2, 16, "float32"), torch.float32, "LatentKV"),
         (FullKV(2, 512, "float32"), torch.float32, "512"),
         (FullKV(2, 16, "float32"), torch.float64, "float64"),
     ]
     for spec, dtype, word in reasons:
-        reason = backend.unsupported(spec, "cpu", dtype)
+        reason = backend.capabilities.refusal(spec, "cpu", dtype)
         assert reason is not None and word in reason
 
 

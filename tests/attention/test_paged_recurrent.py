@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
-import pytest
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
-from pagerunner.batch import RecurrentKV, StepRows
+from pagerunner.batch import StepRows
 from pagerunner.memory import specs
 from pagerunner.types import StateSave
 
@@ -26,19 +24,19 @@ SAVES = (StateSave(2, 40, 0, 700), StateSave(0, 3, 0, 100), StateSave(2, 37, 0, 
 
 def test_saves_become_tokens_of_the_step_ordered_by_row():
     backend = PagedRecurrentBackend()
-    saves = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), backend.new_state(None)).saves
+    saves = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), backend.new_state(None))
     assert saves.start_R1.tolist() == [0, 1, 1, 3]
     assert saves.end_N.tolist() == [3, 11, 14]
     assert saves.target_N.tolist() == [100, 900, 700]
-    assert backend.plan(inputs([1], [5], ()), backend.new_state(None)).saves.start_R1.tolist() == [0, 0]
+    assert backend.plan(inputs([1], [5], ()), backend.new_state(None)).start_R1.tolist() == [0, 0]
 
 
 def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
     backend = PagedRecurrentBackend()
     state = backend.new_state(GraphShape(4, 16, 64))
-    captured = backend.plan(replace(inputs([1], [1], ()), query_lens=[], seq_lens=[], slots=[]), state).saves
+    captured = backend.plan(replace(inputs([1], [1], ()), query_lens=[], seq_lens=[], slots=[]), state)
     pointers = [x.data_ptr() for x in captured]
-    replay = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), state).saves
+    replay = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), state)
     assert [x.data_ptr() for x in replay] == pointers
     assert captured.start_R1.tolist() == [0, 1, 1, 3, 3] and captured.end_N[:3].tolist() == [3, 11, 14]
     other = backend.new_state(GraphShape(4, 16, 64))
@@ -48,15 +46,7 @@ def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
     assert captured.start_R1.tolist() == [0] * 5
 
 
-def test_a_save_that_was_not_planned_is_an_error():
-    backend = PagedRecurrentBackend()
-    batch = SimpleNamespace(state_saves=SAVES, rows=None)
-    plan = backend.plan(inputs([1], [5], ()), backend.new_state(None))
-    with pytest.raises(RuntimeError, match="PlanInputs"):
-        backend.forward(None, (), RecurrentKV(0, ()), SimpleNamespace(metadata=plan), batch)
-
-
 def test_says_what_it_does_not_serve():
     backend = PagedRecurrentBackend()
-    assert backend.unsupported(specs.RecurrentState(((2, 3),), ("float32",)), "cpu", torch.float32) is None
-    assert "full" in backend.unsupported(specs.FullKV(1, 8, "float32"), "cpu", torch.float32)
+    assert backend.capabilities.refusal(specs.RecurrentState(((2, 3),), ("float32",)), "cpu", torch.float32) is None
+    assert "full" in backend.capabilities.refusal(specs.FullKV(1, 8, "float32"), "cpu", torch.float32)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from pagerunner.attention import torch_plan
-from pagerunner.attention.base import Reach
-from pagerunner.attention.mla import LatentBackend, UpProjection
+from pagerunner.attention.base import PlanInputs, Reach
+from pagerunner.attention.calls import AttentionCall, Heads, LatentCall, UpProjection
+from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.attention.torch_ref import Scratch, TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV, StepRows
+from pagerunner.batch import GroupBatch, KVPages, LatentPages, StepRows
 from pagerunner.memory import specs
+from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner.pages import TORCH_DTYPES
 
 SIZE, LENGTH = 16, 96
@@ -26,37 +26,32 @@ def serve(
     """Run steps of (past, new tokens) rows through one layer of `spec`."""
     query_lens, seq_lens = [q for _, q in rows], [past + q for past, q in rows]
     reach = Reach.of(spec)
-    forgetting: dict[str, Any] = {} if reach is None else {"reach": reach, "first_pages": [0] * len(rows)}
     pages = -(-max(seq_lens) // SIZE)
     table = torch.arange(len(rows) * pages).view(len(rows), pages)
     positions = [(row, p) for row, (past, q) in enumerate(rows) for p in range(past, past + q)]
     entries = torch.tensor([int(table[row, p // SIZE]) for row, p in positions])
     offsets = torch.tensor([p % SIZE for _, p in positions])
-    start = torch.tensor([0, *query_lens]).cumsum(0)
-    metadata = backend.plan(query_lens, seq_lens, table, SIZE, start, **forgetting)
-    group = GroupBatch(table, torch.zeros(len(rows)), entries, offsets, SIZE, backend, metadata)
-    nothing = torch.zeros(len(positions), dtype=torch.int64)
     step = StepRows.of(query_lens, seq_lens, range(len(rows)))
+    plan = backend.plan(PlanInputs(step, query_lens, seq_lens, range(len(rows)), table, SIZE, reach), None)
+    group = GroupBatch(table, entries, offsets, SIZE, backend, plan)
     held = TORCH_DTYPES[spec.dtype]  # type: ignore[attr-defined]
     heads = getattr(spec, "num_kv_heads", 1)
     scales = torch.ones(table.numel(), 2, heads) if spec.has_page_scales else None  # type: ignore[attr-defined]
     if isinstance(spec, specs.LatentKV):
         vector = spec.latent_dim + spec.rope_dim
-        latent = LatentKV(0, torch.zeros(table.numel(), SIZE, vector).to(held), scales)
-        batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (latent,), rows=step)
+        latent = LatentPages(0, torch.zeros(table.numel(), SIZE, vector).to(held), scales)
         up = UpProjection(torch.randn(2 * 9, spec.latent_dim).to(dtype), 2, 4, 5)
         q = torch.randn(len(positions), 2, 4 + spec.rope_dim).to(dtype)
         assert isinstance(backend, LatentBackend)
-        backend.forward(q, torch.randn(len(positions), vector).to(dtype), up, latent, group, batch, 1.0)
+        backend.run(LatentCall(q, torch.randn(len(positions), vector).to(dtype), up, latent, group, step, 1.0))
         return
     assert isinstance(spec, specs.FullKV) and isinstance(backend, TorchBackend)
     k = torch.zeros(table.numel(), SIZE, spec.num_kv_heads, spec.head_dim).to(held)
     v = torch.zeros(table.numel(), SIZE, spec.num_kv_heads, spec.value_dim).to(held)
-    layer = LayerKV(0, k, v, scales)
-    batch = ForwardBatch(nothing, nothing, start, start[1:], query_lens, seq_lens, (group,), (layer,), rows=step)
+    layer = KVPages(0, k, v, scales)
     new_k, new_v = (torch.randn(len(positions), *x.shape[2:]).to(dtype) for x in (k, v))
     q = torch.randn(len(positions), 2 * spec.num_kv_heads, spec.head_dim).to(dtype)
-    backend.forward(q, new_k, new_v, layer, group, batch, 1.0)
+    backend.run(AttentionCall(Heads(q, new_k, new_v), layer, group, step, Scores(1.0)))
 
 
 FULL_STEPS = [

@@ -105,9 +105,9 @@ def test_says_what_it_does_not_serve() -> None:
         ChunkedKV(2, 16, "float32", chunk=9),
         LatentKV(2, 16, "fp8_e4m3", window=9),
     ):
-        assert backend.unsupported(spec, "cpu", torch.float32) is None
+        assert backend.capabilities.refusal(spec, "cpu", torch.float32) is None
     for other in (LatentKV(2, 16, "float32"), RecurrentState(((2,),), ("float32",))):
-        reason = backend.unsupported(other, "cpu", torch.float32)
+        reason = backend.capabilities.refusal(other, "cpu", torch.float32)
         assert reason is not None and type(other).__name__ in reason
 
 

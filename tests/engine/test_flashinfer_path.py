@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import flashinfer_backend
+from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
 
@@ -32,8 +34,14 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
-    monkeypatch.setattr(flashinfer_backend, "missing", lambda device, dtype, kept: None)
-    monkeypatch.setattr(flashinfer_backend, "HEAD_DIMS", (16, 32))
+    serve_anywhere(monkeypatch, FlashInferBackend, head_dims=frozenset({16, 32}))
+    serve_anywhere(monkeypatch, FlashInferLatentBackend)
+
+
+def serve_anywhere(monkeypatch: pytest.MonkeyPatch, backend: Any, **sizes: Any) -> None:
+    """Let it serve what the stand-in computes."""
+    small = replace(backend.capabilities, devices=None, package=None, compute_dtypes=None, same_dtype=False, **sizes)
+    monkeypatch.setattr(backend, "capabilities", small)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -55,7 +63,7 @@ def test_tokens_are_those_of_the_reference(
 
     monkeypatch.setattr(fake_flashinfer.Wrapper, "rows", rows)
     if family == "latent":
-        monkeypatch.setattr(flashinfer_backend, "LATENT_DIMS", latent_dims(path))
+        serve_anywhere(monkeypatch, FlashInferLatentBackend, latent_dims=latent_dims(path))
     llm = LLM(path, attention_backend="flashinfer", enforce_eager=not graphs, enable_sleep_mode=True, **settings)
     for _ in range(2):  # the second time with pages in other places
         found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

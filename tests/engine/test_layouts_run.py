@@ -16,6 +16,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
+from pagerunner.attention.calls import AttentionCall
+from pagerunner.batch import KVPages
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, InvalidRequestError
@@ -67,8 +69,8 @@ class _Dense:
     def __init__(self, window: int | None) -> None:
         self.window = window
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> torch.Tensor:
-        scale = more[3]
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        (q, k, v), scale = call.inputs, call.scores.scale
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * scale
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
@@ -82,13 +84,14 @@ def dense_tokens(path: Path, asked: Sequence[list[int]], count: int) -> Tokens:
     materialize(model, torch.empty(weights_bytes(model), dtype=torch.uint8))
     dummy_weights(model)
     groups = [SimpleNamespace(backend=_Dense(unequal.WINDOW if window else None)) for _, _, window in unequal.LAYERS]
-    kv = [SimpleNamespace(group=index) for index in range(len(groups))]
+    none = torch.empty(0)
+    kv = [KVPages(index, none, none) for index in range(len(groups))]
     found = []
     for prompt in asked:
         tokens = list(prompt)
         for _ in range(count):
             ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
-            hidden = model(SimpleNamespace(token_ids=ids, positions=positions, groups=groups, kv=kv))  # type: ignore[arg-type]
+            hidden = model(SimpleNamespace(token_ids=ids, positions=positions, groups=groups, kv=kv, rows=None))  # type: ignore[arg-type]
             tokens.append(int(model.compute_logits(hidden[-1:]).argmax()))
         found.append(tokens[len(prompt) :])
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagerunner import LLM, SamplingParams
-from pagerunner.batch import RecurrentKV
+from pagerunner.batch import StatePages
 from pagerunner.demo import demo_path
 from pagerunner.eval.runner import evaluate
 from pagerunner.eval.tasks import TASKS, make_examples
@@ -31,20 +31,23 @@ def damage(monkeypatch: pytest.MonkeyPatch, llm: LLM, kind: str, every: int, fir
     healthy = Qwen35ForCausalLM.__call__
     noise = torch.Generator().manual_seed(0)
     damaged_group = [group.layers[0].spec.kind for group in llm.memory_plan.groups].index(kind)
+    rule = llm.memory_plan.groups[damaged_group].rule
 
     def call(self: Any, batch: Any) -> torch.Tensor:
         group = batch.groups[damaged_group]
         entries = []
-        for row, length in enumerate(batch.seq_lens):
-            begin = int(group.first_page[row])
-            pages = range(begin, -(-length // group.page_tokens))
+        starts = batch.rows.seq_lens_R - batch.rows.query_start_R1.diff()
+        spans = zip(batch.rows.slots_R.tolist(), starts.tolist(), batch.rows.seq_lens_R.tolist(), strict=True)
+        for row, (slot, start, end) in enumerate(spans):
             if kind == "recurrent":
-                begin, pages = row, range(row, row + 1)
-            entries += [int(group.page_table[row, page - begin]) for page in pages if page % every == first]
+                entries += [int(group.page_table[slot, 0])] if row % every == first else []
+                continue
+            pages = [page for page in range(*rule.span(start, end)) if page % every == first]
+            entries += [int(group.page_table[slot, page % group.page_table.shape[1]]) for page in pages]
         damaged = torch.tensor([entry for entry in entries if entry >= 0], dtype=torch.int64)
         for layer in batch.kv:
             if layer.group == damaged_group:
-                for values in layer.states if isinstance(layer, RecurrentKV) else (layer.k, layer.v):
+                for values in layer.states if isinstance(layer, StatePages) else (layer.k, layer.v):
                     values[damaged] = torch.randn(values[damaged].shape, generator=noise).to(values.dtype)
         return healthy(self, batch)
 

@@ -19,6 +19,8 @@ from helpers.graph_cases import replayed
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention.base import GraphShape
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
+from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.attention.paired import PairedBackend
 from pagerunner.runner.graphs import CudaGraphs
 
 pytest.importorskip("flashinfer")
@@ -64,8 +66,9 @@ def test_latents(heads: int) -> None:
     rows = tuple(latent_cases.RowCase(start, 1) for start in (1500, 0, 64, 63))
     sizes = {"key_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512, "gap": 64}
     case = latent_cases.Case(rows, page_tokens=64, heads=heads, dtype=HALF, compute=HALF, **sizes)
+    backend = PairedBackend(FlashInferLatentBackend(), PagedLatentBackend())
     for mixed in (case, replace(case, rows=(*rows, latent_cases.RowCase(30, 9)))):
-        got, want = latent_cases.run(mixed, FlashInferLatentBackend(), "cuda")
+        got, want = latent_cases.run(mixed, backend, "cuda")
         assert (got - want).norm() < 1e-2 * want.norm()
 
 

@@ -7,9 +7,10 @@ import torch
 
 from helpers.recurrent_cases import Step, close, compare, conv_call, delta_call, mamba_call
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.attention.recurrent import GatedDelta
-from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV, StepRows
+from pagerunner.batch import GroupBatch, StatePages, StepRows
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
 from pagerunner.ops.mamba2 import mamba2_rows
@@ -76,30 +77,32 @@ def test_a_graph_replays_any_step_and_saves_states() -> None:
     pool = torch.randn(20, unit // 4, device="cuda")
     backend = PagedRecurrentBackend()
 
-    def memory(pool: torch.Tensor) -> RecurrentKV:
+    def memory(pool: torch.Tensor) -> StatePages:
         own = pool[:, : heads * dim * dim].view(-1, heads, dim, dim)
-        return RecurrentKV(0, (pool[:, heads * dim * dim :].view(-1, 3, 768), own))
+        return StatePages(0, (pool[:, heads * dim * dim :].view(-1, 3, 768), own))
 
     table = torch.zeros(slots, 1, dtype=torch.int64, device="cuda")
     table[:, 0] = torch.randperm(19, device="cuda")[:slots] + 1
 
-    def batch(rows, hosts, state, pool, saves=()):
-        metadata = backend.plan(PlanInputs(rows, *hosts, table, 16, None, saves), state)
+    def planned(rows, hosts, state, saves=()):
+        plan = backend.plan(PlanInputs(rows, *hosts, table, 16, None, saves), state)
         none = torch.zeros(rows.num_tokens, dtype=torch.int64, device="cuda")
-        group = GroupBatch(table, none, none, none, 16, backend, metadata)
-        kv = (memory(pool),)
-        return ForwardBatch(none, none, none, none, [], [], (group,), kv, rows=rows)
+        return rows, GroupBatch(table, none, none, 16, backend, plan)
+
+    def run(inputs, pool, planned):
+        rows, group = planned
+        return backend.run(RecurrentCall(layer, tuple(inputs), memory(pool), group, rows))
 
     most = StepRows.of([1] * 4 + [60], [1] * 4 + [60], range(5), "cuda")
     static = [torch.randn(64, n, device="cuda") for n in (768, heads, heads)]
     state = backend.new_state(GraphShape(5, 64, 64))
-    captured = batch(most, ([], [], []), state, pool)
+    captured = planned(most, ([], [], []), state)
     spare = pool.clone()
     for _ in range(2):
-        backend.forward(layer, tuple(static), memory(spare), captured.groups[0], captured)
+        run(static, spare, captured)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.forward(layer, tuple(static), captured.kv[0], captured.groups[0], captured)
+        out = run(static, pool, captured)
     for lens, saves in (([3, 1, 20], ((2, 19, 5), (0, 9, 2))), ([1, 1], ()), ([40, 9, 1, 1, 2], ((0, 30, 7),))):
         table[:] = table.roll(1, 0)
         seq = [n + 7 for n in lens]
@@ -119,8 +122,8 @@ def test_a_graph_replays_any_step_and_saves_states() -> None:
         most.row_T[:tokens] = eager.row_T
         expected = pool.clone()
         backend.plan(PlanInputs(most, lens, seq, order, table, 16, None, wanted), state)
-        plain = batch(eager, (lens, seq, order), backend.new_state(None), expected, wanted)
-        want = backend.forward(layer, tuple(x[:tokens] for x in inputs), plain.kv[0], plain.groups[0], plain)
+        plain = planned(eager, (lens, seq, order), backend.new_state(None), wanted)
+        want = run([x[:tokens] for x in inputs], expected, plain)
         graph.replay()
         close(out[:tokens], want, 1e-5)
         assert bool(out.isfinite().all())
@@ -133,7 +136,7 @@ def test_planning_an_eager_steps_saves_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         inputs = PlanInputs(rows, [3, 70], [3, 90], [0, 1], table, 16, None, (StateSave(1, 80, 0, 64),))
-        saves = backend.plan(inputs, backend.new_state(None)).saves
+        saves = backend.plan(inputs, backend.new_state(None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (saves.start_R1.tolist(), saves.end_N.tolist(), saves.target_N.tolist()) == ([0, 0, 1], [63], [64])

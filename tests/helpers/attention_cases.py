@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 from pagerunner.attention.base import PlanInputs, Reach
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
-from pagerunner.ops.paged_attention import HeadPrep
+from pagerunner.attention.calls import AttentionCall, Heads, Projection
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
+from pagerunner.ops.paged_attention import HeadPrep, Scores
 from pagerunner.ops.rope import RopeAngles
 
 
@@ -56,7 +57,7 @@ class Step:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    layer: LayerKV
+    layer: KVPages
     tables: list[list[int]]  # by row, from `first_pages` on
     first_pages: list[int]
     write_entry: torch.Tensor
@@ -163,7 +164,7 @@ def make_step(case: Case, device: str = "cpu", seed: int = 0) -> Step:
         q=qk[:, :q_heads],
         k=qk[:, q_heads:],
         v=v_new.to(device),
-        layer=LayerKV(0, kv[0], kv[1], scales),
+        layer=KVPages(0, kv[0], kv[1], scales),
         tables=tables,
         first_pages=first_pages,
         write_entry=torch.tensor(entries, device=device),
@@ -177,21 +178,8 @@ def make_step(case: Case, device: str = "cpu", seed: int = 0) -> Step:
     )
 
 
-def batch_for_gathered(step: Step, case: Case, backend: Any) -> ForwardBatch:
-    """For backends that are planned on the host from gathered tables."""
-    table = torch.zeros(len(step.tables), max(map(len, step.tables)), dtype=torch.int64)
-    for i, pages in enumerate(step.tables):
-        table[i, : len(pages)] = torch.tensor(pages)
-    start = torch.tensor([0, *step.query_lens]).cumsum(0)
-    metadata = backend.plan(
-        step.query_lens, step.seq_lens, table, case.page_tokens, start, case.reach, step.first_pages
-    )
-    rows = StepRows.of(step.query_lens, step.seq_lens, range(len(step.query_lens)))
-    return _batch(step, case, backend, metadata, table, rows)
-
-
-def batch_for_tables(step: Step, case: Case, backend: Any, *, in_graph: bool = False) -> ForwardBatch:
-    """For backends that read whole tables: rows are in slots of no particular order, of a table with more of them."""
+def make_batch(step: Step, case: Case, backend: Any) -> ForwardBatch:
+    """The step as the backend has planned it. Rows are in slots of no particular order, of a table with more of them."""
     device = step.q.device
     count = len(step.tables)
     ends = [first + len(pages) for first, pages in zip(step.first_pages, step.tables, strict=True)]
@@ -207,8 +195,13 @@ def batch_for_tables(step: Step, case: Case, backend: Any, *, in_graph: bool = F
     if case.padding:
         rows = padded(rows, case.padding)
     inputs = PlanInputs(rows, step.query_lens, step.seq_lens, order, table, case.page_tokens, case.reach)
-    metadata = backend.plan(inputs, backend.new_state(None))
-    return _batch(step, case, backend, metadata, table, rows)
+    plan = backend.plan(inputs, backend.new_state(None))
+    more = torch.full((case.padding,), -1, device=device)
+    entries, offsets = torch.cat((step.write_entry, more)), torch.cat((step.write_offset, torch.zeros_like(more)))
+    group = GroupBatch(table, entries, offsets, case.page_tokens, backend, plan)
+    nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
+    last = torch.tensor(step.query_lens, device=device).cumsum(0) - 1
+    return ForwardBatch(nothing, rows, last, (group,), (step.layer,))
 
 
 def padded(rows: StepRows, count: int) -> StepRows:
@@ -227,34 +220,27 @@ def padded(rows: StepRows, count: int) -> StepRows:
     )
 
 
-def _batch(step: Step, case: Case, backend: Any, metadata: Any, table: torch.Tensor, rows: StepRows) -> ForwardBatch:
-    device = step.q.device
-    first_page = torch.tensor(step.first_pages, device=device)
-    entries, offsets = step.write_entry, step.write_offset
-    group = GroupBatch(table, first_page, entries, offsets, case.page_tokens, backend, metadata)
-    nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
-    start = torch.tensor([0, *step.query_lens], device=device).cumsum(0)
-    return ForwardBatch(
-        nothing, nothing, start, start[1:] - 1, step.query_lens, step.seq_lens, (group,), (step.layer,), rows=rows
-    )
+def make_call(case: Case, step: Step, batch: ForwardBatch, inputs: Heads | Projection, **more: Any) -> AttentionCall:
+    """The layer's call."""
+    scores = Scores(step.scale, case.softcap, step.sinks)
+    return AttentionCall(inputs, step.layer, batch.groups[0], batch.rows, scores, **more)
+
+
+def padded_heads(case: Case, step: Step) -> Heads:
+    """The step's heads, and large numbers in padding."""
+    heads = Heads(step.q, step.k, step.v)
+    if not case.padding:
+        return heads
+    return Heads(*(torch.cat((x, torch.full_like(x[:1], 1e4).expand(case.padding, -1, -1))) for x in heads))
 
 
 def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """The backend's output and the reference's, [T, H, D], both float64 on the CPU."""
     step = make_step(case, device)
-    if getattr(backend, "reads_tables", False):
-        batch = batch_for_tables(step, case, backend)
-    else:
-        batch = batch_for_gathered(step, case, backend)
-    group = batch.groups[0]
-    q, k, v = step.q, step.k, step.v
-    if case.padding:
-        q, k, v = (torch.cat((x, torch.full_like(x[:1], 1e4).expand(case.padding, -1, -1))) for x in (q, k, v))
-        more = torch.full((case.padding,), -1, device=device)
-        group = replace(group, write_entry=torch.cat((group.write_entry, more)))
-        group = replace(group, write_offset=torch.cat((group.write_offset, torch.zeros_like(more))))
+    batch = make_batch(step, case, backend)
+    call = make_call(case, step, batch, padded_heads(case, step))
     for _ in range(2):  # a second layer of the same step reuses the plan
-        out = backend.forward(q, k, v, step.layer, group, batch, step.scale, step.sinks, case.softcap)
+        out = backend.run(call)
     if case.padding:
         assert out[-case.padding :].isfinite().all()
         out = out[: -case.padding]
@@ -270,17 +256,18 @@ def check_sampled(case: Case, sampled: list[int], backend: Any, device: str = "c
     q_norm, k_norm = torch.rand(2, dim, generator=gen).to(device, case.dtype)
     prep = HeadPrep(heads, case.kv_heads, angles, q_norm, k_norm, 1e-6)
     index = torch.tensor(sampled, dtype=torch.int64, device=device)
-    found, stored = [], []
-    for alone in (False, True):
-        step = make_step(case, device)
-        batch = replace(batch_for_tables(step, case, backend), logits_index=index)
-        run_layer = backend.sampled_from_projection if alone else backend.from_projection
-        qkv = torch.cat((step.q, step.k, step.v), 1)
-        out = run_layer(qkv, prep, step.layer, batch.groups[0], batch, step.scale, step.sinks, case.softcap)
-        found.append(out if alone else out[index])
-        stored.append([x.view(torch.uint8) for x in (step.layer.k, step.layer.v)])
-    torch.testing.assert_close(found[1], found[0], **close)
-    assert all(map(torch.equal, *stored))
+    for projected in (True, False):
+        found, stored = [], []
+        for wanted in (None, index):
+            step = make_step(case, device)
+            batch = make_batch(step, case, backend)
+            qkv = torch.cat((step.q, step.k, step.v), 1)
+            inputs = Projection(qkv, prep) if projected else Heads(*prep.split(qkv))
+            out = backend.run(make_call(case, step, batch, inputs, wanted=wanted))
+            found.append(out[index] if wanted is None else out)
+            stored.append([x.view(torch.uint8) for x in (step.layer.k, step.layer.v)])
+        torch.testing.assert_close(found[1], found[0], **close)
+        assert all(map(torch.equal, *stored))
 
 
 def expected(case: Case, step: Step) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from pagerunner.attention.base import Reach
+from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
 from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
@@ -51,7 +51,7 @@ class Harness:
         lifetimes = list(dict.fromkeys(spec.lifetime for spec in specs))
         self.specs = [next(spec for spec in specs if spec.lifetime == lifetime) for lifetime in lifetimes]
         self.pools = []
-        layers: dict[int, LayerKV] = {}
+        layers: dict[int, KVPages] = {}
         for group, lifetime in enumerate(lifetimes):
             members = [i for i, spec in enumerate(specs) if spec.lifetime == lifetime]
             heads, dim = self.specs[group].num_kv_heads, self.specs[group].head_dim
@@ -62,7 +62,7 @@ class Harness:
                 pool.as_strided((num_pages, page_tokens, heads, dim), (stride, heads * dim, dim, 1), i * block)
                 for i in range(len(members) * 2)
             ]
-            layers |= {layer: LayerKV(group, views[2 * i], views[2 * i + 1]) for i, layer in enumerate(members)}
+            layers |= {layer: KVPages(group, views[2 * i], views[2 * i + 1]) for i, layer in enumerate(members)}
             self.pools.append(pool.view(num_pages, stride))
         self.kv = tuple(layers[i] for i in range(len(specs)))
         self.free = list(range(num_pages))
@@ -93,45 +93,26 @@ class Harness:
             span = range(sequence.computed, sequence.computed + count)
             tokens += [sequence.tokens[p] for p in span]
             positions += span
-        position_T = torch.tensor(positions)
-        start = torch.tensor([0, *query_lens]).cumsum(0)
-        groups = tuple(self._group(spec, work, query_lens, seq_lens, position_T, start) for spec in self.specs)
-        return ForwardBatch(
-            torch.tensor(tokens),
-            position_T,
-            start,
-            start[1:] - 1,
-            query_lens,
-            seq_lens,
-            groups,
-            self.kv,
-            rows=StepRows.of(query_lens, seq_lens, range(len(work))),
-        )
+        rows = StepRows.of(query_lens, seq_lens, range(len(work)))
+        groups = tuple(self._group(spec, work, rows, torch.tensor(positions)) for spec in self.specs)
+        last = torch.tensor(query_lens).cumsum(0) - 1
+        return ForwardBatch(torch.tensor(tokens), rows, last, groups, self.kv)
 
     def _group(
-        self,
-        spec: Any,
-        work: list[tuple[Sequence, int]],
-        query_lens: list[int],
-        seq_lens: list[int],
-        position_T: torch.Tensor,
-        start: torch.Tensor,
+        self, spec: Any, work: list[tuple[Sequence, int]], rows: StepRows, position_T: torch.Tensor
     ) -> GroupBatch:
         size, reach = self.page_tokens, Reach.of(spec)
         table = torch.zeros(len(work), max(len(s.pages) for s, _ in work), dtype=torch.int64)
-        first_pages, entries = [], []
+        entries = []
         for row, (sequence, count) in enumerate(work):
             end = sequence.computed + count
-            first = 0 if reach is None else max(reach.oldest(sequence.computed), 0) // size
             kept = 0 if reach is None else reach.oldest(end)  # no later step reads what is before
-            pages = sequence.pages[first:]
-            table[row, : len(pages)] = torch.tensor(pages)
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
             entries += [sequence.pages[p // size] if p >= kept else -1 for p in range(sequence.computed, end)]
-            first_pages.append(first)
-        more = () if reach is None else (reach, first_pages)
-        metadata = self.backend.plan(query_lens, seq_lens, table, size, start, *more)
-        first_page_R = torch.tensor(first_pages)
-        return GroupBatch(table, first_page_R, torch.tensor(entries), position_T % size, size, self.backend, metadata)
+        query_lens, seq_lens = [count for _, count in work], [s.computed + count for s, count in work]
+        inputs = PlanInputs(rows, query_lens, seq_lens, range(len(work)), table, size, reach)
+        plan = self.backend.plan(inputs, self.backend.new_state(None))
+        return GroupBatch(table, torch.tensor(entries), position_T % size, size, self.backend, plan)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9) -> list[Sequence]:
         """Greedy generation of all prompts together; `chunk` bounds the tokens of a step (at least one per row)."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from helpers.attention_cases import Case, RowCase, Step, _make_pool, batch_for_tables, expected, make_step
+from helpers.attention_cases import Case, RowCase, Step, _make_pool, expected, make_batch, make_call, make_step
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.batch import GroupBatch, LayerKV, StepRows
+from pagerunner.attention.calls import AttentionCall, Heads
+from pagerunner.batch import GroupBatch, KVPages, StepRows
+from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner.graphs import Graph, GraphEngine
 
 COLUMNS = 64  # of the page table
@@ -26,7 +28,7 @@ class Captured:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    layer: LayerKV
+    layer: KVPages
     group: GroupBatch
     graph: Graph
 
@@ -35,20 +37,21 @@ def capture(backend: Any, case: Case, shape: GraphShape, pages: int, engine: Gra
     """Run the layer once, then capture it, with state of its own each time. Pages are NaN."""
     pool, kv, _ = _make_pool(case, pages)
     typed = pool.to(device).view(case.kv_dtype)
-    layer = LayerKV(0, *(typed.as_strided(x.shape, x.stride(), x.storage_offset()) for x in kv))
+    layer = KVPages(0, *(typed.as_strided(x.shape, x.stride(), x.storage_offset()) for x in kv))
     heads = (case.kv_heads * case.group, case.kv_heads, case.kv_heads)
     q, k, v = (torch.zeros(shape.tokens, n, case.head_dim, dtype=case.dtype, device=device) for n in heads)
     table = torch.zeros(shape.rows + 3, COLUMNS, dtype=torch.int64, device=device)
     entry = torch.full((shape.tokens,), -1, device=device)
     ones = [1] * shape.rows
     rows = replace(StepRows.of(ones, ones, range(shape.rows), device), max_query_len=shape.tokens)
-    batch = batch_for_tables(make_step(case, device), case, backend)
+    batch = make_batch(make_step(case, device), case, backend)
     scale = make_step(case).scale
     for last in (False, True):
         state = backend.new_state(shape)
-        metadata = backend.plan(PlanInputs(rows, [], [], [], table, case.page_tokens, None), state)
-        group = replace(batch.groups[0], metadata=metadata, page_table=table, write_entry=entry, write_offset=entry + 1)
-        work = lambda group=group: (backend.forward(q, k, v, layer, group, batch, scale),)  # noqa: E731
+        plan = backend.plan(PlanInputs(rows, [], [], [], table, case.page_tokens, None), state)
+        group = replace(batch.groups[0], plan=plan, page_table=table, write_entry=entry, write_offset=entry + 1)
+        call = AttentionCall(Heads(q, k, v), layer, group, rows, Scores(scale))
+        work = lambda call=call: (backend.run(call),)  # noqa: E731
         if last:
             return Captured(shape, state, rows, q, k, v, layer, group, engine.capture(work))
         work()
@@ -57,7 +60,7 @@ def capture(backend: Any, case: Case, shape: GraphShape, pages: int, engine: Gra
 
 def replay(captured: Captured, backend: Any, case: Case, step: Step) -> torch.Tensor:
     """The step's output, [T, H, D] float64 on the CPU; that of padding must be finite."""
-    batch = batch_for_tables(step, case, backend)  # an eager step's plan in between
+    batch = make_batch(step, case, backend)  # an eager step's plan in between
     slots, mine = batch.rows.slots_R.tolist(), batch.groups[0].page_table
     group, tokens = captured.group, len(step.q)
     group.page_table[: len(mine), : mine.shape[1]] = mine
@@ -86,9 +89,8 @@ def replayed(
     device: str = "cpu",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of each step what a graph and what the reference made of it, in float64; the graphs take turns."""
-    layer = make_step(case, device)
-    batch = batch_for_tables(layer, case, backend)
-    backend.forward(layer.q, layer.k, layer.v, layer.layer, batch.groups[0], batch, layer.scale)
+    first = make_step(case, device)
+    backend.run(make_call(case, first, make_batch(first, case, backend), Heads(first.q, first.k, first.v)))
     made = [[make_step(replace(case, rows=rows), device, seed) for rows in steps] for seed in range(2)]
     pages = max(len(step.layer.k) for some in made for step in some)
     graphs = [capture(backend, case, shape, pages, engine, device) for shape in shapes]

@@ -128,43 +128,17 @@ class HybridHarness:
         for index, (row, _) in enumerate(work):
             table[index, : len(row.pages)] = torch.tensor(row.pages)
         states = torch.tensor([[row.state] for row, _ in work])
-        start = torch.tensor([0, *query_lens]).cumsum(0)
-        none = torch.zeros(len(work), dtype=torch.int64)
-        full = TorchBackend()
         rows = StepRows.of(query_lens, seq_lens, range(len(work)))
-        groups = (
-            GroupBatch(
-                table,
-                none,
-                entries,
-                positions % size,
-                size,
-                full,
-                full.plan(query_lens, seq_lens, table, size, start),
-            ),
-            self._recurrent_group(rows, query_lens, seq_lens, states, start, saves),
-        )
-        return ForwardBatch(
-            tokens, positions, start, start[1:] - 1, query_lens, seq_lens, groups, self.layers, saves, rows=rows
-        )
+        none = torch.zeros(len(tokens), dtype=torch.int64)
 
-    def _recurrent_group(
-        self,
-        rows: StepRows,
-        query_lens: list[int],
-        seq_lens: list[int],
-        states: torch.Tensor,
-        start: torch.Tensor,
-        saves: tuple[StateSave, ...],
-    ) -> GroupBatch:
-        size, backend = self.page_tokens, self.recurrent
-        if hasattr(backend, "new_state"):
-            inputs = PlanInputs(rows, query_lens, seq_lens, range(len(states)), states, size, None, saves)
-            metadata = backend.plan(inputs, backend.new_state(None))
-        else:
-            metadata = backend.plan(query_lens, seq_lens, states, size, start)
-        none = torch.zeros(sum(query_lens), dtype=torch.int64)
-        return GroupBatch(states, none[: len(states)], none, none, size, backend, metadata)
+        def group(backend: Any, pages: torch.Tensor, entry: torch.Tensor, saves: tuple[StateSave, ...]) -> GroupBatch:
+            inputs = PlanInputs(rows, query_lens, seq_lens, range(len(work)), pages, size, None, saves)
+            plan = backend.plan(inputs, backend.new_state(None))
+            return GroupBatch(pages, entry, positions % size, size, backend, plan)
+
+        groups = (group(TorchBackend(), table, entries, ()), group(self.recurrent, states, none, saves))
+        last = torch.tensor(query_lens).cumsum(0) - 1
+        return ForwardBatch(tokens, rows, last, groups, self.layers)
 
     def generate(self, rows: list[Row], new_tokens: int, *, chunk: int = 10**9) -> None:
         """Greedy generation of all rows together; `chunk` bounds the tokens of a step (at least one per row)."""

@@ -9,8 +9,8 @@ import torch
 
 from helpers.attention_cases import padded
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.mla import UpProjection
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, StepRows
+from pagerunner.attention.calls import LatentCall, UpProjection
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
     new = torch.cat([x[r.start :] for x, r in zip(vectors, case.rows, strict=True)]).to(case.compute)
     pool = pool.to(device)
     pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
-    layer, more = LatentKV(0, pages), case.padding
+    layer, more = LatentPages(0, pages), case.padding
     batch = _batch(case, backend, device, tables, query_lens, seq_lens, entries, offsets, layer)
     given = torch.cat((q, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
     stored = torch.cat((new, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
     for _ in range(2):  # a second layer of the same step reuses the plan
-        out = backend.forward(given, stored, up, layer, batch.groups[0], batch, 0.4)
+        out = backend.run(LatentCall(given, stored, up, layer, batch.groups[0], batch.rows, 0.4))
     assert out.isfinite().all()
     start = torch.tensor([0, *query_lens]).cumsum(0)
     weight, q = weight.double(), q.double()
@@ -106,30 +106,21 @@ def _batch(
     seq_lens: list[int],
     entries: list[int],
     offsets: list[int],
-    layer: LatentKV,
+    layer: LatentPages,
 ) -> ForwardBatch:
     size, count, wide = case.page_tokens, len(tables), max(map(len, tables))
-    start = torch.tensor([0, *query_lens]).cumsum(0)
-    if hasattr(backend, "new_state"):
-        slots = torch.randperm(count + 2)[:count].tolist()
-        table = torch.full((count + 2, wide + 1), -1, dtype=torch.int64)
-    else:
-        slots, table = list(range(count)), torch.zeros(count, wide, dtype=torch.int64)
+    slots = torch.randperm(count + 2)[:count].tolist()
+    table = torch.full((count + 2, wide + 1), -1, dtype=torch.int64)
     for slot, held in zip(slots, tables, strict=True):
         table[slot, : len(held)] = torch.tensor(held)
     table = table.to(device)
     rows = StepRows.of(query_lens, seq_lens, slots, device)
     if case.padding:
         rows = padded(rows, case.padding)
-    if hasattr(backend, "new_state"):
-        shape = GraphShape(rows.num_rows, rows.num_tokens, rows.max_seq_len) if case.in_graph else None
-        hosts = ([], [], []) if case.in_graph else (query_lens, seq_lens, slots)
-        metadata = backend.plan(PlanInputs(rows, *hosts, table, size, None), backend.new_state(shape))
-    else:
-        metadata = backend.plan(query_lens, seq_lens, table, size, start)
+    shape = GraphShape(rows.num_rows, rows.num_tokens, rows.max_seq_len) if case.in_graph else None
+    hosts = ([], [], []) if case.in_graph else (query_lens, seq_lens, slots)
+    plan = backend.plan(PlanInputs(rows, *hosts, table, size, None), backend.new_state(shape))
     entry = torch.tensor(entries + [-1] * case.padding, device=device)
     offset = torch.tensor(offsets + [0] * case.padding, device=device)
-    first_page = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
-    group = GroupBatch(table, first_page, entry, offset, size, backend, metadata)
     nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
-    return ForwardBatch(nothing, nothing, start, start[1:] - 1, query_lens, seq_lens, (group,), (layer,), rows=rows)
+    return ForwardBatch(nothing, rows, nothing, (GroupBatch(table, entry, offset, size, backend, plan),), (layer,))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from helpers.attention_cases import FP8, Case, Step, batch_for_tables, make_step
+from helpers.attention_cases import FP8, Case, Step, make_batch, make_step, padded_heads
 from pagerunner.attention.paged import PagedBackend
+from pagerunner.batch import KVPages
 from pagerunner.ops.paged_attention import (
     HeadPrep,
-    PagedKV,
-    TableRows,
+    Scores,
     paged_attention,
     prepare_heads_,
     projected_attention,
@@ -20,7 +20,7 @@ from pagerunner.ops.paged_attention import (
 from pagerunner.ops.rope import RopeAngles
 
 
-def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
+def snapshot(step: Step) -> tuple[KVPages, torch.Tensor]:
     """The layer's pages as views of a copy of their memory, and that copy as bytes."""
     views = step.layer
     storage = views.k.view(torch.uint8) if views.scales is not None else views.k
@@ -32,7 +32,7 @@ def snapshot(step: Step) -> tuple[PagedKV, torch.Tensor]:
     scales = views.scales
     if scales is not None and not views.static:
         scales = same(scales)
-    return PagedKV(same(views.k), same(views.v), scales, views.static), whole
+    return KVPages(0, same(views.k), same(views.v), scales, views.static), whole
 
 
 def assert_heads_close(got: torch.Tensor, want: torch.Tensor, rel: float, of_head: float) -> None:
@@ -47,16 +47,17 @@ def assert_heads_close(got: torch.Tensor, want: torch.Tensor, rel: float, of_hea
     assert (excess <= 0).all(), f"{int((excess > 0).sum())} of {excess.numel()}, by up to {float(excess.max())}"
 
 
-def assert_pages_close(got: PagedKV, want: PagedKV, rel: float, of_head: float) -> None:
+def assert_pages_close(got: KVPages, want: KVPages, rel: float, of_head: float) -> None:
     """That pages stand for the same, and that those of fp8 have the same scales, but where a last bit made one grow."""
     if got.scales is None or want.scales is None:
-        for mine, twin in zip(got[:2], want[:2], strict=True):
+        for mine, twin in ((got.k, want.k), (got.v, want.v)):
             assert_heads_close(mine, twin, rel, of_head)
         return
     assert (got.scales != want.scales).float().mean() < 0.01
     for which in (0, 1):
         mine, twin = (
-            pages[which].float() * pages.scales[:, which, :].unsqueeze(1).unsqueeze(-1) for pages in (got, want)
+            (pages.k, pages.v)[which].float() * pages.scales[:, which, :].unsqueeze(1).unsqueeze(-1)
+            for pages in (got, want)
         )
         assert_heads_close(mine, twin, rel, of_head)
 
@@ -114,20 +115,14 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
 def check_attention(case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5) -> None:
     """`paged_attention`'s kernels against its twin."""
     step = make_step(case, device)
-    batch = batch_for_tables(step, case, PagedBackend())
-    q, k, v = step.q, step.k, step.v
-    if case.padding:
-        q, k, v = (torch.cat((x, torch.full_like(x[:1], 1e4).expand(case.padding, -1, -1))) for x in (q, k, v))
-    group, rows = batch.groups[0], batch.rows
-    pages = PagedKV(step.layer.k, step.layer.v, step.layer.scales)
+    batch = make_batch(step, case, PagedBackend())
+    group, pages = batch.groups[0], step.layer
     store_kv_.twin(step.k, step.v, pages, step.write_entry, step.write_offset)
-    where = TableRows(
-        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
-    )
-    args = (q, k, v, pages, where, group.metadata, step.scale, step.sinks, case.softcap)
+    heads, scores = padded_heads(case, step), Scores(step.scale, case.softcap, step.sinks)
+    args = (*heads, pages, group.page_table, batch.rows, group.plan, scores)
     want = paged_attention.twin(*args)
-    for first in (True, False):  # a second layer reuses what the first computed
-        got = paged_attention.kernel(*args, first)
+    for _ in range(2):  # a second layer reuses what the first computed
+        got = paged_attention.kernel(*args)
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
@@ -143,7 +138,7 @@ def check_projected(
         heads = step.layer.k.shape[2]
         scales = torch.ones(2, heads, device=device).expand(step.layer.k.shape[0], 2, heads)
         step = replace(step, layer=replace(step.layer, scales=scales, static=True))
-    batch = batch_for_tables(step, case, PagedBackend())
+    batch = make_batch(step, case, PagedBackend())
     heads, dim = step.q.shape[1], case.head_dim
     gen = torch.Generator().manual_seed(5)
     tokens = step.q.shape[0] + case.padding
@@ -153,15 +148,11 @@ def check_projected(
     weights = [(torch.rand(dim, generator=gen) * x).to(case.dtype).to(device) for x in (1.0, loud)]
     qkv[:, heads + case.kv_heads :] *= loud
     prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
-    group, rows = batch.groups[0], batch.rows
-    entry, offset = (torch.cat((x, x.new_full((case.padding,), -1))) for x in (group.write_entry, group.write_offset))
-    where = TableRows(
-        group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T
-    )
+    group, scores = batch.groups[0], Scores(step.scale, case.softcap, step.sinks)
     results = []
     for run in (projected_attention.twin, projected_attention.kernel):
         pages, _ = snapshot(step)
-        args = (pages, entry, offset, where, group.metadata, step.scale, step.sinks, case.softcap)
+        args = (pages, group.write_entry, group.write_offset, group.page_table, batch.rows, group.plan, scores)
         results.append((run(qkv.clone(), prep, *args), pages))
     (want, want_pages), (got, got_pages) = results
     torch.testing.assert_close(got, want, atol=atol * loud, rtol=rtol)

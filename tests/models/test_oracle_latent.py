@@ -17,7 +17,7 @@ import torch
 from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
 from helpers.forward import Harness, Sequence, check, load, prompts
 from pagerunner.attention.mla import LatentBackend
-from pagerunner.batch import LatentKV
+from pagerunner.batch import LatentPages
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
@@ -74,7 +74,8 @@ class LatentHarness(Harness):
         self.pool = torch.full((num_pages * stride,), float("nan"), dtype=dtype)
         size, strides = (num_pages, page_tokens, vector), (stride, vector, 1)
         self.kv: Any = tuple(
-            LatentKV(0, self.pool.as_strided(size, strides, i * page_tokens * vector)) for i in range(config.num_layers)
+            LatentPages(0, self.pool.as_strided(size, strides, i * page_tokens * vector))
+            for i in range(config.num_layers)
         )
         self.free = list(range(num_pages))
         random.Random(0).shuffle(self.free)

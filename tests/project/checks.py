@@ -41,6 +41,7 @@ LEVELS: dict[str, int] = {
     "__main__": 8,
 }
 PEERS: set[tuple[str, str]] = {
+    ("ops", "batch"),
     ("types", "errors"),
     ("types", "limits"),
     ("config", "errors"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import select
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.paged import PagedBackend
-from pagerunner.batch import LayerKV
+from pagerunner.batch import KVPages
 from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
 from pagerunner.runner import runner as runner_module
@@ -60,6 +62,8 @@ class Lazy:
 class LazyBackend(PagedBackend):
     """Computes something of the step when it is first asked, and keeps it: right only if a graph computes it again."""
 
+    capabilities = replace(PagedBackend.capabilities, wanted=False)
+
     def new_state(self, shape: GraphShape | None) -> Lazy:
         return Lazy(shape)
 
@@ -69,15 +73,13 @@ class LazyBackend(PagedBackend):
         self.states = {**getattr(self, "states", {}), id(inputs.rows): (inputs.rows, state)}
         return super().plan(inputs, state)
 
-    def from_projection(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._scaled(super().from_projection(*args, **kwargs), args[4])
-
-    def _scaled(self, out_THD: torch.Tensor, batch: Any) -> torch.Tensor:
-        _, state = self.states[id(batch.rows)]
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        out_THD, rows = super().run(call), call.rows
+        _, state = self.states[id(rows)]
         if state.lens_R is None:
-            state.lens_R = batch.rows.seq_lens_R.clone()
-        right_R = state.lens_R.clamp(min=1) / batch.rows.seq_lens_R.clamp(min=1)
-        return out_THD * right_R[batch.rows.row_T.long()][:, None, None].to(out_THD.dtype)
+            state.lens_R = rows.seq_lens_R.clone()
+        right_R = state.lens_R.clamp(min=1) / rows.seq_lens_R.clamp(min=1)
+        return out_THD * right_R[rows.row_T.long()][:, None, None].to(out_THD.dtype)
 
 
 def test_state_that_is_made_at_first_use_is_part_of_the_graph(
@@ -106,7 +108,7 @@ def test_state_that_warm_up_and_capture_share_is_noticed(
 class HostBackend(PagedBackend):
     """Plans on the host: a replay is right only if the state holds this step's lengths."""
 
-    plans_on_host = True
+    capabilities = replace(PagedBackend.capabilities, plans_on_host=True, wanted=False)
 
     def new_state(self, shape: GraphShape | None) -> torch.Tensor:
         return torch.zeros(64)
@@ -116,8 +118,8 @@ class HostBackend(PagedBackend):
         self.states = {**getattr(self, "states", {}), id(inputs.rows): (inputs.rows, state)}
         return super().plan(inputs, None)
 
-    def from_projection(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out_THD, rows = super().from_projection(*args, **kwargs), args[4].rows
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        out_THD, rows = super().run(call), call.rows
         lens_R = self.states[id(rows)][1][: rows.num_rows]
         right_R = torch.where(rows.seq_lens_R > 0, lens_R / rows.seq_lens_R.clamp(min=1), 1.0)
         return out_THD * right_R[rows.row_T.long()][:, None, None].to(out_THD.dtype)
@@ -278,7 +280,7 @@ def test_no_tensor_of_the_runner_lies_in_the_arena(model: str, monkeypatch: pyte
 
     for each in (llm, with_graphs):
         runner = runner_of(each)
-        in_arena, count = inside(runner, (Pages, LayerKV, type(runner._model)))
+        in_arena, count = inside(runner, (Pages, KVPages, type(runner._model)))
         assert in_arena == 0
         assert count > 20
         assert inside(runner, ())[0] > 10, "the search doesn't find what it looks for"
@@ -312,7 +314,7 @@ def test_rows_that_begin_with_different_pages_have_graphs_that_do_not_look_for_s
     model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Below the least number of rows one graph serves both; what the rows share decides, not what others had."""
-    monkeypatch.setattr(PagedBackend, "min_sharing_rows", 3)
+    monkeypatch.setattr(PagedBackend, "capabilities", replace(PagedBackend.capabilities, min_sharing_rows=3))
     llm = start(model)
     graphs = runner_of(llm)._graphs
     decode = [(key.rows, key.apart) for key in graphs.keys if key.decode]

@@ -10,6 +10,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner.short_model import first_of_each_kind, one_layer_of_each_kind
 
@@ -49,7 +50,7 @@ def test_a_layer_that_differs_in_anything_is_kept(deep: str, change: str) -> Non
     core = build(deep)
     attention = core._executor._runner._model.model.layers[5].self_attn
     if change == "scale":
-        attention.attend.scale *= 2
+        attention.attend.scores = Scores(1.0)
     else:
         weights = attention.o_proj.weights
         weights["weight"] = weights["weight"].double() if change == "weight" else weights["weight"][:-1]

@@ -21,7 +21,6 @@ def test_rows_entries_and_ranges_are_all_in_one_buffer() -> None:
     where = step.where
     assert (where.rows, where.tokens, where.one_token) == (3, 7, False)
     assert step.packed[where.starts : where.starts + 3].tolist() == [10, 0, 3]
-    assert step.query_start_R1.tolist() == [0, 1, 5, 7]
     assert step.packed[where.token_ids : where.token_ids + 7].tolist() == [-1, 7, 8, 9, 6, 4, -1]
     assert step.packed[where.token_rows : where.token_rows + 7].tolist() == [0, 1, 1, 1, 1, 2, 2]
     assert (step.logits_index_S.tolist(), step.sampled_slots_S.tolist()) == ([0, 6], [5, 0])
@@ -57,7 +56,7 @@ def test_a_step_that_is_larger_than_the_buffer_gets_a_larger_one() -> None:
     step = staging.stage([StepRow(1, 0, len(tokens), tokens, False)], {}, [], [])
     assert step.packed[step.where.token_ids : step.where.token_ids + len(tokens)].tolist() == tokens
     step = staging.stage([StepRow(3, 2, 1, [9], True)], {}, [], [])
-    assert (step.slots_R.tolist(), step.packed[step.where.token_ids].item()) == ([3], 9)
+    assert (step.packed[: step.where.rows].tolist(), step.packed[step.where.token_ids].item()) == ([3], 9)
 
 
 def page_memory(sizes: tuple[int, ...], seed: int) -> tuple[Pages, torch.Tensor]:

@@ -21,7 +21,8 @@ def apply(tables: PageTables, writes: list[TableWrite]) -> None:
 
 
 def look(tables: PageTables, slot: int, pages: list[int], group: int = 0) -> list[int]:
-    return tables.lookup(group, torch.full((len(pages),), slot), torch.tensor(pages)).tolist()
+    table = tables.of(group)
+    return table[slot, torch.tensor(pages) % table.shape[1]].tolist()
 
 
 def test_page_numbers_beyond_the_width_take_the_place_of_those_before() -> None:

@@ -1,18 +1,20 @@
-"""What an attention backend must do."""
+"""The attention seam: what a backend is given and what it must do. The calls it runs are in `attention.calls`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV, StepRows
+from pagerunner.attention.capability import Capabilities
+from pagerunner.batch import StepRows
 from pagerunner.memory.specs import Spec
 from pagerunner.types import StateSave
 
 Positions = TypeVar("Positions", int, torch.Tensor)
+Call = TypeVar("Call", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """One step, one group, as `DeviceBackend.plan` sees it. The host lists hold the step's real rows, without padding.
+    """One step, one group, as `AttentionBackend.plan` sees it. The host lists hold the step's real rows, without padding;
+    for the capture of a graph they are empty.
 
     `page_table` is the group's table of all slots; see GroupBatch. `state_saves` are the step's in this group.
     """
@@ -63,24 +66,27 @@ class PlanInputs:
     state_saves: Sequence[StateSave] = ()
 
 
-class DeviceBackend(Protocol):
-    """An attention backend whose kernels read the page tables of all slots on the device, and may be captured in graphs.
+class AttentionBackend(Protocol[Call]):
+    """Serves the layers of one memory group: plans each step once, then runs each layer's call.
 
-    `plan` runs before every step, outside graphs. All state that kernels read through pointers and that outlives a launch
-    (counters, plans made on the host) belongs to an object made by `new_state`: every captured graph has its own, made afresh for
-    the capture, so that nothing which a warm-up initialised is missing from the graph; eager steps share one. Before a
-    graph is replayed, `plan` is called with the graph's state and must leave in it whatever this step's host lists
-    change; a backend whose plan depends on device tensors and bounds alone says `plans_on_host = False` and isn't called.
-    State never lives in the arena, so sleep can't take it away.
+    `Call` is the type of `attention.calls` that it runs. `plan` runs outside graphs, before the model: before every eager
+    step, at the capture of a graph, and, where `capabilities.plans_on_host`, before each replay. What it returns is
+    `GroupBatch.plan`, made anew each time; what a first layer computes for the others belongs there.
+
+    State that kernels read through pointers and that outlives a step (counters, plans made on the host) belongs to an object
+    made by `new_state`. Every captured graph has its own, made afresh for the capture, so that nothing which a warm-up
+    initialised is missing from the graph; eager steps share one. Before a replay, `plan` is called with the graph's state and
+    must leave in it whatever this step's host lists change. State never lives in the arena, so sleep can't take it away.
     """
 
-    name: str
-    reads_tables: bool  # always True: what tells such a backend from those that are planned from gathered tables
-    plans_on_host: bool
-    min_sharing_rows: int  # steps of fewer rows don't look for pages that all rows share; 0: none does
+    @property
+    def name(self) -> str:
+        """As the log and `attention_backend` name it."""
+        ...
 
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Why this backend can't serve layers of `spec` with queries of `dtype` on `device`; None if it can."""
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it serves and how it is fed."""
         ...
 
     def new_state(self, shape: GraphShape | None) -> Any:
@@ -88,79 +94,13 @@ class DeviceBackend(Protocol):
         ...
 
     def plan(self, inputs: PlanInputs, state: Any) -> Any:
-        """What the step's layers share; becomes `GroupBatch.metadata`."""
+        """What the step's layers share; becomes `GroupBatch.plan`."""
         ...
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """See AttentionBackend.forward. Tokens whose `rows.row_T` is -1 are padding: written nowhere, their output is
-        undefined but finite.
+    def run(self, call: Call) -> torch.Tensor:
+        """Write what the call's tokens bring into pages, then compute what the call's type says; by token, [T, ..].
 
-        A backend may also have `from_projection(qkv_TND, prep, layer, group, batch, scale, sinks_H, softcap)`: `forward`
-        of what `prep` makes of a projection's output, which it changes in place; and `sampled_from_projection`, which
-        takes the same and returns the attention of `batch.logits_index` alone. See `layers.attention`.
-        """
-        ...
-
-
-def reads_tables(backend: Any) -> TypeGuard[DeviceBackend]:
-    """Whether a backend is a DeviceBackend, not one planned on the host from gathered tables."""
-    return getattr(backend, "reads_tables", False)
-
-
-class AttentionBackend(Protocol):
-    """Attention over paged keys and values, planned on the host from gathered tables. Shape letters: T tokens of the step,
-    R rows, P pages of a row, H query heads, K key/value heads, D head size.
-    """
-
-    name: str
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Why this backend can't serve layers of `spec` with queries of `dtype` on `device`; None if it can."""
-        ...
-
-    def plan(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        page_table_RP: torch.Tensor,
-        page_tokens: int,
-        query_start: torch.Tensor,
-        reach: Reach | None = None,
-        first_pages: Sequence[int] = (),
-    ) -> Any:
-        """Everything about a step that its layers share; becomes `GroupBatch.metadata`. Runs outside graphs.
-
-        In groups that forget, `reach` says what queries see, and column 0 of row r's table is page `first_pages[r]`.
-        """
-        ...
-
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """Write k and v of the tokens that have a page into it, then attend causally; [T, H, size of a value head].
-
-        All writes come before all reads, because rows may share pages that another row of the step writes. A token
-        whose `write_entry` is -1 is read by its own step's queries only. `sinks_H` are one more score per head that
-        takes part in the softmax and stands for no value. With a `softcap` c, scores are `c * tanh(score / c)`.
+        All writes of a call come before all of its reads, because rows may share pages that another row of the step writes.
+        Tokens whose `rows.row_T` is -1 are padding: written nowhere, their output is undefined but finite.
         """
         ...

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import CompressedCall, IndexerQueries, Result, Tensors
+from pagerunner.attention.capability import Capabilities
+from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.held import store_pages
 from pagerunner.attention.mla import merge
-from pagerunner.attention.recurrent import Tensors
-from pagerunner.attention.torch_ref import Result, Scratch, attend
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
-from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
+from pagerunner.batch import GroupBatch
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
 from pagerunner.ops.state_rows import StateRows
 
@@ -35,7 +36,7 @@ BLOCK_QUERIES = 256  # bounds the scores that exist at once
 
 @dataclass(frozen=True, slots=True)
 class SlotPooling:
-    """Slots' vectors before their norm, as a recurrence over the tokens' projections; see `attention.recurrent.Recurrence`.
+    """Slots' vectors before their norm, as a recurrence over the tokens' projections; see `attention.calls.Recurrence`.
 
     Each of `biases`, [r, C / 2], is one pooling: of the vectors and, where there is an indexer, of its keys. Inputs: the
     poolings' projections [T, C] float32, a value half and a gate half, and the positions [T]. States: for each pooling the
@@ -126,28 +127,20 @@ def _windows(
     return torch.where(inside_NW.unsqueeze(-1), x_TC[tokens_NW.clamp(min=0)], past_NWC)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexerQueries:
-    """What chooses slots: the score of a slot is the sum over heads of `weight * relu(query . key)`; the best `top_k` are seen."""
-
-    q_TJI: torch.Tensor
-    weights_TJ: torch.Tensor
-    top_k: int
-
-
 @dataclass(slots=True)
-class CompressedMetadata:
+class CompressedPlan:
     """Rows as (first token, start, length). What depends on the ratio is made by the first layer that asks."""
 
     rows: list[tuple[int, int, int]]
     page_table_RP: torch.Tensor
+    positions_T: torch.Tensor
     _done: list[torch.Tensor] = field(default_factory=list)
     _places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def done(self, positions_T: torch.Tensor, ratio: int) -> torch.Tensor:
-        """The tokens that complete a slot, [N]."""
+    def completed(self, ratio: int) -> torch.Tensor:
+        """See CompletedSlots; a group has one ratio."""
         if not self._done:
-            self._done.append(((positions_T + 1) % ratio == 0).nonzero().squeeze(-1))
+            self._done.append(((self.positions_T + 1) % ratio == 0).nonzero().squeeze(-1))
         return self._done[0]
 
     def places(self, row: int, slots_per_page: int, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,85 +165,57 @@ class CompressedBackend:
     """See the module. One instance serves one group: its calls must not overlap."""
 
     name = "torch_compressed"
+    capabilities = Capabilities(forms=frozenset({"compressed"}))
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves latents of one dtype (fp8 with scales per page) that are compressed, chosen by an indexer, or both."""
-        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
-            return f"it serves latent attention only, not {spec.kind}"
-        if spec.compression == 1 and not spec.indexer_dim:
-            return "it serves latents whose slots stand for several tokens or are chosen by an indexer"
-        if any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype)):
-            return f"it needs rotary parts and indexer keys in the latents' dtype, {spec.dtype}"
-        if spec.scale_bytes or spec.indexer_scale_bytes:
-            return "it needs fp8 latents to have one scale per page, not scales in every slot"
-        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it is never captured, and keeps nothing of a step."""
 
-    def plan(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        page_table_RP: torch.Tensor,
-        page_tokens: int,
-        query_start: torch.Tensor,
-    ) -> CompressedMetadata:
-        """Note the rows; `query_start` follows from `query_lens` and is not read."""
+    def plan(self, inputs: PlanInputs, state: None) -> CompressedPlan:
+        """Note the rows."""
         rows, first = [], 0
-        for queries, length in zip(query_lens, seq_lens, strict=True):
+        for queries, length in zip(inputs.query_lens, inputs.seq_lens, strict=True):
             rows.append((first, length - queries, length))
             first += queries
-        return CompressedMetadata(rows, page_table_RP)
+        return CompressedPlan(rows, gathered_rows(inputs)[0], inputs.rows.positions_T)
 
-    def completed(self, layer: LatentKV, group: GroupBatch, batch: ForwardBatch) -> torch.Tensor:
-        """Indices of the step's tokens that complete a slot, [N]; their slots' vectors are what `forward` wants."""
-        metadata: CompressedMetadata = group.metadata
-        return metadata.done(batch.positions, group.page_tokens // layer.latent.shape[1])
+    def run(self, call: CompressedCall) -> torch.Tensor:
+        """See CompressedCall."""
+        found = self._merged(call)
+        return found[0] if call.scores.sinks_H is None else take_sinks(found, call.scores.sinks_H)
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        window: Result | None,
-        vectors_ND: torch.Tensor,
-        index_keys_NI: torch.Tensor | None,
-        chooser: IndexerQueries | None,
-        layer: LatentKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-    ) -> Result:
-        """Write the completed slots, attend to what is complete, and merge with the `window`'s result, if there is one:
-        [T, H, D] and the log-sum-exp [T, H].
-        """
-        metadata: CompressedMetadata = group.metadata
-        ratio = group.page_tokens // layer.latent.shape[1]
-        done_N = metadata.done(batch.positions, ratio)
+    def _merged(self, call: CompressedCall) -> Result:
+        q_THD, window, vectors_ND, index_keys_NI, chooser, pages, group, _, scores = call
+        plan: CompressedPlan = group.plan
+        ratio = group.page_tokens // pages.latent.shape[1]
+        done_N = plan.completed(ratio)
         slots = replace(group, write_entry=group.write_entry[done_N], write_offset=group.write_offset[done_N] // ratio)
         if done_N.numel():
-            store_pages(layer.latent.unsqueeze(2), layer.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())
-            if index_keys_NI is not None and layer.indexer is not None:
-                pages = layer.indexer.unsqueeze(2)
-                store_pages(pages, layer.scales, 1, index_keys_NI.unsqueeze(1), slots, _SlotWriter())
+            store_pages(pages.latent.unsqueeze(2), pages.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())
+            if index_keys_NI is not None and pages.indexer is not None:
+                keys = pages.indexer.unsqueeze(2)
+                store_pages(keys, pages.scales, 1, index_keys_NI.unsqueeze(1), slots, _SlotWriter())
         if window is None:
             out_THD = torch.zeros_like(q_THD)
             lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
         else:
             out_THD, lse_TH = window[0].clone(), window[1].clone()
-        for row, (first, start, length) in enumerate(metadata.rows):
+        for row, (first, start, length) in enumerate(plan.rows):
             seen = max(start, ratio - 1)  # the first query that has a complete slot before it
             if seen >= length:
                 continue
-            places = metadata.places(row, layer.latent.shape[1], ratio)
-            vectors_SD = self._read(0, layer.latent, layer.scales, places, q_THD.dtype)
+            places = plan.places(row, pages.latent.shape[1], ratio)
+            vectors_SD = self._read(0, pages.latent, pages.scales, places, q_THD.dtype)
             keys_SI = None
-            if chooser is not None and layer.indexer is not None and length // ratio > chooser.top_k:
-                keys_SI = self._read(1, layer.indexer, layer.scales, places, q_THD.dtype)
+            if chooser is not None and pages.indexer is not None and length // ratio > chooser.top_k:
+                keys_SI = self._read(1, pages.indexer, pages.scales, places, q_THD.dtype)
             for at in range(seen, length, BLOCK_QUERIES):
                 end = min(at + BLOCK_QUERIES, length)
                 tokens = slice(first + at - start, first + end - start)
                 allowed_QS = _allowed(at, end, ratio, chooser, keys_SI, tokens)
-                found = _attend(q_THD[tokens], vectors_SD[: end // ratio], allowed_QS, scale)
+                found = _attend(q_THD[tokens], vectors_SD[: end // ratio], allowed_QS, scores.scale)
                 out_THD[tokens], lse_TH[tokens] = merge((out_THD[tokens], lse_TH[tokens]), found)
         return out_THD, lse_TH
 

@@ -4,14 +4,13 @@ FlashInfer plans on the host: before each step, and before each replay of a grap
 into buffers that belong to the graph, and its kernels' work is divided anew. It builds its kernels when they are first
 used, which takes a minute or so once per machine; nothing is imported or built unless this backend was asked for.
 
-Layers with attention sinks go to the `triton` backend. Window groups do altogether: in the first page of a window, slots
-that no query sees may never have been written, and FlashInfer's kernels multiply them by zero, which NaN survives.
+Windows are not served: in the first page of a window, slots that no query sees may never have been written, and
+FlashInfer's kernels multiply them by zero, which NaN survives.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,22 +18,26 @@ from typing import Any
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import AttentionCall, LatentCall, Projection
+from pagerunner.attention.capability import HALVES, SOFTCAP, Capabilities
 from pagerunner.attention.host_planned import HostPages, PinnedTurn, max_pages
-from pagerunner.attention.mla import UpProjection
-from pagerunner.attention.paged import PagedBackend
-from pagerunner.attention.paged_mla import PagedLatentBackend, absorb, to_values
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV, LayerKV
-from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.paged_mla import absorb, to_values
 from pagerunner.ops.latent_attention import store_latent_
-from pagerunner.ops.paged_attention import HeadPrep, PagedKV, prepare_heads_, store_kv_
+from pagerunner.ops.paged_attention import prepare_heads_, store_kv_
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for partial results; some launches need more
 LONG_QUERIES = 128  # eager steps with such rows take the kernels made for them
-HEAD_DIMS = (64, 128, 256)
-LATENT_DIMS = (512, 64)
 _ROUNDING = 1024  # bytes lost where parts of the workspace begin on round addresses
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_ANYWHERE = Capabilities(
+    forms=frozenset(),
+    compute_dtypes=HALVES,
+    same_dtype=True,
+    graphs=True,
+    plans_on_host=True,
+    devices=frozenset({"cuda"}),
+    package=("flashinfer", "flashinfer-python"),
+    triton=True,  # what stores heads and latents
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +50,6 @@ class Use:
     dtype: torch.dtype
     scale: float
     softcap: float
-
-
-def missing(device: str, dtype: torch.dtype, kept: str) -> str | None:
-    """Why FlashInfer can't serve pages of dtype `kept` here, whatever the layers; None if it can."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer-python is not installed"
-    if device != "cuda":
-        return f"it needs a CUDA device, not {device}"
-    if dtype not in _HALVES.values():
-        return f"it computes in float16 and bfloat16, not {dtype}"
-    if _HALVES.get(kept) != dtype:
-        return f"it needs pages in the model's dtype {dtype}, not {kept}"
-    return None
 
 
 def capturing(device: torch.device) -> bool:
@@ -141,41 +131,35 @@ class PlanState:
 
 
 @dataclass(slots=True)
-class StepPlan:
-    """A step as planned: `other` is the metadata of the backend that takes what FlashInfer doesn't; without `pages`, that
-    is all of the step. A wrapper that isn't planned yet is when a layer first asks.
-    """
+class WrapperPlan:
+    """A step as planned. A wrapper that isn't planned yet is when a layer first asks."""
 
-    other: Any
     inputs: PlanInputs
     state: PlanState
-    pages: HostPages | None
+    pages: HostPages
     planned: dict[Use, Any] = field(default_factory=dict)
 
 
 class _HostPlanned(ABC):
     """What the two backends share: which uses have been seen, and when they are planned."""
 
-    reads_tables = True
-    plans_on_host = True
-    min_sharing_rows = 0
-
     def __init__(self) -> None:
         self._uses: dict[Use, None] = {}
         self._workspace = Workspace()
 
     def new_state(self, shape: GraphShape | None) -> PlanState:
-        """See DeviceBackend."""
+        """See AttentionBackend."""
         return PlanState(shape, self._workspace)
 
-    def _plan_step(self, inputs: PlanInputs, state: PlanState, other: Any, served: bool) -> StepPlan:
-        plan = StepPlan(other, inputs, state, state.pages(inputs) if served else None)
-        if served and state.shape is not None:
+    def plan(self, inputs: PlanInputs, state: PlanState) -> WrapperPlan:
+        """See AttentionBackend."""
+        plan = WrapperPlan(inputs, state, state.pages(inputs))
+        if state.shape is not None:
             for use in self._uses:
                 plan.planned[use] = self._planned(use, plan)
         return plan
 
-    def _wrapper(self, use: Use, plan: StepPlan) -> Any:
+    def _wrapper(self, use: Use, plan: WrapperPlan) -> Any:
         found = plan.planned.get(use)
         if found is None:
             if capturing(plan.inputs.page_table.device):
@@ -185,82 +169,37 @@ class _HostPlanned(ABC):
         return found
 
     @abstractmethod
-    def _planned(self, use: Use, plan: StepPlan) -> Any: ...
+    def _planned(self, use: Use, plan: WrapperPlan) -> Any: ...
 
 
 class FlashInferBackend(_HostPlanned):
     """See the module. An instance serves one memory group of one engine."""
 
     name = "flashinfer"
+    capabilities = replace(
+        _ANYWHERE,
+        forms=frozenset({"full"}),
+        head_dims=frozenset({64, 128, 256}),
+        scores=frozenset({SOFTCAP}),
+        projection=True,
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._other = PagedBackend()
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves full attention in half precision, pages in the same."""
-        heads: Any = spec
-        if spec.kind == "window":
-            return "its kernels read what a window hides in its first page, which may never have been written"
-        if spec.kind != "full":
-            return f"it serves full attention, not {spec.kind}"
-        if heads.head_dim not in HEAD_DIMS or heads.value_dim != heads.head_dim:
-            return f"its heads have {HEAD_DIMS} elements, not {heads.head_dim} and {heads.value_dim}"
-        return missing(device, dtype, heads.dtype) or self._other.unsupported(spec, device, dtype)
-
-    def plan(self, inputs: PlanInputs, state: PlanState) -> StepPlan:
-        """See DeviceBackend."""
-        return self._plan_step(inputs, state, self._other.plan(inputs, None), True)
-
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """See DeviceBackend.forward."""
-        plan: StepPlan = group.metadata
-        if sinks_H is not None:
-            other = replace(group, metadata=plan.other)
-            return self._other.forward(q_THD, k_TKD, v_TKD, layer, other, batch, scale, sinks_H, softcap)
-        store_kv_(k_TKD, v_TKD, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
-        return self._attend(q_THD, layer, plan, scale, softcap)
-
-    def from_projection(
-        self,
-        qkv_TND: torch.Tensor,
-        prep: HeadPrep,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """See PagedBackend.from_projection."""
-        plan: StepPlan = group.metadata
-        if sinks_H is not None:
-            other = replace(group, metadata=plan.other)
-            return self._other.from_projection(qkv_TND, prep, layer, other, batch, scale, sinks_H, softcap)
-        prepare_heads_(qkv_TND, prep, PagedKV(layer.k, layer.v), group.write_entry, group.write_offset)
-        return self._attend(prep.split(qkv_TND)[0], layer, plan, scale, softcap)
-
-    def _attend(
-        self, q_THD: torch.Tensor, layer: LayerKV, plan: StepPlan, scale: float, softcap: float
-    ) -> torch.Tensor:
-        use = Use(*q_THD.shape[1:2], *layer.k.shape[2:], q_THD.dtype, scale, softcap)
-        out: torch.Tensor = self._wrapper(use, plan).run(q_THD, (layer.k, layer.v))
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        """See AttentionCall."""
+        inputs, pages, group, _, scores, _, _ = call
+        write = group.write_entry, group.write_offset
+        if isinstance(inputs, Projection):
+            prepare_heads_(*inputs, pages, *write)
+            q_THD = inputs.prep.split(inputs.qkv_TND)[0]
+        else:
+            q_THD, k_TKD, v_TKV = inputs
+            store_kv_(k_TKD, v_TKV, pages, *write)
+        use = Use(*q_THD.shape[1:2], *pages.k.shape[2:], q_THD.dtype, scores.scale, scores.softcap)
+        out: torch.Tensor = self._wrapper(use, group.plan).run(q_THD, (pages.k, pages.v))
         return out
 
-    def _planned(self, use: Use, plan: StepPlan) -> Any:
+    def _planned(self, use: Use, plan: WrapperPlan) -> Any:
         library, inputs, pages = importlib.import_module("flashinfer"), plan.inputs, plan.pages
-        assert pages is not None, "a step that FlashInfer doesn't serve is not planned"
         device, shape = inputs.page_table.device, plan.state.shape
         long = shape is None and inputs.rows.max_query_len >= LONG_QUERIES and _is_hopper(device)
         kernels = "fa3" if long else "fa2"
@@ -294,57 +233,28 @@ class FlashInferBackend(_HostPlanned):
 
 
 class FlashInferLatentBackend(_HostPlanned):
-    """Latent attention of steps with one token per row; others go to the `triton` kernels.
-
-    An instance serves one memory group of one engine.
-    """
+    """Latent attention of steps with one token per row. An instance serves one memory group of one engine."""
 
     name = "flashinfer_mla"
+    capabilities = replace(_ANYWHERE, forms=frozenset({"latent"}), latent_dims=(512, 64), several_queries=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._other = PagedLatentBackend()
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves latents of DeepSeek's size in half precision."""
-        reason = self._other.unsupported(spec, device, dtype)
-        if reason is not None or not isinstance(spec, LatentSpec):
-            return reason
-        if (spec.latent_dim, spec.rope_dim) != LATENT_DIMS:
-            return f"it needs latents of {LATENT_DIMS} elements, not ({spec.latent_dim}, {spec.rope_dim})"
-        return missing(device, dtype, spec.dtype)
-
-    def plan(self, inputs: PlanInputs, state: PlanState) -> StepPlan:
-        """See DeviceBackend."""
-        return self._plan_step(inputs, state, self._other.plan(inputs, state.shape), inputs.rows.one_token)
-
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        vectors_TL: torch.Tensor,
-        up: UpProjection,
-        layer: LatentKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-    ) -> torch.Tensor:
-        """See PagedLatentBackend.forward."""
-        plan: StepPlan = group.metadata
-        if plan.pages is None:
-            other = replace(group, metadata=plan.other)
-            return self._other.forward(q_THD, vectors_TL, up, layer, other, batch, scale)
-        pages = layer.latent
+    def run(self, call: LatentCall) -> torch.Tensor:
+        """See LatentCall."""
+        q_THD, vectors_TL, up, memory, group, _, scale = call
+        pages = memory.latent
         store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
         use = Use(q_THD.shape[1], 1, pages.shape[-1], q_THD.dtype, scale, 0.0)
-        wrapper, latent = self._wrapper(use, plan), up.latent_dim
+        wrapper, latent = self._wrapper(use, group.plan), up.latent_dim
         q_THC = absorb(q_THD, up)
         out_THC = torch.zeros_like(q_THC, memory_format=torch.contiguous_format)
         wrapper.run(q_THC, q_THD[..., up.key_dim :], pages[..., :latent], pages[..., latent:], out=out_THC)
         return to_values(out_THC, up)
 
-    def _planned(self, use: Use, plan: StepPlan) -> Any:
+    def _planned(self, use: Use, plan: WrapperPlan) -> Any:
         library, inputs, pages = importlib.import_module("flashinfer"), plan.inputs, plan.pages
-        assert pages is not None, "a step that FlashInfer doesn't serve is not planned"
+
+        sizes = self.capabilities.latent_dims
+        assert sizes is not None
 
         def make(workspace: Workspace, buffers: tuple[torch.Tensor, ...] | None) -> Any:
             kind, memory = library.BatchMLAPagedAttentionWrapper, workspace.on(inputs.page_table.device)
@@ -361,7 +271,7 @@ class FlashInferLatentBackend(_HostPlanned):
                 pages.indices,
                 pages.kv_len,
                 use.num_heads,
-                *LATENT_DIMS,
+                *sizes,
                 inputs.page_tokens,
                 False,
                 use.scale,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from pagerunner.batch import GroupBatch, LayerKV
+from pagerunner.batch import GroupBatch, KVPages
 from pagerunner.ops.fp8 import from_fp8, to_fp8
 from pagerunner.ops.fp8_pages import grow_scales
 
@@ -28,7 +28,7 @@ class Writer(Protocol):
         ...
 
 
-def store(layer: LayerKV, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:
+def store(layer: KVPages, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:
     """Write keys (`which` 0) or values (1), and return them as the pages hold them, [T, K, D] in their own dtype."""
     pages = (layer.k, layer.v)[which]
     if layer.scales is not None and layer.static:

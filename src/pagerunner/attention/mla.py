@@ -23,113 +23,48 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import LatentCall, Result, UpProjection
+from pagerunner.attention.capability import Capabilities
+from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.held import store_pages
 from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
-from pagerunner.attention.torch_ref import Result, Scratch, TorchMetadata, attend
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
-from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend
 from pagerunner.ops.pages import slot_layout
 
 MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory that keys and values are expanded into
-
-
-@dataclass(frozen=True, slots=True)
-class UpProjection:
-    """A layer's weights from latents to keys and values, one head after another: [H * (N + V), C]."""
-
-    weight: torch.Tensor
-    num_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def latent_dim(self) -> int:
-        """C."""
-        return self.weight.shape[1]
-
-    @property
-    def _weight_HUC(self) -> torch.Tensor:
-        return self.weight.view(self.num_heads, self.key_dim + self.value_dim, self.latent_dim)
-
-    def absorb(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Queries against vectors, [T, H, L]."""
-        latent_HTC = torch.bmm(q_THD[..., : self.key_dim].transpose(0, 1), self._weight_HUC[:, : self.key_dim])
-        return torch.cat((latent_HTC.transpose(0, 1), q_THD[..., self.key_dim :]), -1)
-
-    def values(self, latent_THC: torch.Tensor) -> torch.Tensor:
-        """Weighted latents as values, [T, H, V]."""
-        up_HCV = self._weight_HUC[:, self.key_dim :].transpose(1, 2)
-        return torch.bmm(latent_THC.transpose(0, 1), up_HCV).transpose(0, 1)
-
-    def expand(self, vectors_SL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every head's keys [S, H, D] and values [S, H, V]."""
-        both_SHU = F.linear(vectors_SL[:, : self.latent_dim], self.weight).unflatten(-1, (self.num_heads, -1))
-        rope_SHR = vectors_SL[:, None, self.latent_dim :].expand(-1, self.num_heads, -1)
-        return torch.cat((both_SHU[..., : self.key_dim], rope_SHR), -1), both_SHU[..., self.key_dim :]
-
-    def absorbs(self, queries: int) -> bool:
-        """Whether `queries` over the same slots multiply less in the latent space than over expanded slots."""
-        expansion = (self.key_dim + self.value_dim) * self.latent_dim
-        return queries * (2 * self.latent_dim - self.key_dim - self.value_dim) <= expansion
 
 
 class LatentBackend:
     """See the module. One instance serves one engine: its calls must not overlap."""
 
     name = "torch_mla"
+    capabilities = Capabilities(forms=frozenset({"latent"}))
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves uncompressed latents of one dtype (fp8 with a scale per page), all of them kept, on any device."""
-        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
-            return f"it serves latent attention only, not {spec.kind}"
-        if spec.compression != 1 or spec.indexer_dim:
-            return f"it serves one slot per token without an indexer, not compression={spec.compression}"
-        if spec.rope_dtype not in (None, spec.dtype):
-            return f"it needs rotary parts in the latents' dtype, {spec.dtype}, not in {spec.rope_dtype}"
-        if spec.scale_bytes:
-            return f"it needs fp8 latents to have one scale per page, not {spec.scale_bytes} bytes of them per slot"
-        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it is never captured, and keeps nothing of a step."""
 
-    def plan(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        page_table_RP: torch.Tensor,
-        page_tokens: int,
-        query_start: torch.Tensor,
-    ) -> TorchMetadata:
-        """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
-        return TorchMetadata(make_plan(query_lens, seq_lens, page_table_RP, page_tokens), forgets=False)
+    def plan(self, inputs: PlanInputs, state: None) -> TorchPlan:
+        """Divide the step into calls."""
+        table_RP, _ = gathered_rows(inputs)
+        return TorchPlan(make_plan(inputs.query_lens, inputs.seq_lens, table_RP, inputs.page_tokens), forgets=False)
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        vectors_TL: torch.Tensor,
-        up: UpProjection,
-        layer: LatentKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-    ) -> torch.Tensor:
-        """Write every token's vector (latent, then rotary part), then attend causally; [T, H, V].
-
-        A query's last R elements are its rotary ones. Vectors take part as the pages hold them, also those of this step,
-        so that a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
-        """
-        metadata: TorchMetadata = group.metadata
-        pages = layer.latent.unsqueeze(2)
-        vectors_TL = store_pages(pages, layer.scales, 0, vectors_TL.unsqueeze(1), group, metadata).squeeze(1)
-        call = _Call(q_THD, vectors_TL, up, pages, layer.scales, scale, self._scratch)
-        if len(metadata.parts) == 1:
-            return call.run(metadata.parts[0])[0]
+    def run(self, call: LatentCall) -> torch.Tensor:
+        """See LatentCall."""
+        q_THD, vectors_TL, up, memory, group, _, scale = call
+        plan: TorchPlan = group.plan
+        pages = memory.latent.unsqueeze(2)
+        vectors_TL = store_pages(pages, memory.scales, 0, vectors_TL.unsqueeze(1), group, plan).squeeze(1)
+        one = _Call(q_THD, vectors_TL, up, pages, memory.scales, scale, self._scratch)
+        if len(plan.parts) == 1:
+            return one.run(plan.parts[0])[0]
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in metadata.parts:
-            out, lse = call.run(part)
+        for part in plan.parts:
+            out, lse = one.run(part)
             targets = part.targets if isinstance(part, PaddedPart) else part.tokens
             if isinstance(part, SharedPart):
                 out, lse = merge((_take(out_THV, targets), _take(lse_TH, targets)), (out, lse))

@@ -7,47 +7,36 @@ tests of everything around them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.capability import lacks
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.calls import AttentionCall, Projection
+from pagerunner.attention.capability import FLOATS, HEADS, Capabilities
 from pagerunner.ops.paged_attention import (
     MIN_SHARING_ROWS,
-    HeadPrep,
-    PagedKV,
     PagedPlan,
-    TableRows,
     paged_attention,
     prepare_heads_,
     projected_attention,
     store_kv_,
 )
 
-MAX_HEAD_DIM = 256
-
 
 class PagedBackend:
     """See the module. It has no state of its own: an instance may serve any number of groups."""
 
     name = "triton"
-    reads_tables = True
-    plans_on_host = False
-    min_sharing_rows = MIN_SHARING_ROWS
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves full, windowed and chunked attention in float32, float16 and bfloat16."""
-        heads: Any = spec
-        if spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
-            return f"it serves keys and values by head, not {type(spec).__name__}"
-        if max(heads.head_dim, heads.value_dim) > MAX_HEAD_DIM:
-            return f"its heads have at most {MAX_HEAD_DIM} elements, not {max(heads.head_dim, heads.value_dim)}"
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"it does not compute in {dtype}"
-        return lacks(device)
+    capabilities = Capabilities(
+        forms=HEADS,
+        compute_dtypes=FLOATS,
+        max_head_dim=256,
+        projection=True,
+        wanted=True,
+        graphs=True,
+        min_sharing_rows=MIN_SHARING_ROWS,
+        triton=True,
+    )
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """What a plan is for; nothing outlives a step: what kernels share is computed by the first layer that runs."""
@@ -70,66 +59,33 @@ class PagedBackend:
             sharing=state is None or state.sharing,
         )
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """Write k and v, then attend; [T, H, size of a value head]. k and v are rounded in place to what pages hold."""
-        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        store_kv_(k_TKD, v_TKD, pages, group.write_entry, group.write_offset)
-        first = _is_first(layer, batch)
-        rows = _rows(group, batch)
-        return paged_attention(q_THD, k_TKD, v_TKD, pages, rows, group.metadata, scale, sinks_H, softcap, first)
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        """See AttentionCall. k and v are rounded in place to what pages hold."""
+        inputs, pages, group, rows, scores, wanted, _ = call
+        table, plan, write = group.page_table, group.plan, (group.write_entry, group.write_offset)
+        if wanted is not None:
+            return self._wanted_alone(call, wanted)
+        if isinstance(inputs, Projection):
+            return projected_attention(*inputs, pages, *write, table, rows, plan, scores)
+        store_kv_(inputs.k_TKD, inputs.v_TKV, pages, *write)
+        return paged_attention(*inputs, pages, table, rows, plan, scores)
 
-    def from_projection(
-        self,
-        qkv_TND: torch.Tensor,
-        prep: HeadPrep,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """Norm, rotate and store the heads of a projection's output in one kernel, in place; then attend."""
-        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        first, rows, write = _is_first(layer, batch), _rows(group, batch), (group.write_entry, group.write_offset)
-        return projected_attention(qkv_TND, prep, pages, *write, rows, group.metadata, scale, sinks_H, softcap, first)
-
-    def sampled_from_projection(
-        self,
-        qkv_TND: torch.Tensor,
-        prep: HeadPrep,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """As `from_projection`, but the attention of the sampled tokens alone, [S, H, size of a value head]: once all tokens
-        are in the pages, each of these is like a row that generates.
-        """
-        if group.metadata.window or group.metadata.chunk:  # where not all tokens of the step need be in the pages
-            out_THV = self.from_projection(qkv_TND, prep, layer, group, batch, scale, sinks_H, softcap)
-            return out_THV.index_select(0, batch.logits_index)
-        pages = PagedKV(layer.k, layer.v, layer.scales, bool(layer.static))
-        prepare_heads_(qkv_TND, prep, pages, group.write_entry, group.write_offset)
-        q_SHD, k_SKD, v_SKV = prep.split(qkv_TND.index_select(0, batch.logits_index))
+    def _wanted_alone(self, call: AttentionCall, wanted_S: torch.Tensor) -> torch.Tensor:
+        """Once all tokens are in the pages, each of the wanted ones is like a row that generates."""
+        inputs, pages, group = call.inputs, call.pages, call.group
+        if group.plan.window or group.plan.chunk:  # where not all tokens of the step need be in the pages
+            out_THV = self.run(call._replace(wanted=None))
+            return out_THV.index_select(0, wanted_S)
+        if isinstance(inputs, Projection):
+            prepare_heads_(*inputs, pages, group.write_entry, group.write_offset)
+            q_SHD, k_SKD, v_SKV = inputs.prep.split(inputs.qkv_TND.index_select(0, wanted_S))
+        else:
+            store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write_entry, group.write_offset)
+            q_SHD, k_SKD, v_SKV = (x.index_select(0, wanted_S) for x in inputs)
         if not q_SHD.shape[0]:
             return q_SHD[..., : v_SKV.shape[-1]]
-        rows = _rows(group, batch).of_tokens(batch.logits_index)
-        plan = PagedPlan(one_token=True, usual_query_len=1)
-        return paged_attention(q_SHD, k_SKD, v_SKV, pages, rows, plan, scale, sinks_H, softcap)
+        rows, plan = call.rows.of_tokens(wanted_S), PagedPlan(one_token=True, usual_query_len=1)
+        return paged_attention(q_SHD, k_SKD, v_SKV, pages, group.page_table, rows, plan, call.scores)
 
 
 def usual_query_len(query_lens: Sequence[int]) -> int:
@@ -141,19 +97,3 @@ def usual_query_len(query_lens: Sequence[int]) -> int:
         if left <= 0:
             return count
     return 1
-
-
-def _rows(group: GroupBatch, batch: ForwardBatch) -> TableRows:
-    rows = batch.rows
-    return TableRows(group.page_table, rows.slots_R, rows.query_start_R1, rows.seq_lens_R, rows.row_T, rows.positions_T)
-
-
-def _is_first(layer: LayerKV, batch: ForwardBatch) -> bool:
-    """Whether no layer before this one has its group and shape. A graph's replay begins with such a layer, so whatever
-    it computes for the others is computed in every replay.
-    """
-    shape = layer.k.shape[1:]
-    for other in batch.kv:
-        if isinstance(other, LayerKV) and other.group == layer.group and other.k.shape[1:] == shape:
-            return other is layer
-    return True

@@ -18,11 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.capability import lacks
-from pagerunner.attention.mla import UpProjection
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentKV
-from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.calls import LatentCall, UpProjection
+from pagerunner.attention.capability import FLOATS, Capabilities
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     LatentRows,
@@ -127,21 +124,14 @@ class PagedLatentBackend:
     """See the module. It has no state of its own: an instance may serve any number of groups."""
 
     name = "paged_mla"
-    reads_tables = True
-    plans_on_host = False
-    min_sharing_rows = 0
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves uncompressed latents of one floating dtype, all of them kept."""
-        if not isinstance(spec, LatentSpec) or spec.kind != "latent":
-            return f"it serves latent attention only, not {spec.kind}"
-        if spec.compression != 1 or spec.indexer_dim:
-            return f"it serves one slot per token without an indexer, not compression={spec.compression}"
-        if spec.quantised or spec.rope_dtype not in (None, spec.dtype):
-            return f"it needs latents in float32, bfloat16 or float16, not {spec.dtype} and {spec.rope_dtype}"
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"it does not compute in {dtype}"
-        return lacks(device, SHARED_MEMORY)
+    capabilities = Capabilities(
+        forms=frozenset({"latent"}),
+        compute_dtypes=FLOATS,
+        page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        graphs=True,
+        triton=True,
+        shared_memory=(SHARED_MEMORY, SHARED_MEMORY),
+    )
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """Only whether a step runs in a graph matters."""
@@ -151,22 +141,11 @@ class PagedLatentBackend:
         """A graph's steps aren't divided: what they are is known to the device alone."""
         return LatentPlan(inputs if state is None else None)
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        vectors_TL: torch.Tensor,
-        up: UpProjection,
-        layer: LatentKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-    ) -> torch.Tensor:
-        """Write every token's vector (latent, then rotary part), then attend causally; [T, H, V].
-
-        A query's last P elements are its rotary ones. All vectors take part as pages hold them. See DeviceBackend.forward
-        for padding.
-        """
-        pages, rows, plan = layer.latent, batch.rows, group.metadata
+    def run(self, call: LatentCall) -> torch.Tensor:
+        """See LatentCall."""
+        q_THD, vectors_TL, up, memory, group, rows, scale = call
+        pages = memory.latent
+        plan: LatentPlan = group.plan
         store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
         division = plan.divide(up.weight.shape[0])
         where = LatentRows(group.page_table, rows.slots_R, rows.row_T, rows.positions_T, rows.max_seq_len)
@@ -174,11 +153,11 @@ class PagedLatentBackend:
             return _absorbed(q_THD, up, pages, where, scale)
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for call in division.calls:
-            vectors_SL = pages[call.entries_S, call.offsets_S].to(q_THD.dtype)
+        for part in division.calls:
+            vectors_SL = pages[part.entries_S, part.offsets_S].to(q_THD.dtype)
             both_SHU = F.linear(vectors_SL[:, : up.latent_dim], up.weight).unflatten(-1, (up.num_heads, -1))
             rope_SP = vectors_SL[:, up.latent_dim :]
-            expanded_attention(q_THD, both_SHU, rope_SP, call.pieces, scale, out_THV, lse_TH, call.more)
+            expanded_attention(q_THD, both_SHU, rope_SP, part.pieces, scale, out_THV, lse_TH, part.more)
         short_T = division.short_T
         if short_T.numel():
             chosen = where._replace(row_T=rows.row_T[short_T], positions_T=rows.positions_T[short_T])

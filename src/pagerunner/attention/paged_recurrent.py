@@ -7,29 +7,17 @@ replayed. Shape letters: R rows, T tokens of the step, N saves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.capability import lacks
-from pagerunner.attention.recurrent import Recurrence, Tensors
-from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.calls import RecurrentCall
+from pagerunner.attention.capability import Capabilities
 from pagerunner.ops.state_rows import StateRows, StateSaves
 from pagerunner.ops.transfer import to_device
 
 # bytes that the largest program takes, of keys and values of 256 and one stage: in half precision, in float32
 SHARED_MEMORY = (66_560, 147_456)
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentPlan:
-    """The states that a step saves, and how many."""
-
-    saves: StateSaves
-    count: int
 
 
 class SaveState:
@@ -85,33 +73,21 @@ class PagedRecurrentBackend:
     """See the module. It has no state of its own: an instance may serve any number of groups."""
 
     name = "paged_recurrent"
-    reads_tables = True
-    plans_on_host = True
-    min_sharing_rows = 0
-
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves every recurrent state, on CUDA devices through Triton's kernels."""
-        if spec.kind != "recurrent":
-            return f"it serves recurrent state, not {spec.kind}"
-        return lacks(device, SHARED_MEMORY[dtype == torch.float32])
+    capabilities = Capabilities(
+        forms=frozenset({"recurrent"}), graphs=True, plans_on_host=True, triton=True, shared_memory=SHARED_MEMORY
+    )
 
     def new_state(self, shape: GraphShape | None) -> SaveState:
         """See DeviceBackend."""
         return SaveState(shape)
 
-    def plan(self, inputs: PlanInputs, state: SaveState) -> RecurrentPlan:
+    def plan(self, inputs: PlanInputs, state: SaveState) -> StateSaves:
         """Where states go that are to be kept from within the step."""
-        return RecurrentPlan(state.fill(inputs), len(inputs.state_saves))
+        return state.fill(inputs)
 
-    def forward(
-        self, recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, group: GroupBatch, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Run every row from its state on, keep the states that the plan asks for, and the last ones; [T, ..]."""
-        plan: RecurrentPlan = group.metadata
-        wanted = sum(save.group == layer.group for save in batch.state_saves)
-        if wanted > plan.count:
-            raise RuntimeError(f"The step saves {wanted} states, of which PlanInputs named {plan.count}.")
-        step = batch.rows
+    def run(self, call: RecurrentCall) -> torch.Tensor:
+        """See RecurrentCall."""
+        recurrence, inputs, pages, group, step = call
         rows = StateRows(
             slots_R=step.slots_R,
             query_start_R1=step.query_start_R1,
@@ -119,6 +95,6 @@ class PagedRecurrentBackend:
             page_table=group.page_table,
             one_token=step.one_token,
             max_query_len=step.max_query_len,
-            saves=plan.saves,
+            saves=group.plan,
         )
-        return recurrence.rows(inputs, layer.states, rows)
+        return recurrence.rows(inputs, pages.states, rows)

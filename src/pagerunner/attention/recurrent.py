@@ -9,35 +9,19 @@ tokens of the step, B rows, L tokens of a row, C convolution channels, W its tap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
-from pagerunner.batch import ForwardBatch, GroupBatch, RecurrentKV
-from pagerunner.memory.specs import Spec
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
+from pagerunner.attention.capability import Capabilities
+from pagerunner.batch import StatePages
 from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows
 from pagerunner.ops.gdn import decay_logs, gated_delta_chunks, gated_delta_rows, gated_delta_step, split_heads
 from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_rows, mamba2_step, split_parts
 from pagerunner.ops.state_rows import StateRows
-
-Tensors = tuple[torch.Tensor, ...]
-
-
-class Recurrence(Protocol):
-    """What one layer computes from its inputs and state. States are in the order of the layer's spec."""
-
-    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """One token of B rows: inputs [B, ..] and states [B, *shape] to outputs [B, ..] and new states."""
-        ...
-
-    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """L tokens of one row: inputs [L, ..] and states [*shape] to outputs [L, ..] and new states."""
-        ...
-
-    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
-        """All rows of a step: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +124,10 @@ class _LongRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentMetadata:
-    """How a step's rows are divided: those of one token (their row numbers, token indices and table entries), and the
-    others with their first token, number of tokens, start in the sequence and table entry.
+class TorchRecurrentPlan:
+    """How a step's rows are divided: those of one token (their row numbers, positions, token indices and table entries), and
+    the others with their first token, number of tokens, start in the sequence and table entry. `saves` are by row and in
+    order: (position, byte offset of the page that the state of the tokens before it goes to).
     """
 
     single_rows: list[int]
@@ -150,63 +135,57 @@ class RecurrentMetadata:
     single_tokens: torch.Tensor
     single_entries: torch.Tensor
     long_rows: list[_LongRow]
+    saves: dict[int, list[tuple[int, int]]]
 
 
 class RecurrentBackend:
     """See the module. Holds nothing between calls."""
 
     name = "recurrent"
+    capabilities = Capabilities(forms=frozenset({"recurrent"}))
 
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves every recurrent state on any device that torch runs on."""
-        return None if spec.kind == "recurrent" else f"it serves recurrent state, not {spec.kind}"
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it is never captured, and keeps nothing of a step."""
 
-    def plan(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        page_table_RP: torch.Tensor,
-        page_tokens: int,
-        query_start: torch.Tensor,
-    ) -> RecurrentMetadata:
-        """Divide the rows; `page_tokens` has no meaning here and is not read."""
-        entries, firsts = page_table_RP[:, 0], query_start.tolist()
-        hosts = entries.tolist()
+    def plan(self, inputs: PlanInputs, state: None) -> TorchRecurrentPlan:
+        """Divide the rows."""
+        query_lens, seq_lens = inputs.query_lens, inputs.seq_lens
+        entries_R = inputs.page_table[:, 0].index_select(0, inputs.rows.slots_R)
+        hosts, firsts = entries_R.tolist(), [0, *accumulate(query_lens)]
         single = [row for row, length in enumerate(query_lens) if length == 1]
-        rows = torch.tensor(single, dtype=torch.int64, device=entries.device)
-        return RecurrentMetadata(
+        single_R = torch.tensor(single, dtype=torch.int64, device=entries_R.device)
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for save in sorted(inputs.state_saves, key=lambda save: save.position):
+            saves.setdefault(save.row, []).append((save.position, save.target))
+        return TorchRecurrentPlan(
             single_rows=single,
             single_starts=[seq_lens[row] - 1 for row in single],
-            single_tokens=query_start[:-1].to(entries.device)[rows],
-            single_entries=entries[rows],
+            single_tokens=inputs.rows.query_start_R1[:-1][single_R],
+            single_entries=entries_R[single_R],
             long_rows=[
                 _LongRow(row, firsts[row], length, seq_lens[row] - length, hosts[row])
                 for row, length in enumerate(query_lens)
                 if length > 1
             ],
+            saves=saves,
         )
 
-    def forward(
-        self, recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, group: GroupBatch, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Run every row from its state on, save the states that the plan asks for, and write the last ones back.
-
-        `inputs` are [T, ..], and so is the result.
-        """
-        metadata: RecurrentMetadata = group.metadata
-        saves = _saves(layer, batch)
+    def run(self, call: RecurrentCall) -> torch.Tensor:
+        """See RecurrentCall."""
+        recurrence, inputs, pages, group, _ = call
+        plan: TorchRecurrentPlan = group.plan
         out: torch.Tensor | None = None
-        if metadata.single_rows:
-            every = not metadata.long_rows
-            chosen = inputs if every else tuple(x.index_select(0, metadata.single_tokens) for x in inputs)
-            result = _step(recurrence, chosen, layer, metadata, saves)
+        if plan.single_rows:
+            every = not plan.long_rows
+            chosen = inputs if every else tuple(x.index_select(0, plan.single_tokens) for x in inputs)
+            result = _step(recurrence, chosen, pages, plan)
             if every:
                 return result
             out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
-            out.index_copy_(0, metadata.single_tokens, result)
-        for row in metadata.long_rows:
+            out.index_copy_(0, plan.single_tokens.long(), result)
+        for row in plan.long_rows:
             part = slice(row.first, row.first + row.length)
-            result = _chunks(recurrence, tuple(x[part] for x in inputs), layer, row, saves.get(row.row, []))
+            result = _chunks(recurrence, tuple(x[part] for x in inputs), pages, row, plan.saves.get(row.row, []))
             if row.length == inputs[0].shape[0]:
                 return result
             if out is None:
@@ -216,47 +195,39 @@ class RecurrentBackend:
         return out
 
 
-def _saves(layer: RecurrentKV, batch: ForwardBatch) -> dict[int, list[tuple[int, int]]]:
-    """By row, in order: (position, table entry to save the state of the tokens before it at)."""
-    state = layer.states[0]
-    unit = state.stride(0) * state.element_size()
-    found: dict[int, list[tuple[int, int]]] = {}
-    for save in batch.state_saves:
-        if save.group == layer.group:
-            found.setdefault(save.row, []).append((save.position, save.target // unit))
-    for places in found.values():
-        places.sort()
-    return found
+def _entry(memory: StatePages, target: int) -> int:
+    """The table entry of the page at a byte offset."""
+    state = memory.states[0]
+    return target // (state.stride(0) * state.element_size())
 
 
-def _store(layer: RecurrentKV, entry: int, states: Tensors) -> None:
-    for pages, state in zip(layer.states, states, strict=True):
+def _store(memory: StatePages, entry: int, states: Tensors) -> None:
+    for pages, state in zip(memory.states, states, strict=True):
         pages[entry].copy_(state)
 
 
 def _step(
     recurrence: Recurrence,
     inputs: Tensors,
-    layer: RecurrentKV,
-    metadata: RecurrentMetadata,
-    saves: dict[int, list[tuple[int, int]]],
+    memory: StatePages,
+    plan: TorchRecurrentPlan,
 ) -> torch.Tensor:
-    entries = metadata.single_entries
-    out, states = recurrence.step(inputs, tuple(pages.index_select(0, entries) for pages in layer.states))
-    for pages, state in zip(layer.states, states, strict=True):
+    entries = plan.single_entries
+    out, states = recurrence.step(inputs, tuple(pages.index_select(0, entries) for pages in memory.states))
+    for pages, state in zip(memory.states, states, strict=True):
         pages[entries] = state.to(pages.dtype)
-    if saves:
-        for index, (row, start) in enumerate(zip(metadata.single_rows, metadata.single_starts, strict=True)):
-            for position, target in saves.get(row, []):
+    if plan.saves:
+        for index, (row, start) in enumerate(zip(plan.single_rows, plan.single_starts, strict=True)):
+            for position, target in plan.saves.get(row, []):
                 assert position == start + 1, f"state save at {position} of a row of position {start}"
-                _store(layer, target, tuple(state[index] for state in states))
+                _store(memory, _entry(memory, target), tuple(state[index] for state in states))
     return out
 
 
 def _chunks(
-    recurrence: Recurrence, inputs: Tensors, layer: RecurrentKV, row: _LongRow, saves: list[tuple[int, int]]
+    recurrence: Recurrence, inputs: Tensors, memory: StatePages, row: _LongRow, saves: list[tuple[int, int]]
 ) -> torch.Tensor:
-    states = tuple(pages[row.entry] for pages in layer.states)
+    states = tuple(pages[row.entry] for pages in memory.states)
     outputs = []
     done = 0
     for position, target in saves:
@@ -266,9 +237,9 @@ def _chunks(
             out, states = recurrence.chunks(tuple(x[done:upto] for x in inputs), states)
             outputs.append(out)
             done = upto
-        _store(layer, target, states)
+        _store(memory, _entry(memory, target), states)
     if done < row.length:
         out, states = recurrence.chunks(tuple(x[done:] for x in inputs), states)
         outputs.append(out)
-    _store(layer, row.entry, states)
+    _store(memory, row.entry, states)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,36 +1,31 @@
-"""Which attention backend serves which memory group: by capability, with the reason logged, never by model name."""
+"""Which attention backend serves which memory group: by declared capability, with the reason logged, never by model name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
-from pagerunner.attention.base import AttentionBackend, DeviceBackend
+from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.compressed import CompressedBackend
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.attention.paired import PairedBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import GroupPlan
 
-Backend = AttentionBackend | DeviceBackend
-KindBackend = (
-    RecurrentBackend
-    | LatentBackend
-    | CompressedBackend
-    | PagedRecurrentBackend
-    | PagedLatentBackend
-    | FlashInferLatentBackend
-)
+Backend = AttentionBackend[Any]
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[], Backend]] = {
+BACKENDS: dict[str, Callable[[], AttentionBackend[AttentionCall]]] = {
     "triton": PagedBackend,
     "flashinfer": FlashInferBackend,
     "torch_ref": TorchBackend,
@@ -40,21 +35,26 @@ AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
 ANYWHERE = ("torch_ref",)
 # FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only; what it can't, triton does.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
-# Groups of these kinds have backends of their own: one that reads tables, which serves CUDA devices and whoever asks for
-# such a backend by name, and those that don't.
-KIND_BACKENDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {
+# Groups of these kinds have backends of their own: those that graphs can capture, which serve CUDA devices and whoever asks
+# for such a backend by name, and those that they can't.
+KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
     "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
 }
-FLASHINFER_KINDS: dict[str, tuple[Callable[[], KindBackend], ...]] = {"latent": (FlashInferLatentBackend,)}
+FLASHINFER_KINDS: dict[str, tuple[Callable[[], Backend], ...]] = {"latent": (FlashInferLatentBackend,)}
 
 
 def select_backends(
-    groups: Sequence[GroupPlan], wanted: str, device: torch.device, dtype: torch.dtype
-) -> list[Backend | KindBackend]:
+    groups: Sequence[GroupPlan],
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    scores: Collection[str] = (),
+) -> list[Backend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
-    Recurrent and latent groups have backends of their own. FlashInfer leaves groups that it can't serve to others.
+    `scores` are what the model's attention scores have beside a scale (`ModelConfig.attention_scores`). Recurrent and latent
+    groups have backends of their own. FlashInfer leaves groups that it can't serve to others.
 
     Raises:
         ConfigError: `wanted` is unknown or serves no group, or nothing can serve a group; the message says why not.
@@ -63,7 +63,8 @@ def select_backends(
         raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
     found, refusals = [], []
     for group in groups:
-        backend, reasons = _first_that_serves(group, _candidates(group.kind, wanted, device), device, dtype)
+        candidates = _candidates(group.kind, wanted, device)
+        backend, reasons = _first_that_serves(group, candidates, device, dtype, scores)
         logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
         found.append(backend)
         refusals += reasons
@@ -77,23 +78,35 @@ def _names(wanted: str, device: torch.device) -> tuple[str, ...]:
     return AUTO.get(device.type, ANYWHERE) if wanted == "auto" else NAMED.get(wanted, (wanted,))
 
 
-def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend | KindBackend]:
+def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
     """New ones for each group: a backend may keep what it has learned of its layers."""
     made: list[Backend] = [BACKENDS[name]() for name in _names(wanted, device)]
     if kind not in KIND_BACKENDS:
-        return list(made)
-    tables = any(getattr(backend, "reads_tables", False) for backend in made)
+        return made
+    graphs = any(backend.capabilities.graphs for backend in made)
     first = FLASHINFER_KINDS.get(kind, ()) if wanted == "flashinfer" else ()
-    return [make() for make in (*first, *KIND_BACKENDS[kind][0 if tables else 1 :])]
+    return [make() for make in (*first, *KIND_BACKENDS[kind][0 if graphs else 1 :])]
 
 
 def _first_that_serves(
-    group: GroupPlan, candidates: Sequence[Backend | KindBackend], device: torch.device, dtype: torch.dtype
-) -> tuple[Backend | KindBackend, list[str]]:
+    group: GroupPlan,
+    candidates: Sequence[Backend],
+    device: torch.device,
+    dtype: torch.dtype,
+    scores: Collection[str],
+) -> tuple[Backend, list[str]]:
+    """The first that serves every layer; one that takes a single query a row only is paired with the next that takes several."""
     reasons: list[str] = []
+    one_query: Backend | None = None
     for backend in candidates:
-        reason = next(filter(None, (backend.unsupported(part.spec, device.type, dtype) for part in group.layers)), None)
-        if reason is None:
-            return backend, reasons
-        reasons.append(f"not {backend.name}: {reason}")
+        refusals = (backend.capabilities.refusal(part.spec, device.type, dtype, scores) for part in group.layers)
+        reason = next(filter(None, refusals), None)
+        if reason is not None:
+            reasons.append(f"not {backend.name}: {reason}")
+        elif not backend.capabilities.several_queries and one_query is None:
+            one_query = backend
+        elif backend.capabilities.several_queries:
+            return (backend if one_query is None else PairedBackend(one_query, backend)), reasons
+    if one_query is not None:
+        reasons.append(f"{one_query.name} serves rows of one token, and nothing serves rows of several")
     raise ConfigError(f"No attention backend can serve group {group.name} on {device.type}: {'; '.join(reasons)}.")

@@ -194,8 +194,8 @@ def _slot_elements(spec: Spec) -> tuple[int, ...]:
 
 
 def make_plan(
-    query_lens: list[int],
-    seq_lens: list[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
     table_RP: torch.Tensor,
     page_tokens: int,
     reach: Reach | None = None,
@@ -204,7 +204,7 @@ def make_plan(
     """Divide the step. Rows are in table order and their tokens are adjacent.
 
     Parts of one token are to be merged in the order they have here; `more` says that another follows. `reach` and
-    `first_pages` are those of `AttentionBackend.plan`.
+    `first_pages` are those of `gathered_rows`.
     """
     if reach is not None:
         return _forgetting_plan(query_lens, seq_lens, table_RP, page_tokens, reach, first_pages)
@@ -237,8 +237,8 @@ def make_plan(
 
 
 def _forgetting_plan(
-    query_lens: list[int],
-    seq_lens: list[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
     table_RP: torch.Tensor,
     page_tokens: int,
     reach: Reach,
@@ -279,7 +279,7 @@ def _band_parts(row: _Row, table_RP: torch.Tensor, page_tokens: int, reach: Reac
 
 
 def _clusters(
-    query_lens: list[int], seq_lens: list[int], table_RP: torch.Tensor, page_tokens: int
+    query_lens: Sequence[int], seq_lens: Sequence[int], table_RP: torch.Tensor, page_tokens: int
 ) -> list[tuple[list[int], int]]:
     """Rows whose past begins with the same pages, and how many tokens those hold."""
     if len(query_lens) < 2:

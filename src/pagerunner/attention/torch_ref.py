@@ -8,23 +8,21 @@ G query heads per key/value head, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pagerunner.attention.base import Reach
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import AttentionCall, Heads, Result
+from pagerunner.attention.capability import HEADS, WINDOW_VECTORS, Capabilities
+from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.held import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerKV
-from pagerunner.memory.specs import LatentKV as LatentSpec
-from pagerunner.memory.specs import Spec
+from pagerunner.batch import GroupBatch, KVPages
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
 
-Result = tuple[torch.Tensor, torch.Tensor]  # [B, K, Q, D] and its log-sum-exp [B, K, Q] float32
 
-
-class TorchMetadata:
+class TorchPlan:
     """What a step's layers share: how it is divided, and (once a layer has asked) the rows its tokens go to.
 
     `forgets` says that some tokens may have no page.
@@ -110,75 +108,45 @@ class TorchBackend:
     """See the module. One instance serves one engine: its calls must not overlap."""
 
     name = "torch_ref"
+    capabilities = Capabilities(forms=HEADS | {WINDOW_VECTORS})
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    def unsupported(self, spec: Spec, device: str, dtype: torch.dtype) -> str | None:
-        """Serves full, windowed and chunked attention on any device and in any floating dtype."""
-        if isinstance(spec, LatentSpec) and spec.kind == "window":
-            if spec.rope_dtype not in (None, spec.dtype) or spec.scale_bytes or spec.indexer_dim:
-                return "it needs a window's vectors to be of one dtype, with one scale per page and no indexer keys"
-        elif spec.kind not in ("full", "window", "chunked") or not hasattr(spec, "num_kv_heads"):
-            return f"it serves keys and values by head, not {type(spec).__name__}"
-        return None if dtype.is_floating_point else f"it does not compute in {dtype}"
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it is never captured, and keeps nothing of a step."""
 
-    def plan(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        page_table_RP: torch.Tensor,
-        page_tokens: int,
-        query_start: torch.Tensor,
-        reach: Reach | None = None,
-        first_pages: Sequence[int] = (),
-    ) -> TorchMetadata:
-        """Divide the step into calls; `query_start` follows from `query_lens` and is not read."""
-        parts = make_plan(query_lens, seq_lens, page_table_RP, page_tokens, reach, first_pages)
-        return TorchMetadata(parts, forgets=reach is not None)
+    def plan(self, inputs: PlanInputs, state: None) -> TorchPlan:
+        """Divide the step into calls."""
+        table_RP, first_pages = gathered_rows(inputs)
+        parts = make_plan(inputs.query_lens, inputs.seq_lens, table_RP, inputs.page_tokens, inputs.reach, first_pages)
+        return TorchPlan(parts, forgets=inputs.reach is not None)
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        batch: ForwardBatch,
-        scale: float,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> torch.Tensor:
-        """Write k and v, then attend; [T, H, size of a value head]."""
-        found = self.partial(q_THD, k_TKD, v_TKD, layer, group, scale, softcap, keep_lse=sinks_H is not None)
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        """See AttentionCall."""
+        inputs, sinks_H, lse_TH = call.inputs, call.scores.sinks_H, call.lse_TH
+        assert isinstance(inputs, Heads), "it takes heads, not projections"
+        found = self._attend(inputs, call, keep_lse=sinks_H is not None or lse_TH is not None)
+        if lse_TH is not None:
+            lse_TH.copy_(found[1])
         return found[0] if sinks_H is None else take_sinks(found, sinks_H)
 
-    def partial(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        layer: LayerKV,
-        group: GroupBatch,
-        scale: float,
-        softcap: float = 0.0,
-        *,
-        keep_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward` without sinks, for a caller that merges: [T, H, D] and, with `keep_lse`, the log-sum-exp [T, H]."""
-        metadata: TorchMetadata = group.metadata
-        k_TKD = store(layer, 0, k_TKD, group, metadata)
-        v_TKD = k_TKD if layer.v is layer.k else store(layer, 1, v_TKD, group, metadata)
-        call = _Call(q_THD, k_TKD, v_TKD, layer, scale, softcap, self._scratch)
-        parts = metadata.parts
-        if len(parts) == 1:
-            return call.run(parts[0])
-        out_THD = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
+    def _attend(self, heads: Heads, call: AttentionCall, *, keep_lse: bool) -> Result:
+        """Attention without sinks, [T, H, V], and with `keep_lse` the log-sum-exp [T, H]."""
+        q_THD, k_TKD, v_TKV = heads
+        pages, group = call.pages, call.group
+        plan: TorchPlan = group.plan
+        k_TKD = store(pages, 0, k_TKD, group, plan)
+        v_TKV = k_TKD if pages.v is pages.k else store(pages, 1, v_TKV, group, plan)
+        one = _Call(q_THD, k_TKD, v_TKV, pages, call.scores.scale, call.scores.softcap, self._scratch)
+        if len(plan.parts) == 1:
+            return one.run(plan.parts[0])
+        out_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in parts:
-            out, lse = call.run(part)
-            _store(part, out, lse, out_THD, lse_TH, keep_lse=keep_lse)
-        return out_THD, lse_TH
+        for part in plan.parts:
+            out, lse = one.run(part)
+            _store(part, out, lse, out_THV, lse_TH, keep_lse=keep_lse)
+        return out_THV, lse_TH
 
 
 def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:
@@ -221,7 +189,7 @@ class _Call:
     q_THD: torch.Tensor
     k_TKD: torch.Tensor
     v_TKD: torch.Tensor
-    layer: LayerKV
+    pages: KVPages
     scale: float
     softcap: float
     scratch: Scratch
@@ -239,19 +207,19 @@ class _Call:
     def _gather(self, slots: Slots, pages: torch.Tensor, which: int) -> torch.Tensor:
         layout = slot_layout(pages)
         rows = slots.rows(layout)
-        scales = self.layer.scales
+        scales = self.pages.scales
         scale_NK = None if scales is None else scales[slots.entries_N, which]
         return self.scratch.read(which, pages, rows, layout, self.q_THD.dtype, scale_NK)
 
     def _keys(self, slots: Slots) -> torch.Tensor:
-        return self._gather(slots, self.layer.k, 0)
+        return self._gather(slots, self.pages.k, 0)
 
     def _values(self, slots: Slots) -> torch.Tensor:
-        return self._keys(slots) if self.layer.v is self.layer.k else self._gather(slots, self.layer.v, 1)
+        return self._keys(slots) if self.pages.v is self.pages.k else self._gather(slots, self.pages.v, 1)
 
     def _heads(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Query heads by the key/value head that they share, [T, K, G, D]."""
-        num_kv_heads = self.layer.k.shape[2]
+        num_kv_heads = self.pages.k.shape[2]
         return q_THD.view(q_THD.shape[0], num_kv_heads, -1, q_THD.shape[2])
 
     def _grouped(
@@ -284,10 +252,10 @@ class _Call:
     def _padded(self, part: PaddedPart) -> Result:
         q_THD = self.q_THD
         num_heads, head_dim = q_THD.shape[1:]
-        num_kv_heads = self.layer.k.shape[2]
+        num_kv_heads = self.pages.k.shape[2]
         group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
         k_BKLD = self._keys(part.slots).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-        v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.layer.v.shape[3]).transpose(1, 2)
+        v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.pages.v.shape[3]).transpose(1, 2)
         q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
         q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
         mask = part.mask(group, q_THD.dtype)

@@ -1,16 +1,17 @@
-"""The step between projections and attention backend.
+"""The step between projections and attention backend: a layer's call is made here, and run by the group's backend.
 
-Shape letters: T tokens, H query heads, K key/value heads, D head size.
+Shape letters: T tokens, S wanted tokens, N heads of a projection, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 import torch
 
-from pagerunner.batch import ForwardBatch
+from pagerunner.attention.calls import AttentionCall, Heads, Projection
+from pagerunner.batch import ForwardBatch, KVPages
 from pagerunner.layers.linear import FusedLinear
 from pagerunner.ops.norm import qk_norm_
-from pagerunner.ops.paged_attention import HeadPrep
+from pagerunner.ops.paged_attention import HeadPrep, Scores
 from pagerunner.ops.rope import rope_
 
 
@@ -27,8 +28,7 @@ class PagedAttention:
 
     def __init__(self, layer_index: int, scale: float, softcap: float = 0.0) -> None:
         self.layer_index = layer_index
-        self.scale = scale
-        self.softcap = softcap
+        self.scores = Scores(scale, softcap)
 
     def __call__(
         self,
@@ -39,35 +39,41 @@ class PagedAttention:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write k and v into the layer's pages, and return the attention of q over each token's sequence so far."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        out: torch.Tensor = group.backend.forward(
-            q_THD, k_TKD, v_TKD, layer, group, batch, self.scale, sinks_H, self.softcap
-        )
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
+        group = batch.groups[pages.group]
+        scores = self.scores if sinks_H is None else self.scores._replace(sinks_H=sinks_H)
+        inputs = Heads(q_THD, k_TKD, v_TKD)
+        out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores))
         return out
 
     def from_projection(
-        self, qkv_TND: torch.Tensor, prep: HeadPrep, batch: ForwardBatch, sinks_H: torch.Tensor | None = None
+        self,
+        qkv_TND: torch.Tensor,
+        prep: HeadPrep,
+        batch: ForwardBatch,
+        sinks_H: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        fused = getattr(group.backend, "from_projection", None)
-        if fused is not None:
-            out: torch.Tensor = fused(qkv_TND, prep, layer, group, batch, self.scale, sinks_H, self.softcap)
-            return out
-        qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
-        if prep.q_norm_D is not None and prep.k_norm_D is not None:
-            qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
-        rope_(qk_TND, prep.angles)
-        return self(*prep.split(qkv_TND), batch, sinks_H)
+        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`.
 
-    def sampled_from_projection(self, qkv_TND: torch.Tensor, prep: HeadPrep, batch: ForwardBatch) -> torch.Tensor:
-        """As `from_projection`, of the tokens of `batch.logits_index` alone, [S, H, D]; the others are stored."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        alone = getattr(group.backend, "sampled_from_projection", None)
-        if alone is None:
-            return self.from_projection(qkv_TND, prep, batch).index_select(0, batch.logits_index)
-        out: torch.Tensor = alone(qkv_TND, prep, layer, group, batch, self.scale, None, self.softcap)
-        return out
+        With `wanted` [S], tokens by their places in T, only these are attended to, [S, H, D]; all are stored.
+        """
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
+        group = batch.groups[pages.group]
+        capabilities = group.backend.capabilities
+        scores = self.scores if sinks_H is None else self.scores._replace(sinks_H=sinks_H)
+        inputs = Projection(qkv_TND, prep) if capabilities.projection else prepared(qkv_TND, prep)
+        alone = wanted if capabilities.wanted else None
+        out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores, alone))
+        return out if wanted is alone else out.index_select(0, wanted)
+
+
+def prepared(qkv_TND: torch.Tensor, prep: HeadPrep) -> Heads:
+    """The heads of a projection's output, normed and rotated in place."""
+    qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
+    if prep.q_norm_D is not None and prep.k_norm_D is not None:
+        qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
+    rope_(qk_TND, prep.angles)
+    return Heads(*prep.split(qkv_TND))

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.attention.compressed import IndexerQueries
-from pagerunner.attention.torch_ref import Result
-from pagerunner.batch import ForwardBatch
+from pagerunner.attention.calls import (
+    AttentionCall,
+    CompletedSlots,
+    CompressedCall,
+    Heads,
+    IndexerQueries,
+    Result,
+)
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, LatentPages
+from pagerunner.ops.paged_attention import Scores
 
 
 class PagedWindowVectors:
@@ -19,12 +26,30 @@ class PagedWindowVectors:
         self.layer_index = layer_index
         self.scale = scale
 
-    def __call__(self, q_THD: torch.Tensor, vectors_TD: torch.Tensor, batch: ForwardBatch) -> Result:
-        """Write the tokens' vectors into the layer's pages, and attend: [T, H, D] and the log-sum-exp [T, H]."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        vectors_T1D = vectors_TD.unsqueeze(1)
-        out: Result = group.backend.partial(q_THD, vectors_T1D, vectors_T1D, layer, group, self.scale, keep_lse=True)
+    def __call__(
+        self, q_THD: torch.Tensor, vectors_TD: torch.Tensor, batch: ForwardBatch, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Write the tokens' vectors into the layer's pages, and attend; [T, H, D]."""
+        return self._run(q_THD, vectors_TD, batch, sinks_H, None)
+
+    def partial(self, q_THD: torch.Tensor, vectors_TD: torch.Tensor, batch: ForwardBatch) -> Result:
+        """As `__call__`, for a caller that merges: also the log-sum-exp [T, H]."""
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        return self._run(q_THD, vectors_TD, batch, None, lse_TH), lse_TH
+
+    def _run(
+        self,
+        q_THD: torch.Tensor,
+        vectors_TD: torch.Tensor,
+        batch: ForwardBatch,
+        sinks_H: torch.Tensor | None,
+        lse_TH: torch.Tensor | None,
+    ) -> torch.Tensor:
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, KVPages), "the layer's memory is not a window's vectors"
+        group, vectors_T1D = batch.groups[pages.group], vectors_TD.unsqueeze(1)
+        heads, scores = Heads(q_THD, vectors_T1D, vectors_T1D), Scores(self.scale, sinks_H=sinks_H)
+        out: torch.Tensor = group.backend.run(AttentionCall(heads, pages, group, batch.rows, scores, lse_TH=lse_TH))
         return out
 
 
@@ -37,10 +62,9 @@ class PagedSlots:
 
     def completed(self, batch: ForwardBatch) -> torch.Tensor:
         """Indices of the step's tokens that complete a slot, [N]."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        found: torch.Tensor = group.backend.completed(layer, group, batch)
-        return found
+        pages, group = self._memory(batch)
+        plan: CompletedSlots = group.plan
+        return plan.completed(group.page_tokens // pages.latent.shape[1])
 
     def __call__(
         self,
@@ -50,11 +74,17 @@ class PagedSlots:
         index_keys_NI: torch.Tensor | None,
         chooser: IndexerQueries | None,
         batch: ForwardBatch,
-    ) -> Result:
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Write the completed slots, and merge the attention over all complete ones with the window's, if there is one."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        out: Result = group.backend.forward(
-            q_THD, window, vectors_ND, index_keys_NI, chooser, layer, group, batch, self.scale
+        pages, group = self._memory(batch)
+        scores = Scores(self.scale, sinks_H=sinks_H)
+        out: torch.Tensor = group.backend.run(
+            CompressedCall(q_THD, window, vectors_ND, index_keys_NI, chooser, pages, group, batch.rows, scores)
         )
         return out
+
+    def _memory(self, batch: ForwardBatch) -> tuple[LatentPages, GroupBatch]:
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, LatentPages), "the layer's memory is not latents"
+        return pages, batch.groups[pages.group]

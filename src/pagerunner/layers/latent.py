@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.attention.mla import UpProjection
-from pagerunner.batch import ForwardBatch
+from pagerunner.attention.calls import LatentCall, UpProjection
+from pagerunner.batch import ForwardBatch, LatentPages
 
 
 class PagedLatentAttention:
@@ -22,7 +22,8 @@ class PagedLatentAttention:
         self, q_THD: torch.Tensor, vectors_TL: torch.Tensor, up: UpProjection, batch: ForwardBatch
     ) -> torch.Tensor:
         """Write the tokens' vectors into the layer's pages, and return the attention of q, [T, H, V]."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        out: torch.Tensor = group.backend.forward(q_THD, vectors_TL, up, layer, group, batch, self.scale)
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, LatentPages), "the layer's memory is not latents"
+        group = batch.groups[pages.group]
+        out: torch.Tensor = group.backend.run(LatentCall(q_THD, vectors_TL, up, pages, group, batch.rows, self.scale))
         return out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.attention.recurrent import Recurrence, Tensors
-from pagerunner.batch import ForwardBatch
+from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
+from pagerunner.batch import ForwardBatch, StatePages
 from pagerunner.layers.module import Module
 
 
@@ -32,7 +32,8 @@ class PagedRecurrence:
 
     def __call__(self, recurrence: Recurrence, inputs: Tensors, batch: ForwardBatch) -> torch.Tensor:
         """Run every row from its state on and keep the new ones; `inputs` are [T, ..], and so is the result."""
-        layer = batch.kv[self.layer_index]
-        group = batch.groups[layer.group]
-        out: torch.Tensor = group.backend.forward(recurrence, inputs, layer, group, batch)
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, StatePages), "the layer's memory is not recurrent state"
+        group = batch.groups[pages.group]
+        out: torch.Tensor = group.backend.run(RecurrentCall(recurrence, inputs, pages, group, batch.rows))
         return out

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pagerunner.attention.compressed import IndexerQueries
-from pagerunner.attention.mla import UpProjection
+from pagerunner.attention.calls import IndexerQueries, UpProjection
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots
 from pagerunner.layers.latent import PagedLatentAttention
@@ -98,7 +97,7 @@ class Attention(Module):
         if not self.sparse:
             return self.o_proj(self.attend(q_THd, vectors_TL, up, batch).reshape(q.shape[0], -1))
         chooser, keys_TI = self.indexer(x_TD, query_TR, angles)
-        out_THL, _ = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
+        out_THL = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
         return self.o_proj(up.values(out_THL[..., : self.latent_dim]).reshape(q.shape[0], -1))
 
 

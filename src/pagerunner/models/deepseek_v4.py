@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from pagerunner.attention.compressed import IndexerQueries, SlotPooling
-from pagerunner.attention.torch_ref import take_sinks
+from pagerunner.attention.calls import IndexerQueries
+from pagerunner.attention.compressed import SlotPooling
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
 from pagerunner.layers.embedding import Embedding
@@ -134,12 +134,14 @@ class Attention(Module):
         vectors_Td = self.norm(both[:, self.rank :])
         rope_pairs_(q_THd[..., -self.rope_dim :], turn)
         rope_pairs_(vectors_Td[:, None, -self.rope_dim :], turn)
-        found = self.attend_window(q_THd, vectors_Td, batch)
-        if self.ratio > 1:
+        sinks_H = self.weights["attn_sink"]
+        if self.ratio == 1:
+            out_THd = self.attend_window(q_THd, vectors_Td, batch, sinks_H)
+        else:
+            window = self.attend_window.partial(q_THd, vectors_Td, batch)
             vectors_Nd, keys_NI = self._slots(x_TD, angles, batch)
             chooser = self.indexer(x_TD, query_TR, turn) if self.sparse else None
-            found = self.attend_slots(q_THd, found, vectors_Nd, keys_NI, chooser, batch)
-        out_THd = take_sinks(found, self.weights["attn_sink"])
+            out_THd = self.attend_slots(q_THd, window, vectors_Nd, keys_NI, chooser, batch, sinks_H)
         rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(turn.cos_T1D, -turn.sin_T1D))  # values were turned too
         grouped = out_THd.reshape(out_THd.shape[0], self.groups, -1).transpose(0, 1)
         weight = self.wo_a.weights["weight"].view(self.groups, -1, grouped.shape[-1])

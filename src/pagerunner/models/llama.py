@@ -39,7 +39,9 @@ class Attention(Module):
 
     def of_sampled(self, x_TD: torch.Tensor, norm: RMSNorm, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
         """`x` with the attention of `norm(x)` added, of the sampled tokens alone, [S, D]; of all, keys and values are stored."""
-        out_SHd = self.attend.sampled_from_projection(self._project(x_TD, norm), self.prep(angles), batch)
+        out_SHd = self.attend.from_projection(
+            self._project(x_TD, norm), self.prep(angles), batch, wanted=batch.logits_index
+        )
         x_SD = x_TD.index_select(0, batch.logits_index)
         if x_SD.shape[0]:
             self.o_proj.add_(out_SHd.reshape(x_SD.shape[0], -1), x_SD)

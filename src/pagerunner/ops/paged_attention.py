@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import from_fp8, to_fp8
 from pagerunner.ops.fp8_pages import grow_scales
@@ -23,39 +24,14 @@ from pagerunner.ops.pages import gather_slots, slot_layout, slot_rows, write_slo
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
-class PagedKV(NamedTuple):
-    """One layer's pages: `k` and `v` are strided views [E, page tokens, K, D or V]; `scales` [E, 2, K] float32 those of fp8
-    pages: the keys' and the values'. `static` ones are the layer's own, the same for every page, and don't grow.
+class Scores(NamedTuple):
+    """How the products of a query and the keys become weights: `c * tanh(product * scale / c)` with a `softcap` c (0: the scaled
+    product itself), then softmax, in which a head's sink is one more score that stands for no value.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    scales: torch.Tensor | None = None
-    static: bool = False
-
-
-class TableRows(NamedTuple):
-    """Where the step's tokens belong: the tensors of `batch.StepRows`, and the group's table of all slots, [S, W] int64."""
-
-    page_table: torch.Tensor
-    slots_R: torch.Tensor
-    query_start_R1: torch.Tensor
-    seq_lens_R: torch.Tensor
-    row_T: torch.Tensor
-    positions_T: torch.Tensor
-
-    def of_tokens(self, tokens_S: torch.Tensor) -> TableRows:
-        """Rows of which each is one of the tokens, in the order of their places [S] in T, and what is before it."""
-        positions_S = self.positions_T.index_select(0, tokens_S)
-        count = torch.arange(len(tokens_S) + 1, dtype=torch.int32, device=tokens_S.device)
-        return TableRows(
-            self.page_table,
-            slots_R=self.slots_R.index_select(0, self.row_T.index_select(0, tokens_S)),
-            query_start_R1=count,
-            seq_lens_R=(positions_S + 1).to(torch.int32),
-            row_T=count[:-1],
-            positions_T=positions_S,
-        )
+    scale: float
+    softcap: float = 0.0
+    sinks_H: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -64,8 +40,10 @@ class PagedPlan:
 
     Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
     tokens, or all (both 0). `one_token`: token t is row t's only one. `usual_query_len`: half of the tokens of rows that
-    have several are in rows with no more than this, as far as the host knows; a bound otherwise. `fresh`: where the host knows that rows of this many tokens each, with nothing before
-    them, are the whole step. `sharing`: all rows may begin with the same pages. `scratch` is what kernels compute once a step.
+    have several are in rows with no more than this, as far as the host knows; a bound otherwise. `fresh`: where the host
+    knows that rows of this many tokens each, with nothing before them, are the whole step. `sharing`: all rows may begin
+    with the same pages. `scratch` is what kernels compute in the first layer and keep for the others: a plan is made anew for
+    every step and for every capture, so that a graph computes it in each replay.
     """
 
     window: int = 0
@@ -108,7 +86,7 @@ class HeadPrep(NamedTuple):
 def store_kv_(
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
@@ -132,7 +110,7 @@ def store_kv_(
 
 def _store_scaled(
     view: torch.Tensor,
-    pages: PagedKV,
+    pages: KVPages,
     which: int,
     values_TKD: torch.Tensor,
     write_entry_T: torch.Tensor,
@@ -158,7 +136,7 @@ def _store_scaled(
 def prepare_heads_(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
@@ -175,18 +153,16 @@ def paged_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
-    pages: PagedKV,
-    rows: TableRows,
+    pages: KVPages,
+    table_SW: torch.Tensor,
+    rows: StepRows,
     plan: PagedPlan,
-    scale: float,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    first_layer: bool = True,
+    scores: Scores,
 ) -> torch.Tensor:
     """Causal attention of every token over its sequence, [T, H, V], after `store_kv_`. Padding tokens give zeros.
 
-    A row's past is in its pages; its tokens of this step are in k and v, and also in pages where a later step reads
-    them. `first_layer` says that the step's layers before this one left nothing in `plan.scratch` that holds for it.
+    A row's past is in its pages, found through the group's table of all slots; its tokens of this step are in k and v, and
+    also in pages where a later step reads them.
     """
     out_THV = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_TKV.shape[2])
     slots, starts, lengths = (x.tolist() for x in (rows.slots_R, rows.query_start_R1, rows.seq_lens_R))
@@ -197,8 +173,8 @@ def paged_attention(
         start = length - (last - first)
         oldest = plan.oldest(start)
         past = torch.arange(oldest, start, device=q_THD.device)
-        k_LKD = torch.cat((_read(pages, 0, past, slot, rows.page_table), k_TKD[first:last].float()))
-        v_LKV = torch.cat((_read(pages, 1, past, slot, rows.page_table), v_TKV[first:last].float()))
+        k_LKD = torch.cat((_read(pages, 0, past, slot, table_SW), k_TKD[first:last].float()))
+        v_LKV = torch.cat((_read(pages, 1, past, slot, table_SW), v_TKV[first:last].float()))
         queries_Q1 = torch.arange(start, length, device=q_THD.device).unsqueeze(-1)
         keys_L = torch.arange(oldest, length, device=q_THD.device)
         seen_QL = keys_L <= queries_Q1
@@ -206,7 +182,7 @@ def paged_attention(
             seen_QL &= keys_L >= queries_Q1 // plan.chunk * plan.chunk
         elif plan.window:
             seen_QL &= keys_L > queries_Q1 - plan.window
-        out_THV[first:last] = _attend(q_THD[first:last], k_LKD, v_LKV, seen_QL, scale, sinks_H, softcap)
+        out_THV[first:last] = _attend(q_THD[first:last], k_LKD, v_LKV, seen_QL, scores)
     return out_THV
 
 
@@ -214,22 +190,20 @@ def paged_attention(
 def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
-    rows: TableRows,
+    table_SW: torch.Tensor,
+    rows: StepRows,
     plan: PagedPlan,
-    scale: float,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    first_layer: bool = True,
+    scores: Scores,
 ) -> torch.Tensor:
     """`prepare_heads_`, then `paged_attention`; what it leaves in `qkv` is undefined."""
     prepare_heads_.twin(qkv_TND, prep, pages, write_entry_T, write_offset_T)
-    return paged_attention.twin(*prep.split(qkv_TND), pages, rows, plan, scale, sinks_H, softcap, first_layer)
+    return paged_attention.twin(*prep.split(qkv_TND), pages, table_SW, rows, plan, scores)
 
 
-def _read(pages: PagedKV, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:
+def _read(pages: KVPages, which: int, positions_L: torch.Tensor, slot: int, table_SW: torch.Tensor) -> torch.Tensor:
     view = pages.v if which else pages.k
     size = view.shape[1]
     entries_L = table_SW[slot, positions_L // size % table_SW.shape[1]]
@@ -246,10 +220,9 @@ def _attend(
     k_LKD: torch.Tensor,
     v_LKV: torch.Tensor,
     seen_QL: torch.Tensor,
-    scale: float,
-    sinks_H: torch.Tensor | None,
-    softcap: float,
+    scores: Scores,
 ) -> torch.Tensor:
+    scale, softcap, sinks_H = scores
     group = q_QHD.shape[1] // k_LKD.shape[1]
     k_HDL = k_LKD.repeat_interleave(group, 1).permute(1, 2, 0)
     v_HLV = v_LKV.repeat_interleave(group, 1).transpose(0, 1)

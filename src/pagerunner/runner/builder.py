@@ -1,27 +1,19 @@
-"""BatchBuilder: a staged step becomes the tensors of a ForwardBatch, on the device.
-
-Backends that read page tables on the device get the tables of all slots; for the others, tables are gathered.
-"""
+"""BatchBuilder: a staged step becomes the tensors of a ForwardBatch, on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pagerunner.attention.base import AttentionBackend, DeviceBackend, GraphShape, PlanInputs, Reach, reads_tables
-from pagerunner.attention.recurrent import RecurrentBackend
+from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.ops.batch import StepTensors, build_rows
-from pagerunner.ops.transfer import to_device
 from pagerunner.runner.staging import StagedStep
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import StateSave
-
-GroupBackend = AttentionBackend | RecurrentBackend | DeviceBackend
 
 
 class BatchBuilder:
@@ -37,7 +29,7 @@ class BatchBuilder:
         tables: PageTables,
         last_tokens: LastTokens,
         layers: tuple[LayerMemory, ...],
-        backends: Sequence[GroupBackend],
+        backends: Sequence[AttentionBackend[Any]],
         max_tokens: int,
     ) -> None:
         self._groups = plan.groups
@@ -48,12 +40,9 @@ class BatchBuilder:
         self._backends = backends
         device = last_tokens.tokens.device
         self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
-        self._no_page_R = torch.zeros(plan.max_num_seqs, dtype=torch.int64, device=device)
         self._states = self.new_states(None)
         self._host_planners = [
-            (index, backend)
-            for index, backend in enumerate(backends)
-            if reads_tables(backend) and backend.plans_on_host
+            (index, backend) for index, backend in enumerate(backends) if backend.capabilities.plans_on_host
         ]
         self.max_tokens = max_tokens
 
@@ -63,14 +52,15 @@ class BatchBuilder:
         return self.tensors.slots_R.shape[0]
 
     @property
-    def reads_tables(self) -> bool:
-        """Whether every group's backend reads tables on the device, so that steps may run in graphs."""
-        return all(reads_tables(backend) for backend in self._backends)
+    def graphs(self) -> bool:
+        """Whether every group's backend may be captured, so that steps may run in graphs."""
+        return all(backend.capabilities.graphs for backend in self._backends)
 
     @property
     def min_sharing_rows(self) -> int:
         """Steps of fewer rows don't look for pages that all rows share; 0: no step does."""
-        return min((b.min_sharing_rows for b in self._backends if reads_tables(b) and b.min_sharing_rows), default=0)
+        found = (backend.capabilities.min_sharing_rows for backend in self._backends)
+        return min(filter(None, found), default=0)
 
     def may_share(self, slots: Sequence[int]) -> bool:
         """Whether the sequences of these slots may begin with the same pages, by what the tables were last told."""
@@ -78,7 +68,7 @@ class BatchBuilder:
 
     def new_states(self, shape: GraphShape | None) -> list[Any]:
         """Fresh state of each group's backend: for one graph, or for eager steps."""
-        return [backend.new_state(shape) if reads_tables(backend) else None for backend in self._backends]
+        return [backend.new_state(shape) for backend in self._backends]
 
     def clear(self) -> None:
         """Make every row and token of `tensors` padding."""
@@ -114,20 +104,15 @@ class BatchBuilder:
             one_token=step.where.one_token,
         )
         groups = tuple(
-            self._group(index, self._inputs(index, rows, step, state_saves), self._states[index])
-            if reads_tables(backend)
-            else self._gathered_group(index, step)
-            for index, backend in enumerate(self._backends)
+            self._group(index, self._inputs(index, rows, step, state_saves), state)
+            for index, state in enumerate(self._states)
         )
-        batch = self._batch(
-            rows, step.query_lens, step.seq_lens, groups, step.query_start_R1, step.logits_index_S, state_saves
-        )
-        return replace(batch, last_alone=last_alone)
+        return self._batch(rows, step.logits_index_S, groups, last_alone=last_alone)
 
     def captured(self, shape: GraphShape, *, one_token: bool, states: Sequence[Any]) -> ForwardBatch:
         """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.
 
-        Every backend must read tables on the device; `states` are theirs, for this graph only.
+        Every backend must be one that may be captured; `states` are theirs, for this graph only.
         """
         rows = self._rows(
             shape.rows,
@@ -137,8 +122,8 @@ class BatchBuilder:
             one_token=one_token,
         )
         groups = tuple(self._group(index, self._inputs(index, rows, None), state) for index, state in enumerate(states))
-        query_start = self.tensors.query_start_R1[: shape.rows + 1]
-        return self._batch(rows, [], [], groups, query_start, query_start[:0], ())
+        nothing = self.tensors.sample_slots_R[:0]
+        return self._batch(rows, nothing, groups)
 
     def plan_replay(
         self, batch: ForwardBatch, step: StagedStep, states: Sequence[Any], state_saves: Sequence[StateSave]
@@ -163,25 +148,13 @@ class BatchBuilder:
     def _batch(
         self,
         rows: StepRows,
-        query_lens: list[int],
-        seq_lens: list[int],
-        groups: tuple[GroupBatch, ...],
-        query_start: torch.Tensor,
         logits_index_S: torch.Tensor,
-        state_saves: Sequence[StateSave],
+        groups: tuple[GroupBatch, ...],
+        *,
+        last_alone: bool = False,
     ) -> ForwardBatch:
-        return ForwardBatch(
-            token_ids=self.tensors.token_ids_T[: rows.num_tokens],
-            positions=rows.positions_T,
-            query_start=query_start,
-            logits_index=logits_index_S,
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            groups=groups,
-            kv=self.layers,
-            state_saves=tuple(state_saves),
-            rows=rows,
-        )
+        token_ids_T = self.tensors.token_ids_T[: rows.num_tokens]
+        return ForwardBatch(token_ids_T, rows, logits_index_S, groups, self.layers, last_alone)
 
     def _inputs(
         self, index: int, rows: StepRows, step: StagedStep | None, state_saves: Sequence[StateSave] = ()
@@ -201,40 +174,9 @@ class BatchBuilder:
         backend, rows = self._backends[index], inputs.rows
         return GroupBatch(
             page_table=inputs.page_table,
-            first_page=self._no_page_R[: rows.num_rows],
             write_entry=self.tensors.write_entry_GT[index, : rows.num_tokens],
             write_offset=self.tensors.write_offset_GT[index, : rows.num_tokens],
             page_tokens=inputs.page_tokens,
             backend=backend,
-            metadata=backend.plan(inputs, state),
-        )
-
-    def _gathered_group(self, index: int, step: StagedStep) -> GroupBatch:
-        """Tables from the first page that a row reads on. A page that no later step reads may be missing (entry -1)."""
-        group, reach, backend = self._groups[index], self._reaches[index], self._backends[index]
-        num_rows, num_tokens = step.where.rows, step.where.tokens
-        first_page = self._no_page_R[:num_rows]
-        extra: tuple[Any, ...] = ()
-        if reach is None:
-            width = 1 if group.kind == "recurrent" else -(-max(step.seq_lens) // group.page_tokens)
-            page_table = self._tables.of(index)[:, :width].index_select(0, step.slots_R)
-        else:
-            spans = [
-                group.rule.span(end - queries, end) for end, queries in zip(step.seq_lens, step.query_lens, strict=True)
-            ]
-            first_pages = [first for first, _ in spans]
-            first_page = to_device(first_pages, torch.int64, first_page.device)
-            columns = torch.arange(max(stop - first for first, stop in spans), device=first_page.device)
-            page_table = self._tables.lookup(index, step.slots_R[:, None], first_page[:, None] + columns)
-            extra = (reach, first_pages)
-        return GroupBatch(
-            page_table=page_table,
-            first_page=first_page,
-            write_entry=self.tensors.write_entry_GT[index, :num_tokens],
-            write_offset=self.tensors.write_offset_GT[index, :num_tokens],
-            page_tokens=group.page_tokens,
-            backend=backend,
-            metadata=backend.plan(
-                step.query_lens, step.seq_lens, page_table, group.page_tokens, step.query_start_R1, *extra
-            ),
+            plan=backend.plan(inputs, state),
         )

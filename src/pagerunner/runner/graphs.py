@@ -211,7 +211,7 @@ class StepGraphs:
         self._builder = builder
         most_rows = builder.tensors.slots_R.shape[0]
         keys: list[GraphKey] = []
-        if settings.engine is not None and builder.reads_tables:
+        if settings.engine is not None and builder.graphs:
             keys += decode_keys(settings.decode_sizes, builder.min_sharing_rows)
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.apart), reverse=True))

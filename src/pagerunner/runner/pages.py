@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pagerunner.batch import LatentKV, LayerKV, LayerMemory, RecurrentKV
+from pagerunner.batch import KVPages, LatentPages, LayerMemory, StatePages
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
-from pagerunner.memory.specs import SCALE_BYTES, RecurrentState
-from pagerunner.memory.specs import LatentKV as LatentSpec
+from pagerunner.memory.specs import SCALE_BYTES, LatentKV, RecurrentState
 from pagerunner.ops.pages import copy_pages, fill_pages
 from pagerunner.runner.staging import StagedStep, Triple
 from pagerunner.types import PageCopy
@@ -30,7 +29,7 @@ def layer_view(
     index: int,
     piece: LayerSlice,
     static_scales: tuple[float, float] | None = None,
-) -> LayerKV:
+) -> KVPages:
     """One layer's K and V as views [num_entries, page_tokens, num_kv_heads, head_dim] whose first stride is the unit.
 
     The view is indexed by table entry, so any page offset that is a multiple of the unit can be reached by arithmetic.
@@ -46,7 +45,7 @@ def layer_view(
         size = (num_entries, group.page_tokens, spec.num_kv_heads, head_dim)
         return typed.as_strided(size, (group.unit // dtype.itemsize, row, head_dim, 1), offset_bytes // dtype.itemsize)
 
-    static = spec.quantised and spec.static_scales
+    static = bool(spec.quantised and spec.static_scales)
     if static:
         if static_scales is None:
             raise ValueError(f"layer {piece.layer} needs static scales")
@@ -55,7 +54,7 @@ def layer_view(
     else:
         scales = _page_scales(kv_bytes, group, piece)
     values = piece.offset + spec.value_offset(group.page_tokens)
-    return LayerKV(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales, static)
+    return KVPages(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales, static)
 
 
 def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) -> torch.Tensor | None:
@@ -64,12 +63,12 @@ def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) ->
         return None
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
     first = (piece.offset + spec.scales_offset(group.page_tokens)) // SCALE_BYTES
-    heads = 1 if isinstance(spec, LatentSpec) else spec.num_kv_heads
+    heads = 1 if isinstance(spec, LatentKV) else spec.num_kv_heads
     strides = (group.unit // SCALE_BYTES, heads, 1)
     return kv_bytes.view(torch.float32).as_strided((num_entries, 2, heads), strides, first)
 
 
-def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> RecurrentKV:
+def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> StatePages:
     """One layer's states as views [num_entries, *shape] whose first stride is the unit, in the order of its spec."""
     spec = piece.spec
     if not isinstance(spec, RecurrentState):
@@ -82,17 +81,17 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
         strides += torch.empty(shape, device="meta").stride()
         first = (piece.offset + offset) // dtype.itemsize
         states.append(kv_bytes.view(dtype).as_strided((num_entries, *shape), strides, first))
-    return RecurrentKV(index, tuple(states))
+    return StatePages(index, tuple(states))
 
 
-def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentKV:
+def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentPages:
     """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit.
 
     Indexer keys are another such view.
     """
     spec = piece.spec
     if (
-        not isinstance(spec, LatentSpec)
+        not isinstance(spec, LatentKV)
         or spec.scale_bytes
         or spec.indexer_scale_bytes
         or any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype))
@@ -110,7 +109,7 @@ def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Lay
     if spec.indexer_dim:
         indexer = view(piece.offset + spec.indexer_offset(group.page_tokens), spec.indexer_dim)
     vectors = view(piece.offset, spec.latent_dim + spec.rope_dim)
-    return LatentKV(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
+    return LatentPages(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
 
 
 def window_view(
@@ -119,13 +118,13 @@ def window_view(
     index: int,
     piece: LayerSlice,
     static_scales: tuple[float, float] | None = None,
-) -> LayerKV:
+) -> KVPages:
     """One layer of a window: keys and values, or vectors that serve as both, as one head."""
-    if not isinstance(piece.spec, LatentSpec):
+    if not isinstance(piece.spec, LatentKV):
         return layer_view(kv_bytes, group, index, piece, static_scales)
     found = latent_view(kv_bytes, group, index, piece)
     vectors = found.latent.unsqueeze(2)
-    return LayerKV(index, vectors, vectors, found.scales)
+    return KVPages(index, vectors, vectors, found.scales)
 
 
 # by the kind of the layer's spec; the others are keys and values

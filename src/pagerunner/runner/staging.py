@@ -37,16 +37,6 @@ class StagedStep:
     stores_all: bool
 
     @property
-    def query_start_R1(self) -> torch.Tensor:
-        """int64 [R + 1] on the device."""
-        return self._part(self.where.query_start, self.where.rows + 1)
-
-    @property
-    def slots_R(self) -> torch.Tensor:
-        """int64 [R] on the device."""
-        return self.packed[: self.where.rows]
-
-    @property
     def logits_index_S(self) -> torch.Tensor:
         """int64 [S] on the device: the sampled rows' last tokens."""
         return self._part(self.places[0], len(self.sampled_rows))

@@ -67,10 +67,6 @@ class PageTables:
         """Put entries where `places` says."""
         write_entries(self.all.entries, places_N, entries_N)
 
-    def lookup(self, group: int, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """The entry of page number `pages[i]` of slot `slots[i]`, for every i; shapes broadcast."""
-        return self._tables[group][slots, pages % self._widths[group]]
-
     @property
     def num_bytes(self) -> int:
         """Bytes held by all tables."""

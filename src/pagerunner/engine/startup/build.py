@@ -232,7 +232,8 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
     """The runner with its tables and state, none of which depends on how many slabs get mapped."""
     config, plan = resolved.config, resolved.plan
     device = torch.device(config.device)
-    backends = select_backends(plan.groups, config.attention_backend, device, getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)

@@ -35,6 +35,11 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float]
 
+    @property
+    def attention_scores(self) -> frozenset[str]:
+        """What attention scores have beside a scale: "sinks", "softcap". Backends say which of them they compute."""
+        return frozenset()
+
     @abstractmethod
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """The memory of each layer, by layer index."""

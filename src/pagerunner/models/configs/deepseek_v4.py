@@ -62,6 +62,11 @@ class DeepseekV4Config(ModelConfig):
     routing_factor: float
     activation_limit: float
 
+    @property
+    def attention_scores(self) -> frozenset[str]:
+        """A sink per head."""
+        return frozenset({"sinks"})
+
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
         found: list[Spec] = []

@@ -23,6 +23,11 @@ class Gemma3Config(DecoderConfig):
     attention_softcap: float
     logits_softcap: float
 
+    @property
+    def attention_scores(self) -> frozenset[str]:
+        """A soft cap, if it is not 0."""
+        return frozenset({"softcap"} if self.attention_softcap else ())
+
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
@@ -33,6 +38,11 @@ class GptOssConfig(DecoderConfig):
     num_experts: int
     active_experts: int
     activation_limit: float
+
+    @property
+    def attention_scores(self) -> frozenset[str]:
+        """A sink per head."""
+        return frozenset({"sinks"})
 
 
 # What the published files leave out: the defaults of the reference implementation's config class.

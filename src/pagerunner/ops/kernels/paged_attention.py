@@ -10,13 +10,14 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
-from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedKV, PagedPlan, TableRows
+from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan, Scores
 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
@@ -94,7 +95,7 @@ def _has_cudnn() -> bool:
     return torch.backends.cudnn.is_available()  # 0.4 ms, and layers ask
 
 
-def _dot_dtype(q: torch.Tensor, pages: PagedKV) -> torch.dtype:
+def _dot_dtype(q: torch.Tensor, pages: KVPages) -> torch.dtype:
     """What decode multiplies in. fp8 numbers are exact in float16, and cheap to convert to it."""
     if q.dtype == torch.float32:
         return torch.float32
@@ -122,7 +123,7 @@ class _Choices(NamedTuple):
     entry_tiles: int
 
 
-def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -> _Choices:
+def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -> _Choices:
     heads, dim = q.shape[1:]
     kv_heads, dim_v = v.shape[1:]
     fp8 = fp8_type(pages.k.dtype)
@@ -151,7 +152,7 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -
     )
 
 
-def _choices(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) -> _Choices:
+def _choices(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -> _Choices:
     """Made once a step for all layers that are alike."""
     key = q.dtype, pages.k.dtype, q.shape[1:], v.shape[1:]
     found = plan.scratch.get(key)
@@ -160,7 +161,7 @@ def _choices(q: torch.Tensor, v: torch.Tensor, pages: PagedKV, plan: PagedPlan) 
     return found
 
 
-def _writes_pages(choices: _Choices, pages: PagedKV) -> bool:
+def _writes_pages(choices: _Choices, pages: KVPages) -> bool:
     """Whether the decode kernel can write the step's tokens: of fp8 pages, each must lie in one tile."""
     if choices.fp8 is None:
         return pages.scales is None
@@ -175,18 +176,18 @@ class _Call:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        pages: PagedKV,
-        rows: TableRows,
+        pages: KVPages,
+        table: torch.Tensor,
+        rows: StepRows,
         plan: PagedPlan,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float,
+        scores: Scores,
         prep: HeadPrep | None = None,
         write: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.prep, self.write = prep, write
         self.q, self.k, self.v, self.rows, self.plan = q, k, v, rows, plan
-        self.scale, self.softcap, self.sinks = scale, softcap, sinks
+        self.table = table
+        self.scale, self.softcap, self.sinks = scores
         self.tokens, self.heads, self.dim = q.shape
         self.kv_heads, self.dim_v = v.shape[1:]
         self.pages = pages
@@ -213,7 +214,7 @@ class _Call:
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         schedule_kernel[(1,)](
-            rows.page_table, rows.page_table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
+            self.table, self.table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
             self.shared_splits, self.entry_tiles,
@@ -252,7 +253,7 @@ class _Call:
         programs = multiprocessors(device) * tiles.programs
         shared_kernel[(programs,)](
             self.q, self.q.stride(0), self.q.stride(1), *self.page_args(),
-            self.rows.page_table, self.rows.page_table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
+            self.table, self.table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
             self.scale, self.softcap, programs, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0],
             self.dim_v, self.padded[1], self.page, tiles.keys, bool(self.softcap), self.fp8, self.dot,
             ASM=dependent(device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
@@ -266,10 +267,9 @@ class _Call:
         slices = self.slices
         parts = slices * 2 * self.heads
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=device)
-        rows = self.rows
         decode_kernel[(slices * self.kv_heads,)](
-            *self.projection_args(), *self.page_args(), *self.head_args(), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], schedule.begin, schedule.units, self.tokens, self.entry_tiles,
+            *self.projection_args(), *self.page_args(), *self.head_args(), self.table, self.table.stride(0),
+            self.table.shape[1], schedule.begin, schedule.units, self.tokens, self.entry_tiles,
             schedule.counters,
             part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
@@ -290,8 +290,8 @@ class _Call:
         dot = torch.float32 if self.exact else self.q.dtype
         bulk = self._bulk_copies(dot)
         prefill_kernel[(most_blocks * self.kv_heads,)](
-            *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), rows.page_table, rows.page_table.stride(0),
-            rows.page_table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
+            *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), self.table, self.table.stride(0),
+            self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
             self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
@@ -349,14 +349,14 @@ class _Call:
             first += count
         return self.out
 
-    def run(self, first_layer: bool) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
         if self.library_serves():
             return self.run_library()
         key = self.kv_heads, self.own, self.decode, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
         # with many rows, asking for their first tiles cost 2.5 us of 25 at 64 rows; with one, it saved 2 of 9
-        early = schedule is not None and not first_layer and self.tokens < FEW_ROWS
-        if schedule is None or first_layer:
+        early = schedule is not None and self.tokens < FEW_ROWS
+        if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
         self.run_decode(schedule, early=early and not schedule.shared)
         if self.long:
@@ -364,7 +364,7 @@ class _Call:
         return self.out
 
 
-def shares(rows: TableRows, plan: PagedPlan) -> bool:
+def shares(rows: StepRows, plan: PagedPlan) -> bool:
     """Whether a step looks for pages that all of its rows share."""
     return plan.sharing and not (plan.window or plan.chunk) and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
 
@@ -373,30 +373,26 @@ def paged_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
-    pages: PagedKV,
-    rows: TableRows,
+    pages: KVPages,
+    table_SW: torch.Tensor,
+    rows: StepRows,
     plan: PagedPlan,
-    scale: float,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    first_layer: bool = True,
+    scores: Scores,
 ) -> torch.Tensor:
     """See the twin."""
-    return _Call(q_THD, k_TKD, v_TKV, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
+    return _Call(q_THD, k_TKD, v_TKV, pages, table_SW, rows, plan, scores).run()
 
 
 def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
-    rows: TableRows,
+    table_SW: torch.Tensor,
+    rows: StepRows,
     plan: PagedPlan,
-    scale: float,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    first_layer: bool = True,
+    scores: Scores,
 ) -> torch.Tensor:
     """See the twin. Rows with one token each, of which no pages are sought that all share, can be a single kernel, in which
     every slice of a row prepares its queries. With fp8 pages that is faster however many there are (17.0 and 19.0 us at 64
@@ -408,6 +404,6 @@ def projected_attention(
     single = plan.one_token and cheap and not shares(rows, plan)
     if not (single and _writes_pages(_choices(q, v, pages, plan), pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
-        return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap).run(first_layer)
+        return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()
     write = write_entry_T, write_offset_T
-    return _Call(q, k, v, pages, rows, plan, scale, sinks_H, softcap, prep, write).run(first_layer)
+    return _Call(q, k, v, pages, table_SW, rows, plan, scores, prep, write).run()

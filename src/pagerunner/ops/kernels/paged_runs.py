@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.batch import KVPages
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, normed, rescale_page, turned
-from pagerunner.ops.paged_attention import HeadPrep, PagedKV
+from pagerunner.ops.paged_attention import HeadPrep
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def store_runs_(
     k: torch.Tensor,
     v: torch.Tensor,
     prep: HeadPrep | None,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:

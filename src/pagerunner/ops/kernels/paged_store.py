@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.batch import KVPages
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, normed, quantise, turned
 from pagerunner.ops.kernels.paged_runs import store_runs_
-from pagerunner.ops.paged_attention import HeadPrep, PagedKV
+from pagerunner.ops.paged_attention import HeadPrep
 
 _QUERY_BLOCK = 16  # query heads of one program
 
@@ -183,7 +184,7 @@ def _launch(
     k: torch.Tensor,
     v: torch.Tensor,
     prep: HeadPrep | None,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
@@ -219,7 +220,7 @@ def _launch(
 def store_kv_(
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
@@ -230,7 +231,7 @@ def store_kv_(
 def prepare_heads_(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
-    pages: PagedKV,
+    pages: KVPages,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
