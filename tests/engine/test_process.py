@@ -147,8 +147,8 @@ def test_requests_run_and_updates_come_back() -> None:
             assert frontend.tokens("a") == [5, 6, 5, 6]
             assert frontend.tokens("b") == [9, 9]
             last = [m.stats for m in frontend.messages if isinstance(m, wire.Updates) and m.stats is not None][-1]
-            assert (last.running, last.waiting, last.kv_cache_usage) == (0, 0, 0.0)
-            assert last.steps == 4
+            assert (last.running, last.waiting, last.kv_usage) == (0, 0, 0.0)
+            assert last.steps_total == 4
 
     asyncio.run(main())
 

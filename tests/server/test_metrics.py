@@ -125,7 +125,7 @@ def test_running_totals_of_the_core_become_counters() -> None:
     metrics.on_stats(SchedulerStats(running=2, waiting=1, kv_usage=0.5, preemptions_total=3, prefix_hits_total=16))
     metrics.on_stats(SchedulerStats(running=1, waiting=0, kv_usage=0.25, preemptions_total=4, prefix_hits_total=32))
     request = EngineRequest(
-        request_id="a_1", family="a", prompt_token_ids=[5] * 10, params=SamplingParams(n=2), seed=0, max_tokens=40
+        request_id="a_1", parent_id="a", prompt_token_ids=[5] * 10, params=SamplingParams(n=2), seed=0, max_tokens=40
     )
     metrics.on_finished(FinishedSequence(request, "stop", 21, 4, 100.0, 100.25, 100.75, 102.75, 103.0))
     text = metrics.render().decode()
