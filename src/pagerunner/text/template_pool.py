@@ -18,7 +18,6 @@ from pagerunner.text.tokenizer import Tokenizer
 
 _MOST_WORKERS = 4
 _START_SECONDS = 60.0
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", *(limits.PREFIX + limit.name for limit in limits.TABLE))
 
 
 class TemplateRenderer:
@@ -94,12 +93,11 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
 
 async def _start(setup: Setup) -> asyncio.subprocess.Process:
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}  # no keys
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "pagerunner.text.template_worker"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**kept, "PYTHONPATH": path},
+        env={**limits.helper_environment(), "PYTHONPATH": path},
         start_new_session=True,  # a Ctrl-C is for the server, which drains first
     )
     try:

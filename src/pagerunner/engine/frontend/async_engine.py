@@ -325,6 +325,7 @@ class AsyncEngine:
         with contextlib.suppress(asyncio.CancelledError):
             await self._watchdog
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._frontend.inputs.close()
         if self._renderer is not None:
             await self._renderer.close()
         await self._client.close()

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pagerunner import limits
+from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
@@ -82,7 +83,12 @@ class InputProcessor:
         """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
         if params.structured_outputs is None or self._grammars is None:
             return None
-        return await self._grammars.prepare(params.structured_outputs)
+        return await self._grammars.prepare(params.structured_outputs, SOURCE.get())
+
+    def close(self) -> None:
+        """End the helper process; who still waits for it gets RequestFailedError."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def process(
         self,
