@@ -21,6 +21,7 @@ from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
 from pagerunner.engine.frontend.input_processor import check_text
 from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.models.configs.pooling import Pooler
@@ -54,6 +55,7 @@ class AsyncEngine:
         self._level = -1  # that the core sleeps at
         self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
+        self._template_variables: frozenset[str] = frozenset()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
         self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
 
@@ -86,7 +88,14 @@ class AsyncEngine:
         except BaseException:
             core.kill()
             raise
-        return cls(core, frontend, observer or EngineObserver(), stall_seconds)
+        engine = cls(core, frontend, observer or EngineObserver(), stall_seconds)
+        try:
+            if engine._renderer is not None:
+                engine._template_variables = await engine._renderer.variables()
+        except BaseException:
+            await engine.shutdown()
+            raise
+        return engine
 
     @property
     def max_model_len(self) -> int:
@@ -117,10 +126,7 @@ class AsyncEngine:
     @property
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads beside special tokens; none without a template."""
-        tokenizer = self._frontend.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            return frozenset()
-        return tokenizer.chat_template.variables - tokenizer.special_tokens.keys()
+        return self._template_variables
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -236,7 +242,7 @@ class AsyncEngine:
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = list(tools)
-        text = await self._renderer.render(messages, options)
+        text = await self._renderer.render(messages, options, SOURCE.get())
         return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
