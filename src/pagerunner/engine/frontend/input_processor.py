@@ -29,6 +29,9 @@ class TextEncoder(Protocol):
     def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
 
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that the text has at least, found cheaply."""
+
 
 def check_text(text: str) -> None:
     """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
@@ -188,7 +191,23 @@ class InputProcessor:
             )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+        return self.encode(text, add_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text that may be a prompt.
+
+        Raises:
+            InvalidRequestError: it is no valid Unicode, or far too long, which is found without tokenising all of it.
+        """
+        assert self._tokenizer is not None
         check_text(text)
+        least = self._tokenizer.least_tokens(text, self._max_model_len)
+        if least >= self._max_model_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(text)} characters and at least {least} tokens, but this model's maximum context "
+                f"length is {self._max_model_len} tokens (max_model_len), prompt and answer together.",
+                param="prompt",
+            )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
