@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_l
 from pagerunner.ops.moe import moe_experts, route_softmax_topk
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
 from pagerunner.ops.rope import rope_, rope_angles
-from pagerunner.ops.sample import Filters, draw, greedy
+from pagerunner.ops.sample import SlotSettings, sample
 
 BYTES_PER_US = 4.35e6
 VOCAB = 151_936
@@ -277,25 +278,26 @@ def small_ops(tokens: int) -> None:
 
 
 def sampling(rows: int) -> None:
-    """Choosing tokens for some rows."""
-    logits = torch.randn(rows, VOCAB, device="cuda") * 4
-    uniform = torch.rand(rows, device="cuda", dtype=torch.float64)
-    size = rows * VOCAB * 4
-    show(f"greedy {rows}", size, lambda i: greedy(logits), 4)
-    show(f"  twin {rows}", size, lambda i: greedy.twin(logits), 4)
-    for top_k, top_p in ((VOCAB, 2.0), (20, 0.95), (VOCAB, 0.95)):
-        cut = top_p < 1
-        filters = Filters(
-            torch.full((rows,), 0.7, device="cuda"),
-            None,
-            torch.full((rows,), top_k, device="cuda") if cut else None,
-            torch.full((rows,), top_p, device="cuda", dtype=torch.float64) if cut else None,
-            None,
-            top_k,
-        )
-        show(f"draw {rows} top-k {top_k} top-p {top_p}", size, lambda i, f=filters: draw(logits, f, uniform), 1)
-        if rows < 512:
-            show("  twin", size, lambda i, f=filters: draw.twin(logits, f, uniform), 1)
+    """Choosing tokens for some rows: by temperature, min-p, top-k and top-p."""
+    slots = torch.arange(rows, device="cuda")
+    kinds = {
+        "greedy": (0.0, 0.0, 0, 1.0),
+        "temperature 1": (1.0, 0.0, 0, 1.0),
+        "0.7, top-p 0.95, top-k 20": (0.7, 0.0, 20, 0.95),
+        "0.7, top-p 0.95": (0.7, 0.0, 0, 0.95),
+        "min-p 0.05": (1.0, 0.05, 0, 1.0),
+    }
+    for spread in (1, 4):
+        logits = [(torch.randn(rows, VOCAB, device="cuda") * spread).bfloat16() for _ in range(4)]
+        for name, (temperature, min_p, top_k, top_p) in kinds.items():
+            pack = SlotSettings.pack(seed=7, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+            settings = SlotSettings(torch.tensor([pack] * rows, device="cuda"))
+            run = partial(_sampled, logits, slots, settings)
+            show(f"sample {rows}, logits of {spread}, {name}", rows * VOCAB * 2, run, 4)
+
+
+def _sampled(logits: list[torch.Tensor], slots: torch.Tensor, settings: SlotSettings, i: int) -> None:
+    sample(logits[i], slots, slots, settings)
 
 
 def experts(tokens: int) -> None:
@@ -320,7 +322,7 @@ def ops_table() -> None:
 
 def sampling_table() -> None:
     """Choosing tokens."""
-    for rows in (1, 64, 512):
+    for rows in (1, 64, 256):
         sampling(rows)
 
 

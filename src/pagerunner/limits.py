@@ -32,6 +32,7 @@ TABLE: tuple[Limit, ...] = (
     Limit("MAX_STOP_TOKEN_IDS", 1_024, "ids in `stop_token_ids`"),
     Limit("MAX_BAD_WORDS", 1_024, "strings in `bad_words`"),
     Limit("MAX_BAD_WORD_TOKENS", 16_384, "tokens of all `bad_words` together"),
+    Limit("MAX_BAD_WORD_LENGTH", 128, "tokens of one of the `bad_words`"),
     Limit("MAX_LOGIT_BIAS", 1_024, "entries of `logit_bias`"),
     Limit("MAX_ALLOWED_TOKEN_IDS", 262_144, "ids in `allowed_token_ids`"),
     Limit("MAX_SALT_CHARS", 256, "characters of `cache_salt`"),
@@ -80,6 +81,7 @@ MAX_STOP_STRING_CHARS = _VALUES["MAX_STOP_STRING_CHARS"]
 MAX_STOP_TOKEN_IDS = _VALUES["MAX_STOP_TOKEN_IDS"]
 MAX_BAD_WORDS = _VALUES["MAX_BAD_WORDS"]
 MAX_BAD_WORD_TOKENS = _VALUES["MAX_BAD_WORD_TOKENS"]
+MAX_BAD_WORD_LENGTH = _VALUES["MAX_BAD_WORD_LENGTH"]
 MAX_LOGIT_BIAS = _VALUES["MAX_LOGIT_BIAS"]
 MAX_ALLOWED_TOKEN_IDS = _VALUES["MAX_ALLOWED_TOKEN_IDS"]
 MAX_SALT_CHARS = _VALUES["MAX_SALT_CHARS"]
@@ -102,9 +104,3 @@ TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
 def knob(name: str) -> str:
     """The end of a sentence about a limit that was exceeded: what changes it."""
     return f"({PREFIX}{name} in the server's environment)"
-
-
-def helper_environment() -> dict[str, str]:
-    """The environment of helper processes: the limits and the language, but no keys."""
-    kept = ("PATH", "LANG", "LC_ALL", "TZ", *(PREFIX + limit.name for limit in TABLE))
-    return {name: os.environ[name] for name in kept if name in os.environ}

@@ -20,11 +20,11 @@ from pagerunner.batch import KVPages
 from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
 from pagerunner.runner import runner as runner_module
+from pagerunner.runner import scoring
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import GraphKey, decode_keys, decode_sizes, is_telling, mixed_sizes
 from pagerunner.runner.pages import Pages
-from pagerunner.runner.runner import PROMPT_LOGPROBS_CHUNK
 from pagerunner.runner.sampling import sampler
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 9, 30 + i, 4] * (1 + 4 * i)} for i in range(5)]
@@ -171,7 +171,9 @@ def test_steps_take_the_smallest_graph_that_holds_them(model: str, engine: Recor
     assert ran[-1] == GraphKey(1, 1, True)
     count = len(ran)
     llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    assert len(ran) == count, "prompt log-probabilities need all hidden states of their own step"
+    assert [key.decode for key in ran[count:]] == [False], (
+        "prompt log-probabilities need their own step's hidden states"
+    )
 
 
 def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, engine: RecordedGraphs) -> None:
@@ -190,18 +192,15 @@ def test_warm_up_takes_the_memory_of_the_largest_reports(
 ) -> None:
     """What pages get is measured afterwards, so what only some requests ask for must have been there once."""
     rows: dict[str, set[int]] = {"gather": set(), "penalize": set(), "prompt": set()}
-    gather, penalize, prompt = sampler.gather_logprobs, sampler.penalize, sampler.Sampler.prompt_logprobs
+    gather, penalize = sampler.gather_logprobs, sampler.penalize
     runner = runner_of(start(model))
     monkeypatch.setattr(sampler, "gather_logprobs", lambda x, *more: rows["gather"].add(len(x)) or gather(x, *more))
     monkeypatch.setattr(sampler, "penalize", lambda x, *more: rows["penalize"].add(len(x)) or penalize(x, *more))
-    monkeypatch.setattr(
-        sampler.Sampler, "prompt_logprobs", lambda self, x, *more: rows["prompt"].add(len(x)) or prompt(self, x, *more)
-    )
+    monkeypatch.setattr(scoring, "gather_logprobs", lambda x, *more: rows["prompt"].add(len(x)) or gather(x, *more))
     runner.warm_up()
-    assert max(rows["penalize"]) == runner._builder.max_rows
-    assert max(rows["prompt"]) == min(PROMPT_LOGPROBS_CHUNK, runner._builder.max_tokens)
-    assert max(rows["gather"]) >= max(rows["prompt"])
-    assert not runner._scored
+    assert max(rows["penalize"]) == max(rows["gather"]) == runner._builder.max_rows
+    assert max(rows["prompt"]) == min(scoring.CHUNK, runner._builder.max_tokens)
+    assert not runner._scorer._requests
 
 
 def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+class Draws(NamedTuple):
+    """How the tokens of all requests are chosen: the most likely ones, unless there is a temperature."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def text(self) -> str:
+        """For a label."""
+        if not self.temperature:
+            return "greedy"
+        filters = (f", top-p {self.top_p:g}" if self.top_p < 1 else "") + (
+            f", top-k {self.top_k}" if self.top_k else ""
+        )
+        return f"temperature {self.temperature:g}{filters}"
+
+
+GREEDY = Draws()
 
 
 class Generator(Protocol):
@@ -92,16 +112,17 @@ def throughput(
     repetitions: int,
     warmups: int,
     rounds: Callable[[int], Iterable[int]] = range,
+    draws: Draws = GREEDY,
 ) -> ThroughputReport:
     """Run `make(salt)` with a fresh salt per round: `warmups` rounds unmeasured, then `repetitions` with salts from 0 on.
 
-    `rounds` may draw a progress bar.
+    `rounds` may draw a progress bar. `draws` says how tokens are chosen.
     """
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     for index in rounds(warmups + repetitions):
         requests = make(_salt(index, warmups, repetitions))
-        elapsed, outputs = _timed(llm, requests)
+        elapsed, outputs = _timed(llm, requests, draws)
         if index >= warmups:
             seconds.append(elapsed)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
@@ -132,6 +153,7 @@ def latency(
     repetitions: int,
     warmups: int,
     rounds: Callable[[int], Iterable[int]] = range,
+    draws: Draws = GREEDY,
 ) -> LatencyReport:
     """Time whole batches of equal requests, `warmups` rounds unmeasured."""
     seconds: list[float] = []
@@ -139,7 +161,7 @@ def latency(
     for index in rounds(warmups + repetitions):
         requests = make(_salt(index, warmups, repetitions))
         first = first or requests
-        elapsed, _ = _timed(llm, requests)
+        elapsed, _ = _timed(llm, requests, draws)
         if index >= warmups:
             seconds.append(elapsed)
     return LatencyReport(
@@ -157,10 +179,10 @@ def _salt(index: int, warmups: int, repetitions: int) -> int:
     return index - warmups if index >= warmups else repetitions + index
 
 
-def _timed(llm: Generator, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:
+def _timed(llm: Generator, requests: Sequence[BenchRequest], draws: Draws) -> tuple[float, list[RequestOutput]]:
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [
-        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.output_len, detokenize=False)
+        SamplingParams(ignore_eos=True, max_tokens=request.output_len, detokenize=False, **draws._asdict())
         for request in requests
     ]
     started = time.perf_counter()

@@ -13,7 +13,7 @@ import msgspec
 
 from pagerunner.bench.ceilings import measure_ceilings
 from pagerunner.bench.floors import Ceilings, DenseModel
-from pagerunner.bench.runner import LatencyReport, ThroughputReport, latency, throughput
+from pagerunner.bench.runner import Draws, LatencyReport, ThroughputReport, latency, throughput
 from pagerunner.bench.sleep import SleepReport, device_free_bytes, measure_sleep
 from pagerunner.bench.startup import StartupReport, measure_startup
 from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
@@ -30,6 +30,7 @@ from pagerunner.cli.options import (
 from pagerunner.cli.session import find_model, note, open_llm, show_progress
 from pagerunner.config import DTYPE_BYTES, EngineArgs
 from pagerunner.errors import ConfigError
+from pagerunner.types import SamplingParams
 
 if TYPE_CHECKING:
     from pagerunner.llm import LLM
@@ -47,13 +48,16 @@ _REQUEST_FLAGS = {
     "num_iters": ("throughput", "latency", "startup"),
     "num_iters_warmup": ("throughput", "latency"),
     "ceilings": ("throughput",),
+    "temperature": ("throughput", "latency"),
+    "top_p": ("throughput", "latency"),
+    "top_k": ("throughput", "latency"),
 }
 
 
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser(
-        "pagerunner bench", "Measure throughput, latency, start-up or sleep: greedy, end of sequence ignored."
+        "pagerunner bench", "Measure throughput, latency, start-up or sleep; the end of a sequence is ignored."
     )
     what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
     parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
@@ -68,6 +72,12 @@ def build_parser() -> Parser:
     parser.add_argument("--output-len", type=count, metavar="N", help="tokens to generate (default: 128)")
     parser.add_argument("--num-iters", type=count, metavar="N", help="measured repetitions (default: 3, 10 or 1)")
     parser.add_argument("--num-iters-warmup", type=reported(not_negative), metavar="N", help="(default: 1 or 3)")
+    number = reported(float)
+    parser.add_argument("--temperature", type=number, metavar="T", help="draw tokens at random (default: 0, greedy)")
+    parser.add_argument(
+        "--top-p", type=number, metavar="P", help="draw from the likeliest tokens that weigh P together"
+    )
+    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument("--ceilings", metavar="TB/S,TFLOP/S", help="what the device does at best (default: measured)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_options(parser, without=BENCH_EXCLUDED)
@@ -127,6 +137,7 @@ def _host_free_bytes() -> int:
 
 def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
     label, source = _requests(namespace)
+    draws = _draws(namespace)
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
     measure: Callable[..., ThroughputReport | LatencyReport]
@@ -135,14 +146,25 @@ def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> Through
     report = measure(
         llm,
         lambda salt: source(vocab_size, salt),
-        label=f"{_model_name(namespace)} {label}",
+        label=f"{_model_name(namespace)} {label}, {draws.text()}",
         repetitions=namespace.num_iters or repetitions,
         warmups=warmups if namespace.num_iters_warmup is None else namespace.num_iters_warmup,
         rounds=_progress(namespace),
+        draws=draws,
     )
     if isinstance(report, ThroughputReport):
         return _with_floor(namespace, args, llm, report, source(vocab_size, 0))
     return report
+
+
+def _draws(namespace: argparse.Namespace) -> Draws:
+    """How tokens are chosen; `--seed` seeds them."""
+    given = {name: getattr(namespace, name) for name in Draws._fields if getattr(namespace, name) is not None}
+    draws = Draws(**given)
+    if not draws.temperature and len(given) > ("temperature" in given):
+        raise ConfigError("--top-p and --top-k need a --temperature above 0: without one the likeliest token is taken.")
+    SamplingParams(**draws._asdict())  # whose sentence says what is out of range
+    return draws
 
 
 def _with_floor(

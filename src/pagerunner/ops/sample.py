@@ -1,41 +1,67 @@
 """From logits to tokens: the most likely one, or one drawn behind temperature, min-p, top-k and top-p.
 
-Every filter is a threshold on the logit, so a token is kept or dropped by its logit alone: tokens that tie with the
-last one kept are kept too, and the result doesn't depend on any sorting order. Order of application: temperature,
-min-p, top-k, top-p on what is left (renormalised).
+What a row asks for lies on the device, by slot (`SlotSettings`), so that a step needs nothing of the host and one graph
+serves every mixture of rows. A drawn token is the inverse of the row's cumulative distribution, in the order of the
+vocabulary, at the uniform number of (seed, position); see `ops/philox.py`. Another row never has a part in it.
 
-Shape letters: S rows, N rows that draw, M truncated rows among them, V vocabulary, K candidates.
+Every filter is a bound on the logit, so a token is kept or dropped by its logit alone: tokens that tie with the last
+one kept are kept too, and the result doesn't depend on any sorting order. Order of application: temperature, min-p,
+top-k, top-p on what is left (renormalised). With top-p a token stays if the tokens of larger logits, among those that
+min-p and top-k leave, weigh less than p of all that are left.
+
+Shape letters: S rows, N rows that draw, M rows among them with top-k or top-p, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+from dataclasses import dataclass
 
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.philox import uniforms
 
 # How many of the most likely tokens are sorted before a row is sorted as a whole.
 CANDIDATES = (256, 4096)
 _BLOCK = 256
 
+SEED, SCALES, TOP_K, TOP_P, WORDS = 0, 1, 2, 3, 4  # words of 8 bytes of a slot
+TEMPERATURE, MIN_P = 2 * SCALES, 2 * SCALES + 1  # the same memory as float32
 
-class Filters(NamedTuple):
-    """What the rows that draw ask for. A None is a filter that no row uses.
 
-    `truncated` lists the rows with top-k or top-p; None means all of them, or none where `top_k_N` is None. `max_top_k` is the
-    largest top-k of those, V if one of them has none.
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """How the tokens of each slot are drawn: `words` int64 [slots, WORDS] on the device, and the same memory as numbers.
+
+    Word 0 is the seed; word 1 holds the temperature and min-p as two float32; word 2 is top-k; word 3 is top-p as float64.
+    Temperature 0 is greedy; a top-k of 0, a top-p of 1 and a min-p of 0 are off.
     """
 
-    temperature_N: torch.Tensor | None = None  # float32
-    min_p_N: torch.Tensor | None = None  # float32
-    top_k_N: torch.Tensor | None = None  # int64, V where off
-    top_p_N: torch.Tensor | None = None  # float64, infinity where off
-    truncated: torch.Tensor | None = None  # [M] int64
-    max_top_k: int = 0
+    words: torch.Tensor
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device | str) -> SlotSettings:
+        """Greedy slots."""
+        return cls(torch.zeros((slots, WORDS), dtype=torch.int64, device=device))
+
+    @staticmethod
+    def pack(*, seed: int, temperature: float, min_p: float, top_k: int, top_p: float) -> tuple[int, int, int, int]:
+        """The words of one slot. The temperature must be 0 or in float32's range."""
+        scales, p = struct.unpack("<qq", struct.pack("<ffd", temperature, min_p, top_p))
+        return seed, scales, top_k, p
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """float32 [slots, 2 * WORDS]: columns TEMPERATURE and MIN_P mean something."""
+        return self.words.view(torch.float32)
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """float64 [slots]."""
+        return self.words.view(torch.float64)[:, TOP_P]
 
 
-@gpu_kernel("sample")
 def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely token of each row, int64 [S], and its logit, float32 [S].
 
@@ -46,23 +72,68 @@ def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @gpu_kernel("sample")
-def draw(logits_NV: torch.Tensor, filters: Filters, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row from float32 logits; `uniform_N` is float64 in [0, 1).
+def sample(
+    logits_SV: torch.Tensor, slots_S: torch.Tensor, positions_S: torch.Tensor, settings: SlotSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row, int64 [S], and the row's largest logit, float32 [S].
 
-    Returns token ids int64 [N] and the rows' largest logits [N]. Where the largest logit isn't finite there is no
-    distribution: the token id is then in range but means nothing.
+    Args:
+        logits_SV: [S, V] of any floating dtype; rows may be apart.
+        slots_S: int64 [S]; a row of slot -1 is padding and takes its most likely token.
+        positions_S: int64 [S], the absolute positions of the tokens whose logits these are. A new token's own, which its
+            random number depends on, is one more.
+        settings: by slot.
+
+    Where the largest logit isn't finite there is no distribution: the token id is then in range but means nothing.
     """
-    best_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    scaled_NV = logits_NV - best_N1
-    if filters.temperature_N is not None:
-        scaled_NV /= filters.temperature_N.unsqueeze(-1)
-    weights_NV = scaled_NV.exp()
-    if filters.min_p_N is not None:
-        # The most likely token weighs exactly 1, so min_p is a bound on the weight itself.
-        weights_NV.masked_fill_(weights_NV < filters.min_p_N.unsqueeze(-1), 0.0)
-    if filters.top_k_N is not None and filters.top_p_N is not None:
-        _truncate(scaled_NV, weights_NV, filters.top_k_N, filters.top_p_N, filters)
-    return invert(weights_NV, uniform_N), best_N1.squeeze(-1)
+    tokens_S, best_S = greedy(logits_SV)
+    own_S = slots_S.clamp(min=0)
+    temperature_S = settings.scales[:, TEMPERATURE].index_select(0, own_S).masked_fill_(slots_S < 0, 0.0)
+    if logits_SV.device.type == "cpu":
+        rows_N = (temperature_S > 0.0).nonzero().squeeze(-1)
+    else:  # looking which rows draw would wait for the device
+        rows_N = torch.arange(logits_SV.shape[0], device=logits_SV.device)
+    if not rows_N.numel():
+        return tokens_S, best_S
+    own_N = own_S.index_select(0, rows_N)
+    uniform_N = uniforms(settings.words[:, SEED][own_N], positions_S.index_select(0, rows_N) + 1)
+    logits_NV, temperature_N = logits_SV.index_select(0, rows_N).float(), temperature_S.index_select(0, rows_N)
+    drawn_N = _draw(logits_NV, best_S.index_select(0, rows_N), temperature_N, own_N, settings, uniform_N)
+    drawn_N = torch.where(temperature_N > 0.0, drawn_N, tokens_S.index_select(0, rows_N))
+    return tokens_S.index_copy_(0, rows_N, drawn_N), best_S
+
+
+def _draw(
+    logits_NV: torch.Tensor,
+    best_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    own_N: torch.Tensor,
+    settings: SlotSettings,
+    uniform_N: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens [N] of rows that draw; `own_N` are their slots."""
+    min_p_N1 = settings.scales[:, MIN_P].index_select(0, own_N)[:, None]
+    # The most likely token weighs exactly 1, so min-p is a bound on the weight itself.
+    weights_NV = _weights(logits_NV, best_N[:, None], temperature_N[:, None])
+    weights_NV.masked_fill_(weights_NV < min_p_N1, 0.0)
+    top_k_N = settings.words[:, TOP_K].index_select(0, own_N)
+    top_p_N = settings.top_p.index_select(0, own_N)
+    vocab_size = logits_NV.shape[-1]
+    cut_N = ((top_k_N > 0) & (top_k_N < vocab_size)) | (top_p_N < 1.0)
+    cuts_M = cut_N.nonzero().squeeze(-1) if logits_NV.device.type == "cpu" else None
+    if cuts_M is None or cuts_M.numel():
+        rows = torch.arange(len(cut_N), device=cut_N.device) if cuts_M is None else cuts_M
+        top_k_M = top_k_N.masked_fill(top_k_N == 0, vocab_size).clamp_(max=vocab_size).index_select(0, rows)
+        top_p_M = top_p_N.masked_fill(top_p_N >= 1.0, float("inf")).index_select(0, rows)
+        logits_MV, weights_MV = logits_NV.index_select(0, rows), weights_NV.index_select(0, rows)
+        scale = (best_N[rows, None], temperature_N[rows, None])
+        bound_M1 = _bounds(logits_MV, weights_MV, top_k_M, top_p_M, scale)
+        weights_NV.index_copy_(0, rows, weights_MV.masked_fill_(logits_MV < bound_M1, 0.0))
+    return invert(weights_NV, uniform_N)
+
+
+def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return ((logits - best) / temperature).exp_()
 
 
 def invert(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
@@ -99,62 +170,45 @@ def _first_above(cumulative_NK: torch.Tensor, target_N1: torch.Tensor) -> tuple[
     return index_N1, target_N1 - before_N1
 
 
-def _truncate(
-    scaled_NV: torch.Tensor,
-    weights_NV: torch.Tensor,
-    top_k_N: torch.Tensor,
-    top_p_N: torch.Tensor,
-    filters: Filters,
-) -> None:
-    """Zero, in place, the weights that top-k and top-p drop."""
-    rows = filters.truncated
-    if rows is None:
-        bound_N1 = _bounds(scaled_NV, weights_NV, top_k_N, top_p_N, filters.max_top_k)
-        weights_NV.masked_fill_(scaled_NV < bound_N1, 0.0)
-        return
-    scaled_MV, weights_MV = scaled_NV.index_select(0, rows), weights_NV.index_select(0, rows)
-    top_k_M, top_p_M = top_k_N.index_select(0, rows), top_p_N.index_select(0, rows)
-    bound_M1 = _bounds(scaled_MV, weights_MV, top_k_M, top_p_M, filters.max_top_k)
-    weights_NV.index_copy_(0, rows, weights_MV.masked_fill_(scaled_MV < bound_M1, 0.0))
-
-
 def _bounds(
-    scaled_MV: torch.Tensor, weights_MV: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor, max_top_k: int
+    logits_MV: torch.Tensor,
+    weights_MV: torch.Tensor,
+    top_k_M: torch.Tensor,
+    top_p_M: torch.Tensor,
+    scale: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The smallest scaled logit that each row keeps, [M, 1].
+    """The smallest logit that each row keeps, [M, 1]. `scale`: the rows' largest logits and temperatures, [M, 1] each.
 
-    The threshold mostly lies among the first few hundred tokens, so partial sorts are tried first: where top-k promises
-    that, and otherwise only on the CPU, because looking whether it did would stall a GPU.
+    The bound mostly lies among the first few hundred tokens, so partial sorts are tried first, but only on the CPU,
+    because looking whether that was enough would wait for a GPU.
     """
-    vocab_size = scaled_MV.shape[-1]
-    if max_top_k <= CANDIDATES[0]:
-        candidates_MK = scaled_MV.topk(max_top_k, dim=-1).values
-        return _threshold(candidates_MK, scaled_MV, weights_MV, top_k_M, top_p_M)[0]
-    sizes = [size for size in CANDIDATES if size < vocab_size // 4] if scaled_MV.device.type == "cpu" else []
-    bound_M1 = torch.empty_like(scaled_MV[:, :1])
-    open_rows = torch.arange(scaled_MV.shape[0], device=scaled_MV.device)
+    vocab_size = logits_MV.shape[-1]
+    sizes = [size for size in CANDIDATES if size < vocab_size // 4] if logits_MV.device.type == "cpu" else []
+    bound_M1 = torch.empty_like(logits_MV[:, :1])
+    open_rows = torch.arange(logits_MV.shape[0], device=logits_MV.device)
     for size in sizes:
-        candidates = scaled_MV.topk(size, dim=-1).values
-        bound, settled = _threshold(candidates, scaled_MV, weights_MV, top_k_M, top_p_M)
+        candidates = logits_MV.topk(size, dim=-1).values
+        bound, settled = _bound_among(candidates, logits_MV, weights_MV, top_k_M, top_p_M, scale)
         bound_M1[open_rows] = bound
         left = (~settled).nonzero().squeeze(-1)
         if left.numel() == 0:
             return bound_M1
-        open_rows, scaled_MV, weights_MV = open_rows[left], scaled_MV[left], weights_MV[left]
-        top_k_M, top_p_M = top_k_M[left], top_p_M[left]
-    ordered = scaled_MV.sort(dim=-1, descending=True).values
-    bound_M1[open_rows], _ = _threshold(ordered, scaled_MV, weights_MV, top_k_M, top_p_M)
+        open_rows, logits_MV, weights_MV = open_rows[left], logits_MV[left], weights_MV[left]
+        top_k_M, top_p_M, scale = top_k_M[left], top_p_M[left], (scale[0][left], scale[1][left])
+    ordered = logits_MV.sort(dim=-1, descending=True).values
+    bound_M1[open_rows], _ = _bound_among(ordered, logits_MV, weights_MV, top_k_M, top_p_M, scale)
     return bound_M1
 
 
-def _threshold(
+def _bound_among(
     candidates_MK: torch.Tensor,
-    scaled_MV: torch.Tensor,
+    logits_MV: torch.Tensor,
     weights_MV: torch.Tensor,
     top_k_M: torch.Tensor,
     top_p_M: torch.Tensor,
+    scale: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest scaled logit that is kept, [M, 1], and whether the candidates (descending) sufficed to find it.
+    """The smallest logit that is kept, [M, 1], and whether the candidates (descending) sufficed to find it.
 
     A candidate is kept while fewer than k stand before it and the ones before it weigh less than p of what top-k
     leaves.
@@ -163,10 +217,12 @@ def _threshold(
     last_M1 = (top_k_M.clamp(max=num_candidates) - 1)[:, None]
     has_k_M1 = (top_k_M <= num_candidates)[:, None]
     kth_M1 = candidates_MK.gather(1, last_M1).masked_fill(~has_k_M1, float("-inf"))
-    mass_M1 = weights_MV.masked_fill(scaled_MV < kth_M1, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    mass_M1 = weights_MV.masked_fill(logits_MV < kth_M1, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
     # Candidates that min-p has dropped still count here, but the mass is used up before the first of them.
-    inclusive_MK = candidates_MK.exp().cumsum(dim=-1, dtype=torch.float64)
+    inclusive_MK = _weights(candidates_MK, *scale).cumsum(dim=-1, dtype=torch.float64)
     budget_M1 = top_p_M[:, None] * mass_M1
     kept_M1 = (inclusive_MK < budget_M1).sum(dim=-1, keepdim=True)  # candidates that leave room for one more
-    settled_M = (has_k_M1 | (kept_M1 < num_candidates)).squeeze(-1)
+    # A top-k beyond the candidates leaves a mass that isn't known yet.
+    no_k_M1 = (top_k_M == logits_MV.shape[-1])[:, None]
+    settled_M = (has_k_M1 | (no_k_M1 & (kept_M1 < num_candidates))).squeeze(-1)
     return candidates_MK.gather(1, torch.minimum(kept_M1, last_M1)), settled_M

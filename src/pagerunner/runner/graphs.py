@@ -1,8 +1,8 @@
 """Steps as graphs: decode steps and small mixed steps are captured once by shape and replayed, padded to that shape.
 
-A decode step (one token a row, every row sampled) is captured from the embedding to the most likely tokens, which it
-keeps as the slots' last ones; a step that samples otherwise takes the logits from the graph and goes on eagerly. A mixed
-step is captured up to the hidden states.
+A decode step (one token a row, every row sampled) is captured from the embedding to the sampled tokens, which it keeps as
+the slots' last ones; rows that ask for more than settings can say take their logits from the graph and are sampled again.
+A mixed step is captured up to the hidden states.
 
 Capture isolation: what a warm-up touched, no capture sees. Every graph has attention state of its own, made after the
 warm-up has run on other state, so that anything initialised at first use is part of the graph.
@@ -217,10 +217,10 @@ class StepGraphs:
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.apart), reverse=True))
         self._decode = self._apart = self._mixed = _Shelf([])
 
-    def find(self, step: StagedStep) -> Captured | None:
-        """The smallest graph that the step fits in."""
+    def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
+        """The smallest graph that the step fits in; `needs_hidden`: one that puts hidden states out."""
         where = step.where
-        if not where.one_token or len(step.sampled_rows) != where.rows:
+        if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
             return self._mixed.find(where.tokens)
         if self._apart.graphs and not self._builder.may_share(step.slots):
             return self._apart.find(where.rows)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.ahead import compile_ahead
-from pagerunner.ops.sample import greedy
+from pagerunner.ops.sample import sample
 from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import Pooler
-from pagerunner.runner.sampling.sampler import Sampled, Sampler
+from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
+from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.tables import LastTokens, PageTables
@@ -30,7 +30,6 @@ from pagerunner.types import (
     TokenLogprobs,
 )
 
-PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once
 BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
 
 
@@ -54,7 +53,7 @@ class PendingStep:
         plan: StepPlan,
         sampled_rows: list[int],
         sampled: Sampled | None,
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        prompt_scores: dict[int, PromptScores],
         pooled: dict[int, ToHost],
         *,
         in_graph: bool = False,
@@ -63,7 +62,7 @@ class PendingStep:
         self._plan = plan
         self._sampled_rows = sampled_rows
         self._sampled = sampled
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_scores = prompt_scores
         self._pooled = pooled
 
     def result(self) -> StepResult:
@@ -84,7 +83,7 @@ class PendingStep:
             step_id=self._plan.step_id,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs={row: scores.read() for row, scores in self._prompt_scores.items()},
             pooled={row: copy.lists()[0] for row, copy in self._pooled.items()},
             errors=errors,
         )
@@ -113,7 +112,7 @@ class ModelRunner:
         self._staging = staging
         self._max_model_len = graphs.max_model_len
         self._graphs = StepGraphs(graphs, builder)
-        self._scored: dict[int, EngineRequest] = {}  # by slot, requests that ask for their prompt's log-probabilities
+        self._scorer = PromptScorer()
         self._pooler = Pooler()
 
     @torch.inference_mode()
@@ -122,35 +121,33 @@ class ModelRunner:
         one reads or reuses them.
         """
         for init in plan.admitted:
-            self._scored.pop(init.slot, None)
-            if init.request.params.prompt_logprobs is not None:
-                self._scored[init.slot] = init.request
+            self._scorer.init_slot(init)
             self._pooler.init_slot(init)
             self._sampler.init_slot(init)
-        pages, tables = self._pages, self._tables
-        step = self._staging.stage(
-            plan.rows, tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
-        )
+        pages, tables, sampler = self._pages, self._tables, self._sampler
+        entries, copies, fills = tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
+        step = self._staging.stage(plan.rows, entries, copies, fills, sampler.new_settings())
+        if step.num_settings:
+            sampler.write_settings(step.setting_places_N, step.settings_N)
         if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
-        scored = [row for row, slot in enumerate(step.slots) if slot in self._scored] if self._scored else []
-        pooled = self._pooler.rows(step.slots)
-        captured = self._graphs.find(step) if step.stores_all and not (scored or pooled) else None
-        if captured is None:
-            some = len(step.sampled_rows) < step.where.tokens and not (scored or pooled)
-            batch = self._builder.eager(step, plan.state_saves, last_alone=some)
-            hidden_TD = self._model(batch)
-            sampled = self._sample(hidden_TD, step, plan.masks)
-            prompt_logprobs = self._prompt_logprobs(hidden_TD, step, scored)
-            vectors = self._pooler.pool(hidden_TD, step, pooled)
-            return PendingStep(plan, step.sampled_rows, sampled, prompt_logprobs, vectors)
-        outputs = self._graphs.replay(captured, step, plan.state_saves)
-        if captured.key.decode:
+        scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)
+        needs_hidden = bool(scored or pooled)
+        captured = self._graphs.find(step, needs_hidden=needs_hidden) if step.stores_all else None
+        if captured is not None and captured.key.decode:
+            outputs = self._graphs.replay(captured, step, plan.state_saves)
             sampled = self._sample_decoded(*outputs, step, plan.masks)
+            return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
+        if captured is not None:
+            (hidden_TD,) = self._graphs.replay(captured, step, plan.state_saves)
         else:
-            sampled = self._sample(outputs[0], step, plan.masks)
-        return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
+            alone = len(step.sampled_rows) < step.where.tokens and not needs_hidden
+            hidden_TD = self._model(self._builder.eager(step, plan.state_saves, last_alone=alone))
+        found = self._sample(hidden_TD, step, plan.masks)
+        scores = self._scorer.score(hidden_TD, step, scored, self._model.compute_logits)
+        vectors = self._pooler.pool(hidden_TD, step, pooled)
+        return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
@@ -165,33 +162,33 @@ class ModelRunner:
             compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
             self._first_runs(progress)
         # the whole model in a few shapes: the memory that all its layers take, and whatever one of them has of its own
-        for rows in self._largest_steps():
-            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._run_largest_steps()
         self._graphs.warm_up(self._work, extremes=True)
-        self._scored.clear()
 
     def _init_slots(self) -> None:
-        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1)
-        greedy = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1)
-        prompt = [0] * (PROMPT_LOGPROBS_CHUNK + 1)
+        """Slots that want all that a sampler does."""
+        everything = SamplingParams(
+            temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1
+        )
         for slot in range(self._builder.max_rows):
-            wish = params if slot % 2 else greedy
-            request = EngineRequest(request_id="", prompt_token_ids=prompt, params=wish, seed=0, max_tokens=1)
-            self._sampler.init_slot(SlotInit(slot, request, []))
-            if not slot:
-                self._scored[slot] = request
+            self._sampler.init_slot(SlotInit(slot, _first_request(everything), []))
 
     def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
-        scored, self._scored = self._scored, {}  # so that these compute the last layer for sampled tokens alone
         for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
-        self._scored = scored
-        for rows in self._largest_steps():
-            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         self._pages.prepare(step)
         self._graphs.warm_up(self._work, progress, rehearsal=rehearsal)
+
+    def _run_largest_steps(self) -> None:
+        """With a prompt to be scored in the first row."""
+        scored = _first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
+        for rows in self._largest_steps():
+            self._scorer.init_slot(SlotInit(0, scored, []))
+            self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._scorer.clear()
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
@@ -226,13 +223,14 @@ class ModelRunner:
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
-        """What graphs do: the hidden states of a mixed step; of a decode step logits, most likely tokens and their logits."""
+        """What graphs do: the hidden states of a mixed step; of a decode step logits, sampled tokens and the largest logits."""
         hidden_TD = self._model(batch)
         if not decode:
             return (hidden_TD,)
         logits_SV = self._model.compute_logits(hidden_TD)
-        tokens_S, best_S = greedy(logits_SV)
-        self._last_tokens.store(self._builder.tensors.sample_slots_R[: batch.rows.num_rows], tokens_S)
+        slots_S = self._builder.tensors.sample_slots_R[: batch.rows.num_rows]
+        tokens_S, best_S = sample(logits_SV, slots_S, batch.rows.positions_T, self._sampler.settings)
+        self._last_tokens.store(slots_S, tokens_S)
         return logits_SV, tokens_S, best_S
 
     def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled | None:
@@ -241,13 +239,7 @@ class ModelRunner:
             return None
         every = len(step.sampled_rows) == hidden_TD.shape[0]
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
-        slots = [step.slots[row] for row in step.sampled_rows]
-        if not masks and self._sampler.take_best(slots):
-            sampled = self._sampler.best(*greedy(logits_SV))
-        else:
-            positions = [step.seq_lens[row] for row in step.sampled_rows]
-            by_sample = {index: masks[row] for index, row in enumerate(step.sampled_rows) if row in masks}
-            sampled = self._sampler.sample(logits_SV, slots, positions, by_sample)
+        sampled = self._sampler.sample(logits_SV, _sampled_rows(step), _by_sample(step, masks))
         self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled
 
@@ -259,36 +251,34 @@ class ModelRunner:
         step: StagedStep,
         masks: Mapping[int, bytes],
     ) -> Sampled:
-        """The tokens of a decode step that ran in a graph, where all rows are sampled and the best are stored already."""
+        """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are stored already."""
         rows = step.where.rows
-        if not masks and self._sampler.take_best(step.slots):
-            return self._sampler.best(tokens_S[:rows], best_S[:rows])
-        sampled = self._sampler.sample(logits_SV[:rows], list(step.slots), step.seq_lens, masks)
-        self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
+        drawn = (tokens_S[:rows], best_S[:rows])
+        sampled = self._sampler.sample(logits_SV[:rows], _sampled_rows(step), masks, drawn)
+        if sampled.again:
+            self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled
 
-    def _prompt_logprobs(
-        self, hidden_TD: torch.Tensor, step: StagedStep, scored: Sequence[int]
-    ) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
-        if not scored:
-            return found
-        firsts = [0, *accumulate(step.query_lens)]
-        for index in scored:
-            row = step.rows[index]
-            request = self._scored[row.slot]
-            num = request.params.prompt_logprobs
-            targets = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-            entries: list[TokenLogprobs] = []
-            for at in range(0, len(targets), PROMPT_LOGPROBS_CHUNK):
-                chunk = targets[at : at + PROMPT_LOGPROBS_CHUNK]
-                first = firsts[index] + at
-                logits = self._model.compute_logits(hidden_TD[first : first + len(chunk)])
-                wanted = torch.tensor(chunk, device=logits.device)
-                entries += self._sampler.prompt_logprobs(logits, wanted, num or 0)
-            if entries:
-                found[index] = entries
-        return found
+
+def _sampled_rows(step: StagedStep) -> SampledRows:
+    slots: Sequence[int] = step.slots
+    lens: Sequence[int] = step.seq_lens
+    if len(step.sampled_rows) < len(slots):
+        slots = [slots[row] for row in step.sampled_rows]
+        lens = [lens[row] for row in step.sampled_rows]
+    return SampledRows(slots, lens, step.sampled_slots_S, step.sampled_positions_S)
+
+
+def _by_sample(step: StagedStep, masks: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    """Masks by row of the plan, as masks by sampled row."""
+    if not masks:
+        return masks
+    return {index: masks[row] for index, row in enumerate(step.sampled_rows) if row in masks}
+
+
+def _first_request(params: SamplingParams) -> EngineRequest:
+    """A request of a warm-up."""
+    return EngineRequest(request_id="", prompt_token_ids=[0] * (CHUNK + 1), params=params, seed=0, max_tokens=1)
 
 
 def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:

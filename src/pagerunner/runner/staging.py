@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,35 @@ FIRST_SIZE = 4096  # integers
 Triple = tuple[int, int, int]
 
 
+class Sections(NamedTuple):
+    """Where the parts of a packed step begin that not every step reads, and how many integers there are in all."""
+
+    logits_index: int
+    sampled_slots: int
+    sampled_positions: int
+    table_places: int
+    table_entries: int
+    setting_places: int
+    settings: int
+    triples: int
+    size: int
+
+    @classmethod
+    def of(cls, first: int, sampled: int, writes: int, settings: int, triples: int) -> Sections:
+        """From index `first` on, each beginning at an even index: the sampled rows' three, table writes', settings' and page
+        copies' and fills'."""
+        starts = [first]
+        for count in (sampled, sampled, sampled, writes, writes, settings, settings):
+            starts.append(starts[-1] + even(count))
+        return cls(*starts, starts[-1] + 3 * triples)
+
+
 @dataclass(slots=True)
 class StagedStep:
     """One step, on the host as lists and on the device as parts of `packed`, which is valid until the next step.
 
-    `places`: where parts of `packed` begin that not every step reads: logits' indices, sampled slots, places and entries
-    of tables, page copies and fills; and how many table entries there are. `stores_all`: every token has a page.
+    `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
+    a page.
     """
 
     rows: Sequence[StepRow]
@@ -31,30 +55,46 @@ class StagedStep:
     sampled_rows: list[int]
     where: PackedRows
     packed: torch.Tensor
-    places: tuple[int, int, int, int, int]
+    sections: Sections
     num_writes: int
+    num_settings: int
     moved: tuple[Sequence[Sequence[Triple]], Sequence[Triple]]
     stores_all: bool
 
     @property
     def logits_index_S(self) -> torch.Tensor:
         """int64 [S] on the device: the sampled rows' last tokens."""
-        return self._part(self.places[0], len(self.sampled_rows))
+        return self._part(self.sections.logits_index, len(self.sampled_rows))
 
     @property
     def sampled_slots_S(self) -> torch.Tensor:
         """int64 [S] on the device."""
-        return self._part(self.places[1], len(self.sampled_rows))
+        return self._part(self.sections.sampled_slots, len(self.sampled_rows))
+
+    @property
+    def sampled_positions_S(self) -> torch.Tensor:
+        """int64 [S] on the device: positions of the sampled rows' last tokens."""
+        return self._part(self.sections.sampled_positions, len(self.sampled_rows))
 
     @property
     def table_places_N(self) -> torch.Tensor:
         """int64 [N] on the device, as from PageTables.places."""
-        return self._part(self.places[2], self.num_writes)
+        return self._part(self.sections.table_places, self.num_writes)
 
     @property
     def table_entries_N(self) -> torch.Tensor:
         """int64 [N] on the device, as from PageTables.places."""
-        return self._part(self.places[3], self.num_writes)
+        return self._part(self.sections.table_entries, self.num_writes)
+
+    @property
+    def setting_places_N(self) -> torch.Tensor:
+        """int64 [N] on the device, as from Sampler.new_settings."""
+        return self._part(self.sections.setting_places, self.num_settings)
+
+    @property
+    def settings_N(self) -> torch.Tensor:
+        """int64 [N] on the device, as from Sampler.new_settings."""
+        return self._part(self.sections.settings, self.num_settings)
 
     @property
     def copies(self) -> tuple[tuple[torch.Tensor, int], ...]:
@@ -71,7 +111,7 @@ class StagedStep:
 
     def _launches(self) -> tuple[tuple[torch.Tensor, int], ...]:
         copies, fills = self.moved
-        return _launches(self.packed[self.places[4] :].view(-1, 3), copies, fills) if copies or fills else ()
+        return _launches(self.packed[self.sections.triples :].view(-1, 3), copies, fills) if copies or fills else ()
 
 
 class _Buffers:
@@ -135,8 +175,9 @@ class Staging:
         table_entries: dict[int, int],
         copies: Sequence[Sequence[Triple]],
         fills: Sequence[Triple],
+        settings: dict[int, int] | None = None,
     ) -> StagedStep:
-        """Pack a step: its rows, table entries by place, and page copies and fills."""
+        """Pack a step: its rows, table entries by place, page copies and fills, and slots' settings by place."""
         slots, starts, query_lens, known, samples = zip(*rows, strict=True)
         num_rows, num_tokens = len(rows), sum(query_lens)
         from_host = any(known)
@@ -144,16 +185,11 @@ class Staging:
         one_token = num_tokens == num_rows and max(query_lens) == 1 and not (from_host and sum(map(bool, known)) > 1)
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
-        sampled, writes = len(sampled_rows), len(table_entries)
+        sampled, settings = len(sampled_rows), settings or {}
         triples = [*(triple for wave in copies for triple in wave), *fills]
-        logits_at = where.size
-        slots_at = logits_at + even(sampled)
-        places_at = slots_at + even(sampled)
-        entries_at = places_at + even(writes)
-        triples_at = entries_at + even(writes)
-        size = triples_at + 3 * len(triples)
+        sections = Sections.of(where.size, sampled, len(table_entries), len(settings), len(triples))
 
-        packed = self._buffers.take(size)
+        packed = self._buffers.take(sections.size)
         packed[:num_rows] = slots
         packed[where.starts : where.starts + num_rows] = starts
         query_start = packed[where.query_start : where.query_start + num_rows + 1]
@@ -165,17 +201,21 @@ class Staging:
         packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens) if from_host else -1
         if not one_token:
             packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
-        if sampled == num_rows:
-            packed[logits_at : logits_at + sampled] = query_start[1:] - 1
-            packed[slots_at : slots_at + sampled] = packed[:num_rows]
-        elif sampled:
-            packed[logits_at : logits_at + sampled] = query_start[1:][sampled_rows] - 1
-            packed[slots_at : slots_at + sampled] = packed[:num_rows][sampled_rows]
-        if writes:
-            packed[places_at : places_at + writes] = list(table_entries.keys())
-            packed[entries_at : entries_at + writes] = list(table_entries.values())
+        if sampled:
+            rows_of = slice(num_rows) if sampled == num_rows else sampled_rows
+            last_tokens = query_start[1:][rows_of] - 1
+            _put(packed, sections.logits_index, last_tokens)
+            _put(packed, sections.sampled_slots, packed[:num_rows][rows_of])
+            past = packed[where.starts : where.starts + num_rows] - query_start[:-1]
+            _put(packed, sections.sampled_positions, past[rows_of] + last_tokens)
+        if table_entries:
+            _put(packed, sections.table_places, list(table_entries.keys()))
+            _put(packed, sections.table_entries, list(table_entries.values()))
+        if settings:
+            _put(packed, sections.setting_places, list(settings.keys()))
+            _put(packed, sections.settings, list(settings.values()))
         if triples:
-            packed[triples_at:size] = [value for triple in triples for value in triple]
+            _put(packed, sections.triples, [value for triple in triples for value in triple])
         return StagedStep(
             rows=rows,
             slots=slots,
@@ -183,12 +223,17 @@ class Staging:
             seq_lens=list(map(add, starts, query_lens)),
             sampled_rows=sampled_rows,
             where=where,
-            packed=self._buffers.send(size),
-            places=(logits_at, slots_at, places_at, entries_at, triples_at),
-            num_writes=writes,
+            packed=self._buffers.send(sections.size),
+            sections=sections,
+            num_writes=len(table_entries),
+            num_settings=len(settings),
             moved=(copies, fills),
             stores_all=-1 not in table_entries.values(),
         )
+
+
+def _put(packed: np.ndarray, first: int, values: np.ndarray | list[int]) -> None:
+    packed[first : first + len(values)] = values
 
 
 def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[int]:

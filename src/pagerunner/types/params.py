@@ -83,8 +83,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     """How to pick the tokens of one request; names and defaults are vLLM's.
 
     `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
-    `seed` makes the request's tokens independent of whatever else runs. `stop` and `bad_words` take one string or
-    several. `max_tokens=None` means up to the model's length. `logprobs` and `prompt_logprobs` ask for that many
+    `seed` fixes the request's random numbers: the one of a token depends on the seed and the token's position, never on
+    other requests. Logits may differ in their last bits with the number of requests that run beside this one, and then
+    a token may differ. `stop` and `bad_words` take one string or several. `max_tokens=None` means up to the model's length. `logprobs` and `prompt_logprobs` ask for that many
     alternatives beside the chosen token's own log-probability. `structured_outputs` says what the text must be.
 
     Raises:

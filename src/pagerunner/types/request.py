@@ -77,6 +77,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
         total = sum(map(len, words))
         require(not words or min(map(len, words)) > 0, "bad_words", "holds a word without tokens.")
         at_most(total, "MAX_BAD_WORD_TOKENS", "bad_words", f"has {total} tokens in all")
+        longest = max(map(len, words), default=0)
+        at_most(longest, "MAX_BAD_WORD_LENGTH", "bad_words", f"holds a word of {longest} tokens")
 
     def siblings(self, others: Sequence[tuple[str, int]]) -> list[EngineRequest]:
         """More sequences of the same request, by id and seed. They share what this one holds, which isn't checked again, and the
@@ -107,8 +109,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What one step added to one sequence. `finish_reason` is set exactly once, on the last update.
 
-    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens. `param` names the
-    parameter that is to blame for `error`; None where the request isn't.
+    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens.
     """
 
     request_id: str
@@ -120,5 +121,4 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     num_cached_tokens: int = 0
     admitted_time: float = 0.0
     error: str | None = None
-    param: str | None = None
     pooled: list[float] | None = None

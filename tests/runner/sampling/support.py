@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
-from pagerunner.runner.sampling import Sampler
+from pagerunner.runner.sampling import Sampled, SampledRows, Sampler
 from pagerunner.types import EngineRequest, SamplingParams, SlotInit
 
 
@@ -24,6 +25,26 @@ def fill(
     sampler.init_slot(SlotInit(slot, request(params, **fields), output or []))
 
 
+def write_settings(sampler: Sampler) -> None:
+    """What the runner does in the step that admits requests."""
+    settings = sampler.new_settings()
+    if settings:
+        sampler.write_settings(torch.tensor(list(settings.keys())), torch.tensor(list(settings.values())))
+
+
+def sample(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    slots: list[int],
+    positions: list[int],
+    masks: Mapping[int, bytes] | None = None,
+) -> Sampled:
+    """One step; `positions` are the new tokens'."""
+    write_settings(sampler)
+    rows = SampledRows(slots, positions, torch.tensor(slots), torch.tensor(positions) - 1)
+    return sampler.sample(logits, rows, masks)
+
+
 def one_sampler(vocab_size: int, *params: SamplingParams, **fields: object) -> Sampler:
     """A sampler whose slot i holds params[i], seeded i."""
     sampler = Sampler(len(params), vocab_size, "cpu")
@@ -37,7 +58,7 @@ def draw_many(logits_V: torch.Tensor, params: SamplingParams, rows: int = 500, s
     sampler = one_sampler(len(logits_V), *[params] * rows)
     counts = torch.zeros(len(logits_V), dtype=torch.int64)
     for step in range(steps):
-        sampled = sampler.sample(logits_V.repeat(rows, 1), list(range(rows)), [3 + step] * rows)
+        sampled = sample(sampler, logits_V.repeat(rows, 1), list(range(rows)), [3 + step] * rows)
         assert sampled.errors == {}
         counts += torch.bincount(sampled.token_ids, minlength=len(logits_V))
     return counts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagerunner.ops.sample import _first_above, invert
 from pagerunner.types import SamplingParams
-from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities
+from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities, sample
 
 LOGITS = [2.0, 1.5, 1.4, 1.0, 0.7, 0.3, 0.2, 0.0, -0.4, -0.8, -1.0, -1.7, -2.5, -3.0, -5.0, -9.0]
 
@@ -61,8 +61,8 @@ def test_rows_of_one_batch_keep_their_own_filters() -> None:
     sampler = one_sampler(16, *rows)
     counts = torch.zeros(len(kinds), 16, dtype=torch.int64)
     for step in range(50):
-        tokens = sampler.sample(
-            torch.tensor(LOGITS).repeat(len(rows), 1), list(range(len(rows))), [3 + step] * len(rows)
+        tokens = sample(
+            sampler, torch.tensor(LOGITS).repeat(len(rows), 1), list(range(len(rows))), [3 + step] * len(rows)
         )
         for row, token in enumerate(tokens.read()[0]):
             counts[row % len(kinds), token] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagerunner.runner.sampling.philox import UniformStream, philox4x32, uniforms
+from pagerunner.ops.philox import philox4x32, uniforms
 
 # counter, key, result: the philox4x32 10 lines of Random123's kat_vectors.
 KNOWN_ANSWERS = [
@@ -46,10 +46,3 @@ def test_all_64_bits_of_seed_and_position_count() -> None:
     seeds = torch.tensor([0, 1, 2**32, -1, 2**62])
     positions = torch.tensor([0, 1, 2**32])
     assert len(set(uniforms(seeds[:, None], positions[None, :]).flatten().tolist())) == 15
-
-
-@pytest.mark.parametrize("positions", [[0, 1, 2], [63, 64, 65], [500, 3, 501, 64, 0]])
-def test_stream_gives_the_uniform_of_any_position(positions: list[int]) -> None:
-    stream = UniformStream(-12345)
-    expected = uniforms(torch.tensor(-12345), torch.tensor(positions)).tolist()
-    assert [stream.at(position) for position in positions] == expected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagerunner.runner.sampling import Sampler
 from pagerunner.types import SamplingParams
-from runner.sampling.support import fill
+from runner.sampling.support import fill, sample
 
 V = 12
 EOS = 11
@@ -74,7 +74,7 @@ def test_processors_agree_with_plain_code_over_several_steps(batch: list, seed: 
     for step in range(6):  # nothing is read before all six steps are launched
         logits = torch.randn(len(batch), V, generator=generator) * 3
         positions = [start + step for *_, start in outputs]
-        steps.append((logits.clone(), sampler.sample(logits, list(range(len(batch))), positions)))
+        steps.append((logits.clone(), sample(sampler, logits, list(range(len(batch))), positions)))
     for logits, sampled in steps:
         tokens = sampled.read()[0]
         for row, (params, bad_words, prompt, output, _) in enumerate(outputs):
@@ -92,7 +92,7 @@ def greedy(sampler: Sampler, *tokens: int, position: int) -> int:
     logits = torch.zeros(1, V)
     for place, token in enumerate(tokens):
         logits[0, token] = 10.0 - place
-    return sampler.sample(logits, [0], [position]).read()[0][0]
+    return sample(sampler, logits, [0], [position]).read()[0][0]
 
 
 def test_bad_word_is_banned_only_after_its_prefix() -> None:

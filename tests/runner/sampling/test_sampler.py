@@ -12,7 +12,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling import Sampler
 from pagerunner.runner.sampling.slots import AllowedIds
 from pagerunner.types import SamplingParams
-from runner.sampling.support import fill, one_sampler
+from runner.sampling.support import fill, one_sampler, sample
 
 V = 50
 
@@ -24,7 +24,7 @@ def logits(rows: int, seed: int = 0, vocab: int = V) -> torch.Tensor:
 def test_greedy_takes_the_most_likely_token() -> None:
     sampler = one_sampler(V, *[SamplingParams(temperature=0)] * 33)
     batch = logits(33)
-    sampled = sampler.sample(batch.clone(), list(range(33)), [3] * 33)
+    sampled = sample(sampler, batch.clone(), list(range(33)), [3] * 33)
     assert sampled.token_ids.dtype == torch.int64
     assert sampled.read() == (batch.argmax(-1).tolist(), [None] * 33)
     assert sampled.errors == {}
@@ -41,21 +41,23 @@ def test_seeded_tokens_do_not_depend_on_batch_slot_or_neighbours() -> None:
     for seed, each in enumerate(params):
         sampler = Sampler(1, V, "cpu")
         fill(sampler, 0, each, seed=seed)
-        alone.append([sampler.sample(logits(1, step), [0], [3 + step]).read()[0][0] for step in range(70)])
+        alone.append([sample(sampler, logits(1, step), [0], [3 + step]).read()[0][0] for step in range(70)])
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]):
         sampler = Sampler(9, V, "cpu")
         for row, which in enumerate(order):
             fill(sampler, 2 * row, params[which], seed=which)
         fill(sampler, 7, SamplingParams(temperature=0, logit_bias={4: 50.0}))
         slots = [7] + [2 * row for row in range(4)]
-        together = [sampler.sample(logits(1, step).repeat(5, 1), slots, [3 + step] * 5).read()[0] for step in range(70)]
+        together = [
+            sample(sampler, logits(1, step).repeat(5, 1), slots, [3 + step] * 5).read()[0] for step in range(70)
+        ]
         for row, which in enumerate(order):
             assert [tokens[row + 1] for tokens in together] == alone[which]
 
 
 def test_different_seeds_and_positions_give_different_tokens() -> None:
     sampler = one_sampler(V, *[SamplingParams(temperature=5.0)] * 2)
-    steps = [sampler.sample(torch.zeros(2, V), [0, 1], [3 + step] * 2).read()[0] for step in range(20)]
+    steps = [sample(sampler, torch.zeros(2, V), [0, 1], [3 + step] * 2).read()[0] for step in range(20)]
     first, second = zip(*steps, strict=True)
     assert first != second and len(set(first)) > 8
 
@@ -64,9 +66,9 @@ def test_subset_and_order_of_slots() -> None:
     sampler = one_sampler(V, SamplingParams(temperature=0, logit_bias={5: 99.0}), SamplingParams(temperature=0))
     batch = logits(2)
     best = batch.argmax(-1).tolist()
-    assert sampler.sample(batch.clone(), [1, 0], [3, 3]).read()[0] == [best[0], 5]
-    assert sampler.sample(batch[:1].clone(), [1], [3]).read()[0] == [best[0]]
-    assert sampler.sample(batch[:1].clone(), [0], [3]).read()[0] == [5]
+    assert sample(sampler, batch.clone(), [1, 0], [3, 3]).read()[0] == [best[0], 5]
+    assert sample(sampler, batch[:1].clone(), [1], [3]).read()[0] == [best[0]]
+    assert sample(sampler, batch[:1].clone(), [0], [3]).read()[0] == [5]
 
 
 def test_a_slot_forgets_its_former_request() -> None:
@@ -82,14 +84,14 @@ def test_a_slot_forgets_its_former_request() -> None:
     sampler = Sampler(1, V, "cpu")
     fill(sampler, 0, heavy, output=[1, 1, 2], eos_token_ids=(2,), bad_words_ids=((1, 2),))
     for step in range(3):
-        sampler.sample(logits(1), [0], [6 + step])
+        sample(sampler, logits(1), [0], [6 + step])
     for params in (SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=1.0)):
         fill(sampler, 0, params, prompt=[7])
         fresh = Sampler(1, V, "cpu")
         fill(fresh, 0, params, prompt=[7])
         for step in range(4):
-            used = sampler.sample(logits(1, step), [0], [1 + step]).read()
-            assert used == fresh.sample(logits(1, step), [0], [1 + step]).read()
+            used = sample(sampler, logits(1, step), [0], [1 + step]).read()
+            assert used == sample(fresh, logits(1, step), [0], [1 + step]).read()
             assert used[1] == [None]
 
 
@@ -99,7 +101,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         V, SamplingParams(), params, SamplingParams(temperature=0, logprobs=0), SamplingParams(logprobs=2)
     )
     batch = logits(4)
-    tokens, found = sampler.sample(batch.clone(), [0, 1, 2, 3], [3] * 4).read()
+    tokens, found = sample(sampler, batch.clone(), [0, 1, 2, 3], [3] * 4).read()
     assert found[0] is None
     expected = torch.log_softmax(batch.double(), dim=-1)
     for row, count in ((1, 4), (2, 0), (3, 2)):
@@ -116,7 +118,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_logprobs_stay_raw_when_every_row_reports_them() -> None:
     sampler = one_sampler(V, SamplingParams(temperature=0, logprobs=1, logit_bias={7: 90.0}))
     batch = logits(1)
-    tokens, [entry] = sampler.sample(batch.clone(), [0], [3]).read()
+    tokens, [entry] = sample(sampler, batch.clone(), [0], [3]).read()
     assert tokens == [7] and entry is not None
     assert entry.logprob == pytest.approx(torch.log_softmax(batch, -1)[0, 7].item(), abs=1e-5)
     assert entry.top_ids == [int(batch.argmax())]
@@ -126,23 +128,10 @@ def test_a_greedy_token_that_ties_is_shown_first() -> None:
     sampler = one_sampler(300, SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0, logprobs=5))
     tied = torch.full((2, 300), -1.0)
     tied[:, 100:250] = 3.0
-    tokens, found = sampler.sample(tied, [0, 1], [3, 3]).read()
+    tokens, found = sample(sampler, tied, [0, 1], [3, 3]).read()
     for token, entry, count in zip(tokens, found, (2, 5), strict=True):
         assert entry is not None
         assert (entry.rank, entry.top_ids[0], len(set(entry.top_ids))) == (1, token, count)
-
-
-def test_prompt_logprobs() -> None:
-    batch = logits(600)
-    targets = torch.randint(V, (600,), generator=torch.Generator().manual_seed(1))
-    found = Sampler(1, V, "cpu").prompt_logprobs(batch, targets, 3)
-    expected = torch.log_softmax(batch.double(), dim=-1)
-    assert len(found) == 600
-    for row in (0, 255, 256, 599):
-        order = expected[row].argsort(descending=True).tolist()
-        token = int(targets[row])
-        assert (found[row].token_id, found[row].rank, found[row].top_ids) == (token, order.index(token) + 1, order[:3])
-        assert found[row].logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -152,9 +141,9 @@ def test_a_row_with_broken_logits_fails_alone(temperature: float, bad: float) ->
     rows = [SamplingParams(**filters), SamplingParams(top_p=0.5, top_k=3, **filters), SamplingParams(**filters)]
     sampler, clean = one_sampler(V, *rows), one_sampler(V, *rows)
     batch = logits(3)
-    good = clean.sample(batch.clone(), [0, 1, 2], [3] * 3).read()[0]
+    good = sample(clean, batch.clone(), [0, 1, 2], [3] * 3).read()[0]
     batch[1, 17] = bad
-    sampled = sampler.sample(batch, [0, 1, 2], [3] * 3)
+    sampled = sample(sampler, batch, [0, 1, 2], [3] * 3)
     assert list(sampled.errors) == [1] and "NaN" in sampled.errors[1]
     tokens = sampled.read()[0]
     assert [tokens[0], tokens[2]] == [good[0], good[2]]
@@ -166,7 +155,7 @@ def test_a_row_that_may_say_nothing_fails_alone(temperature: float) -> None:
     sampler = Sampler(2, V, "cpu")
     fill(sampler, 0, SamplingParams(temperature=temperature, allowed_token_ids=[4]), bad_words_ids=((4,),))
     fill(sampler, 1, SamplingParams(temperature=temperature, allowed_token_ids=[4]))
-    sampled = sampler.sample(logits(2), [0, 1], [3, 3])
+    sampled = sample(sampler, logits(2), [0, 1], [3, 3])
     assert list(sampled.errors) == [0] and "allowed_token_ids" in sampled.errors[0]
     tokens = sampled.read()[0]
     assert tokens[1] == 4 and 0 <= tokens[0] < V
@@ -187,11 +176,11 @@ def test_a_request_with_ids_outside_the_vocabulary_fails_alone(params: SamplingP
     fill(sampler, 0, params, **fields)
     fill(sampler, 1, SamplingParams(temperature=0))
     batch = logits(2)
-    sampled = sampler.sample(batch.clone(), [0, 1], [3, 3])
+    sampled = sample(sampler, batch.clone(), [0, 1], [3, 3])
     assert list(sampled.errors) == [0] and f"token id {V}, outside the vocabulary of {V}" in sampled.errors[0]
     assert sampled.read()[0][1] == batch[1].argmax()
     fill(sampler, 0, SamplingParams(temperature=0))
-    assert sampler.sample(batch.clone(), [0, 1], [3, 3]).errors == {}
+    assert sample(sampler, batch.clone(), [0, 1], [3, 3]).errors == {}
 
 
 def test_extreme_penalties_and_temperatures_stay_finite() -> None:
@@ -201,20 +190,20 @@ def test_extreme_penalties_and_temperatures_stay_finite() -> None:
         SamplingParams(min_p=1e-300, top_p=1e-300),
     ]
     sampler = one_sampler(V, *rows)
-    assert sampler.sample(logits(3), [0, 1, 2], [3] * 3).errors == {}
+    assert sample(sampler, logits(3), [0, 1, 2], [3] * 3).errors == {}
 
 
 def test_logits_of_another_stride() -> None:
     sampler = one_sampler(V, *[SamplingParams(temperature=0, logit_bias={3: 0.5}, repetition_penalty=1.1)] * 2)
     wide = logits(2, vocab=V + 14)
-    tokens = sampler.sample(wide[:, :V], [0, 1], [3, 3]).read()[0]
+    tokens = sample(sampler, wide[:, :V], [0, 1], [3, 3]).read()[0]
     fresh = one_sampler(V, *[SamplingParams(temperature=0, logit_bias={3: 0.5}, repetition_penalty=1.1)] * 2)
-    assert tokens == fresh.sample(wide[:, :V].clone(), [0, 1], [3, 3]).read()[0]
+    assert tokens == sample(fresh, wide[:, :V].clone(), [0, 1], [3, 3]).read()[0]
 
 
 def test_state_bytes_is_what_is_allocated() -> None:
     sampler = Sampler(5, V, "cpu")
-    held = [value for value in vars(sampler).values() if isinstance(value, torch.Tensor)]
+    held = [value for value in vars(sampler).values() if isinstance(value, torch.Tensor)] + [sampler.settings.words]
     assert sum(t.numel() * t.element_size() for t in held) == Sampler.state_bytes(5, V)
 
 

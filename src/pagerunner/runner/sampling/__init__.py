@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pagerunner.runner.sampling.sampler import Sampled, Sampler
+from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Sampled", "SampledRows", "Sampler"]

@@ -1,17 +1,17 @@
-"""Which rows of a step need what: the host-side index work of a batch, done once per composition of slots.
+"""Which rows of a step need what before they are sampled: the host's index work, done once per composition of rows.
 
-While the same slots are sampled step after step (decoding), the layout is found again and costs nothing.
-Shape letters: S sampled rows, V vocabulary.
+A layout is about the rows that ask for more than temperature, min-p, top-k and top-p: of a step's sampled rows, those
+N whose logits are changed or reported. Its tensors number these rows from 0. While the same rows ask step after step
+(decoding), the layout is found again and costs nothing. Shape letters: N rows of the layout, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pagerunner.ops.sample import Filters
 from pagerunner.ops.transfer import to_device
 from pagerunner.runner.sampling.slots import SlotParams
 
@@ -60,18 +60,8 @@ class HeldRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Rows that draw. `index` is None when they are all rows of the step, in order."""
-
-    params: list[SlotParams]
-    row_numbers: list[int]
-    index: torch.Tensor | None
-    filters: Filters
-
-
-@dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Rows that report log-probabilities, and how many alternatives each asks for."""
+    """Rows that report log-probabilities, and how many alternatives each asks for; `row_numbers` are the step's."""
 
     row_numbers: list[int]
     rows: torch.Tensor
@@ -80,9 +70,14 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything that the composition of a batch decides. A None feature isn't used by any row."""
+    """Everything that the composition of a batch decides. A None feature isn't used by any row.
 
-    num_rows: int
+    `row_numbers` are the places of the layout's rows among the step's sampled rows, `index` int64 [N] the same on the
+    device. `errors` are by the step's rows.
+    """
+
+    row_numbers: list[int]
+    index: torch.Tensor
     logprobs: LogprobRows | None
     allowed: AllowedRows | None
     bad_words: BadWordRows | None
@@ -90,7 +85,6 @@ class Layout:
     bias_flat: torch.Tensor | None
     bias_values: torch.Tensor | None
     penalties: PenaltyRows | None
-    random: RandomRows | None
     errors: dict[int, str]
 
     @property
@@ -105,12 +99,19 @@ class Layout:
         )
 
 
-def build_layout(slots: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device) -> Layout:
-    """The layout of a step that samples `slots` in this order."""
+def build_layout(
+    row_numbers: Sequence[int],
+    slots: Sequence[int],
+    params: Sequence[SlotParams],
+    vocab_size: int,
+    device: torch.device,
+) -> Layout:
+    """The layout of rows `row_numbers` of a step's sampled rows; `slots` and `params` are theirs."""
     biased = [(row, p.bias) for row, p in enumerate(params) if p.bias is not None]
     return Layout(
-        num_rows=len(slots),
-        logprobs=_logprob_rows(params, device),
+        row_numbers=list(row_numbers),
+        index=to_device(row_numbers, torch.int64, device),
+        logprobs=_logprob_rows(row_numbers, params, device),
         allowed=_allowed_rows(params, vocab_size, device),
         bad_words=_bad_word_rows(slots, params, vocab_size, device),
         held=tuple(
@@ -121,16 +122,19 @@ def build_layout(slots: Sequence[int], params: Sequence[SlotParams], vocab_size:
         bias_flat=torch.cat([bias.ids + row * vocab_size for row, bias in biased]) if biased else None,
         bias_values=torch.cat([bias.values for _, bias in biased]) if biased else None,
         penalties=_penalty_rows(slots, params, vocab_size, device),
-        random=_random_rows(params, vocab_size, device),
-        errors={row: p.error for row, p in enumerate(params) if p.error is not None},
+        errors={row: p.error for row, p in zip(row_numbers, params, strict=True) if p.error is not None},
     )
 
 
-def _logprob_rows(params: Sequence[SlotParams], device: torch.device) -> LogprobRows | None:
+def _logprob_rows(row_numbers: Sequence[int], params: Sequence[SlotParams], device: torch.device) -> LogprobRows | None:
     rows = [row for row, p in enumerate(params) if p.logprobs is not None]
     if not rows:
         return None
-    return LogprobRows(rows, to_device(rows, torch.int64, device), [params[row].logprobs or 0 for row in rows])
+    return LogprobRows(
+        [row_numbers[row] for row in rows],
+        to_device(rows, torch.int64, device),
+        [params[row].logprobs or 0 for row in rows],
+    )
 
 
 def _allowed_rows(params: Sequence[SlotParams], vocab_size: int, device: torch.device) -> AllowedRows | None:
@@ -183,30 +187,3 @@ def _penalty_rows(
         frequency=column([p.frequency for _, p in found], 0.0),
         presence=column([p.presence for _, p in found], 0.0),
     )
-
-
-def _random_rows(params: Sequence[SlotParams], vocab_size: int, device: torch.device) -> RandomRows | None:
-    rows = [row for row, p in enumerate(params) if p.temperature > 0.0]
-    if not rows:
-        return None
-    chosen = [params[row] for row in rows]
-
-    def column(get: Callable[[SlotParams], float], off: float) -> torch.Tensor | None:
-        values = [get(p) for p in chosen]
-        if all(value == off for value in values):
-            return None
-        return to_device(values, torch.float32, device)
-
-    cut = [i for i, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]
-    ks = [p.top_k or vocab_size for p in chosen]
-    ps = [p.top_p if p.top_p < 1.0 else float("inf") for p in chosen]
-    filters = Filters(
-        temperature_N=column(lambda p: p.temperature, 1.0),
-        min_p_N=column(lambda p: p.min_p, 0.0),
-        top_k_N=to_device(ks, torch.int64, device) if cut else None,
-        top_p_N=to_device(ps, torch.float64, device) if cut else None,
-        truncated=to_device(cut, torch.int64, device) if cut and len(cut) < len(chosen) else None,
-        max_top_k=max((ks[i] for i in cut), default=0),
-    )
-    index = None if len(rows) == len(params) else to_device(rows, torch.int64, device)
-    return RandomRows(chosen, rows, index, filters)

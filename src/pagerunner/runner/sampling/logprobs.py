@@ -12,6 +12,8 @@ import torch
 
 from pagerunner.types import TokenLogprobs
 
+NUM_REPORTED = 4  # tensors that `gather_logprobs` returns
+
 
 def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
     """For float32 logits: the chosen tokens' log-probabilities [L] and ranks [L], the `num_top` best ids [L, K] and their

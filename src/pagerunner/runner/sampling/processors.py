@@ -20,7 +20,7 @@ def allow_only(logits_SV: torch.Tensor, allowed: AllowedRows) -> None:
 def ban_words(logits_SV: torch.Tensor, bad: BadWordRows, recent: torch.Tensor) -> None:
     """Mask the last token of every banned sequence whose prefix is what the row generated last.
 
-    `recent` int64 [slots, H] holds each slot's latest generated tokens, newest last, -1 where there is none.
+    `recent` int32 [slots, H] holds each slot's latest generated tokens, newest last, -1 where there is none.
     """
     seen = recent[bad.slot_of_prefix, recent.shape[-1] - bad.distance]
     matched = torch.zeros_like(bad.prefix_len).index_add_(0, bad.word, (seen == bad.prefix).to(torch.int64))

@@ -1,9 +1,11 @@
 """The sampler: one step's logits in, one token per row out. State is indexed by slot and never moves.
 
-Order, as in vLLM: log-probabilities of the raw logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties; greedy
-rows take the most likely token; the others go through temperature, min-p, top-k, top-p and draw.
+Every row is sampled by `ops.sample.sample` from what the slot asks for, which lies on the device: the most likely token,
+or one drawn behind temperature, min-p, top-k and top-p. That needs nothing of the host, so decode graphs end with it.
+Rows that ask for more ("odd" rows) are taken out, in the order of vLLM: log-probabilities of the raw logits; grammar
+masks; allowed ids; bad words; min_tokens; logit bias; penalties; and then sampled again. The other rows stay as they are.
 
-Shape letters: S sampled rows, T prompt tokens, V vocabulary.
+Shape letters: S sampled rows, N odd rows among them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,40 +13,65 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.ops.mask import allow_bits
-from pagerunner.ops.sample import draw, greedy
+from pagerunner.ops.sample import WORDS, SlotSettings, sample
+from pagerunner.ops.tables import write_entries
 from pagerunner.ops.transfer import BestCopies, BestCopy, ToHost, bits_to_device, to_device
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
-from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
+from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
 from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
-from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
+from pagerunner.types import SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-_KEPT_LAYOUTS = 8
-_PROMPT_ROWS_AT_ONCE = 256
+_KEPT_LAYOUTS = 32
+_ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
 
+NO_TOKEN_ALLOWED = (
+    "No token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias "
+    "together exclude every token."
+)
 BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sampled."
 
 
-class Sampled:
-    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host."""
+class SampledRows(NamedTuple):
+    """Rows to sample: distinct slots that hold a request, on the host and, int64 [S], on the device.
 
-    __slots__ = ("_copy", "_known_errors", "_logprob_rows", "_read", "token_ids")
+    `lengths` counts each row's tokens so far, which is the new token's position. `positions_S` int64 [S] are those of the
+    tokens before it, on the device.
+    """
+
+    slots: Sequence[int]
+    lengths: Sequence[int]
+    slots_S: torch.Tensor
+    positions_S: torch.Tensor
+
+
+class Sampled:
+    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host. `again`:
+    some of them are others than the settings alone would have given.
+    """
+
+    __slots__ = ("_copy", "_known_errors", "_logprob_rows", "_read", "again", "token_ids")
 
     def __init__(
         self,
         token_ids: torch.Tensor,
         copy: ToHost | BestCopy,
-        logprob_rows: LogprobRows | None,
+        logprob_rows: Sequence[LogprobRows],
         known_errors: dict[int, str],
+        *,
+        again: bool = False,
     ) -> None:
         self.token_ids = token_ids
+        self.again = again
         self._copy = copy
         self._logprob_rows = logprob_rows
         self._known_errors = known_errors
@@ -65,10 +92,10 @@ class Sampled:
         if self._read is None:
             tokens, best, *lists = self._copy.lists()
             logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-            if self._logprob_rows is not None:
-                rows = self._logprob_rows.row_numbers
-                found = to_token_logprobs([tokens[row] for row in rows], lists, self._logprob_rows.top)
-                for row, value in zip(rows, found, strict=True):
+            for part, wanted in enumerate(self._logprob_rows):
+                report = lists[part * NUM_REPORTED : (part + 1) * NUM_REPORTED]
+                found = to_token_logprobs([tokens[row] for row in wanted.row_numbers], report, wanted.top)
+                for row, value in zip(wanted.row_numbers, found, strict=True):
                     logprobs[row] = value
             errors: dict[int, str] = {}
             if not math.isfinite(sum(best)):  # which no number of finite float32 logits makes infinite
@@ -94,18 +121,20 @@ class Sampler:
         self._vocab_size = vocab_size
         self._allowed_ids = AllowedIds(vocab_size, self._device)
         self._params: list[SlotParams | None] = [None] * max_num_seqs
-        self._takes_best = [False] * max_num_seqs
+        self._plain_from = [0] * max_num_seqs
+        self.settings = SlotSettings.empty(max_num_seqs, self._device)
+        self._new_settings: dict[int, int] = {}
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
         self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
-        # Latest generated tokens, newest last; as wide as the longest bad-word prefix met so far.
-        self._recent = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=self._device)
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        # Latest generated tokens, newest last: what the last token of a bad word may follow.
+        self._recent = torch.full((max_num_seqs, _recent_width()), -1, dtype=torch.int32, device=self._device)
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._best_copies = BestCopies(max_num_seqs, self._device)
 
     @staticmethod
     def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
         """Device bytes that a sampler of this size holds from the start."""
-        return max_num_seqs * (vocab_size * 4 + 8)
+        return max_num_seqs * (vocab_size * 4 + WORDS * 8 + _recent_width() * 4)
 
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot, new or back from preemption; nothing of the slot's former request remains.
@@ -123,7 +152,7 @@ class Sampler:
             if params.penalties is not None:
                 self._init_seen(slot, init.request.prompt_token_ids, init.output_token_ids)
             if params.bad_words is not None:
-                self._init_recent(slot, params.bad_words.max_prefix, init.output_token_ids)
+                self._init_recent(slot, init.output_token_ids)
         except InvalidRequestError as error:
             params = broken_slot(init.request, str(error))
         except RuntimeError:
@@ -132,109 +161,128 @@ class Sampler:
             logger.exception("The sampling parameters of request %s can't be used.", init.request.request_id)
             params = broken_slot(init.request, f"Its sampling parameters can't be used: {error!r}.")
         self._params[slot] = params
-        self._takes_best[slot] = params.takes_best
+        self._plain_from[slot] = params.plain_from
+        self._new_settings.update(zip(range(slot * WORDS, (slot + 1) * WORDS), params.settings, strict=True))
 
-    def take_best(self, slots: Sequence[int]) -> bool:
-        """Whether each of the slots takes its most likely token and asks for nothing else, so that `best` will do."""
-        return all(map(self._takes_best.__getitem__, slots))
-
-    def best(self, tokens_S: torch.Tensor, best_S: torch.Tensor) -> Sampled:
-        """What `sample` returns, of most likely tokens int64 [S] that are known already, and their logits."""
-        return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), None, {})
-
-    def sample(
-        self, logits_SV: torch.Tensor, slots: list[int], positions: list[int], masks: Mapping[int, bytes] | None = None
-    ) -> Sampled:
-        """Sample one token per row. The logits are consumed: processors change them in place.
-
-        Args:
-            logits_SV: [S, V] of any floating dtype, row i for `slots[i]`.
-            slots: distinct slots that hold a request.
-            positions: absolute position of each row's new token; the first one after the prompt is at prompt length.
-            masks: by row, which tokens a grammar allows; see ops/mask.py.
-        """
-        logits_SV = logits_SV.float().contiguous()
-        layout = self._layout(slots)
-        raw_LV = self._raw_rows(logits_SV, layout, bool(masks))
-        if masks:
-            rows_N = to_device(list(masks), torch.int64, self._device)
-            allow_bits(logits_SV, rows_N, bits_to_device(list(masks.values()), self._device))
-        self._process(logits_SV, layout, positions)
-        tokens_S, best_S = self._choose(logits_SV, layout, positions)
-        self._remember(layout, tokens_S)
-        report: tuple[torch.Tensor, ...] = ()
-        if layout.logprobs is not None and raw_LV is not None:
-            report = gather_logprobs(raw_LV, tokens_S.index_select(0, layout.logprobs.rows), max(layout.logprobs.top))
-        return Sampled(tokens_S, ToHost((tokens_S, best_S, *report), self._device), layout.logprobs, layout.errors)
-
-    def prompt_logprobs(self, logits_TV: torch.Tensor, target_ids_T: torch.Tensor, num: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt's own tokens: row t scores `target_ids_T[t]`, the token after position t,
-        with `num` alternatives. Waits for the device."""
-        found: list[TokenLogprobs] = []
-        for start in range(0, logits_TV.shape[0], _PROMPT_ROWS_AT_ONCE):
-            targets = target_ids_T[start : start + _PROMPT_ROWS_AT_ONCE]
-            report = gather_logprobs(logits_TV[start : start + _PROMPT_ROWS_AT_ONCE].float(), targets, num)
-            lists = [tensor.tolist() for tensor in report]
-            found += to_token_logprobs(targets.tolist(), lists, [num] * len(targets))
+    def new_settings(self) -> dict[int, int]:
+        """Settings of slots that were taken since the last call, for `write_settings`: integers by place."""
+        found, self._new_settings = self._new_settings, {}
         return found
 
-    def _layout(self, slots: Sequence[int]) -> Layout:
-        key = tuple(slots)
+    def write_settings(self, places_N: torch.Tensor, words_N: torch.Tensor) -> None:
+        """Put `new_settings` where the step finds them; int64, on the device."""
+        write_entries(self.settings.words.view(-1), places_N, words_N)
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        rows: SampledRows,
+        masks: Mapping[int, bytes] | None = None,
+        drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Sampled:
+        """Sample one token per row, without waiting for the device.
+
+        Args:
+            logits_SV: [S, V] of any floating dtype; they are left as they are.
+            rows: whose they are, row by row.
+            masks: by row, which tokens a grammar allows; see ops/mask.py.
+            drawn: tokens int64 [S] and largest logits [S] of `ops.sample.sample`, if a graph has found them already. They
+                are changed in place where a row asks for more than its settings say.
+        """
+        masks = masks or {}
+        odd = self._odd_rows(rows, masks)
+        tokens_S, best_S = drawn or sample(logits_SV, rows.slots_S, rows.positions_S, self.settings)
+        if not odd:
+            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {})
+        reports: list[torch.Tensor] = []
+        logprob_rows: list[LogprobRows] = []
+        errors: dict[int, str] = {}
+        again = False
+        for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
+            layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows.slots)
+            theirs = {index: masks[row] for index, row in enumerate(layout.row_numbers) if row in masks}
+            reports += self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
+            logprob_rows += [layout.logprobs] if layout.logprobs is not None else []
+            errors.update(layout.errors)
+            again |= layout.changes_logits or bool(theirs)
+        copy = ToHost((tokens_S, best_S, *reports), self._device)
+        return Sampled(tokens_S, copy, logprob_rows, errors, again=again)
+
+    def _odd_rows(self, rows: SampledRows, masks: Mapping[int, bytes]) -> list[int]:
+        """Rows that ask for more than their settings say."""
+        plain_from = list(map(self._plain_from.__getitem__, rows.slots))
+        if not masks and not any(plain_from):
+            return []
+        return [
+            row
+            for row, (length, plain) in enumerate(zip(rows.lengths, plain_from, strict=True))
+            if length < plain or row in masks
+        ]
+
+    def _layout(self, odd: Sequence[int], slots: Sequence[int]) -> Layout:
+        key = (tuple(odd), tuple(slots[row] for row in odd))
         layout = self._layouts.get(key)
         if layout is None:
-            params = [p for p in (self._params[slot] for slot in slots) if p is not None]
-            assert len(params) == len(slots), "a slot was sampled that holds no request"
-            layout = build_layout(slots, params, self._vocab_size, self._device)
+            params = [p for p in map(self._params.__getitem__, key[1]) if p is not None]
+            assert len(params) == len(odd), "a slot was sampled that holds no request"
+            layout = build_layout(odd, key[1], params, self._vocab_size, self._device)
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = layout
         return layout
 
-    def _raw_rows(self, logits_SV: torch.Tensor, layout: Layout, masked: bool) -> torch.Tensor | None:
-        """The logits that log-probabilities are reported of, safe from what processors do."""
-        if layout.logprobs is None:
-            return None
-        if len(layout.logprobs.row_numbers) == layout.num_rows and not (layout.changes_logits or masked):
-            return logits_SV
-        return logits_SV.index_select(0, layout.logprobs.rows)
+    def _sample_odd(
+        self,
+        logits_SV: torch.Tensor,
+        layout: Layout,
+        rows: SampledRows,
+        masks: Mapping[int, bytes],
+        found: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Put what is sampled of a layout's rows over the tokens and logits in `found`; what they report. `masks` are by the
+        layout's rows."""
+        logits_NV = logits_SV.index_select(0, layout.index).float()
+        wanted = layout.logprobs
+        changes = layout.changes_logits or bool(masks)
+        raw_LV = None
+        if wanted is not None:  # of the raw logits, safe from what processors do
+            every = len(wanted.row_numbers) == len(layout.row_numbers)
+            raw_LV = logits_NV if every and not changes else logits_NV.index_select(0, wanted.rows)
+        if changes:
+            if masks:
+                masked_M = to_device(list(masks), torch.int64, self._device)
+                allow_bits(logits_NV, masked_M, bits_to_device(list(masks.values()), self._device))
+            self._process(logits_NV, layout, [rows.lengths[row] for row in layout.row_numbers])
+            slots_N = rows.slots_S.index_select(0, layout.index)
+            sampled_N = sample(logits_NV, slots_N, rows.positions_S.index_select(0, layout.index), self.settings)
+            for all_S, again_N in zip(found, sampled_N, strict=True):
+                all_S.index_copy_(0, layout.index, again_N)
+            self._remember(layout, sampled_N[0])
+        if wanted is None or raw_LV is None:
+            return ()
+        chosen_L = found[0].index_select(0, layout.index.index_select(0, wanted.rows))
+        return gather_logprobs(raw_LV, chosen_L, max(wanted.top))
 
-    def _process(self, logits_SV: torch.Tensor, layout: Layout, positions: list[int]) -> None:
-        if not layout.changes_logits:
-            return
+    def _process(self, logits_NV: torch.Tensor, layout: Layout, positions: list[int]) -> None:
         if layout.allowed is not None:
-            allow_only(logits_SV, layout.allowed)
+            allow_only(logits_NV, layout.allowed)
         if layout.bad_words is not None:
-            ban_words(logits_SV, layout.bad_words, self._recent)
+            ban_words(logits_NV, layout.bad_words, self._recent)
         held = [flat for h in layout.held if positions[h.row] < h.until for flat in h.flat_ids]
         if held:
-            logits_SV.view(-1).index_fill_(0, to_device(held, torch.int64, self._device), -math.inf)
+            logits_NV.view(-1).index_fill_(0, to_device(held, torch.int64, self._device), -math.inf)
         if layout.bias_flat is not None and layout.bias_values is not None:
-            logits_SV.view(-1).index_add_(0, layout.bias_flat, layout.bias_values)
+            logits_NV.view(-1).index_add_(0, layout.bias_flat, layout.bias_values)
         if layout.penalties is not None:
-            penalize(logits_SV, layout.penalties, self._seen)
+            penalize(logits_NV, layout.penalties, self._seen)
 
-    def _choose(
-        self, logits_SV: torch.Tensor, layout: Layout, positions: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [S] and the processed logit that shows whether the row had any: NaN or infinite if not."""
-        random = layout.random
-        if random is None:
-            return greedy(logits_SV)
-        uniform = [p.uniforms.at(positions[row]) for p, row in zip(random.params, random.row_numbers, strict=True)]
-        uniform_N = to_device(uniform, torch.float64, self._device)
-        if random.index is None:
-            return draw(logits_SV, random.filters, uniform_N)
-        drawn_N, best_N = draw(logits_SV.index_select(0, random.index), random.filters, uniform_N)
-        tokens_S, best_S = greedy(logits_SV)
-        return tokens_S.index_copy_(0, random.index, drawn_N), best_S.index_copy_(0, random.index, best_N)
-
-    def _remember(self, layout: Layout, tokens_S: torch.Tensor) -> None:
+    def _remember(self, layout: Layout, tokens_N: torch.Tensor) -> None:
         """Penalties and bad words follow the sampled tokens on the device: the host may not know them yet."""
         if layout.penalties is not None:
-            flat = layout.penalties.state_start + tokens_S.index_select(0, layout.penalties.rows)
+            flat = layout.penalties.state_start + tokens_N.index_select(0, layout.penalties.rows)
             self._seen.view(-1).index_add_(0, flat, torch.full_like(flat, 2, dtype=torch.int32))
         if layout.bad_words is not None:
-            new = tokens_S.index_select(0, layout.bad_words.rows)[:, None]
+            new = tokens_N.index_select(0, layout.bad_words.rows)[:, None].to(torch.int32)
             older = self._recent.index_select(0, layout.bad_words.slots)[:, 1:]
             self._recent.index_copy_(0, layout.bad_words.slots, torch.cat((older, new), dim=1))
 
@@ -244,11 +292,11 @@ class Sampler:
         ids = to_device(output, torch.int64, self._device)
         row.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
 
-    def _init_recent(self, slot: int, width: int, output: list[int]) -> None:
-        missing = width - self._recent.shape[1]
-        if missing > 0:
-            fill = torch.full((self._recent.shape[0], missing), -1, dtype=torch.int64, device=self._device)
-            self._recent = torch.cat((fill, self._recent), dim=1)
+    def _init_recent(self, slot: int, output: list[int]) -> None:
         width = self._recent.shape[1]
         latest = output[-width:]
-        self._recent[slot] = to_device([-1] * (width - len(latest)) + latest, torch.int64, self._device)
+        self._recent[slot] = to_device([-1] * (width - len(latest)) + latest, torch.int32, self._device)
+
+
+def _recent_width() -> int:
+    return max(limits.MAX_BAD_WORD_LENGTH - 1, 1)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.ops.sample import SlotSettings
 from pagerunner.ops.transfer import to_device
-from pagerunner.runner.sampling.philox import UniformStream
 from pagerunner.types import EngineRequest
 
 # Below this a temperature is greedy decoding (vLLM's bound): dividing by less overflows float32 logits.
@@ -18,6 +18,7 @@ GREEDY_TEMPERATURE = 1e-5
 # Values beyond these have no further effect on real logits, but leave the range of float32.
 _MAX_TEMPERATURE = 1e30
 _MAX_REPETITION = 1e20
+NEVER = 2**62  # a position that no sequence reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +51,40 @@ class BadWords:
     prefix: torch.Tensor  # [P]
     distance: torch.Tensor  # [P]
     word: torch.Tensor  # [P]
-    max_prefix: int
 
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
     """One request's sampling parameters in the form that the step needs; None or 0 is a feature not in use.
 
-    `temperature` 0 is greedy; `held_ids` are masked until `min_tokens` tokens are generated. `error` says why the row can't
-    be sampled at all.
+    `settings` are the slot's words of `ops.sample.SlotSettings`. `held_ids` are masked until `min_tokens` tokens are
+    generated. `error` says why the row can't be sampled at all.
     """
 
+    settings: tuple[int, int, int, int]
     prompt_len: int
-    temperature: float
-    min_p: float
-    top_k: int
-    top_p: float
-    uniforms: UniformStream
-    logprobs: int | None
-    min_tokens: int
-    held_ids: tuple[int, ...]
-    penalties: Penalties | None
-    bias: Bias | None
-    allowed: torch.Tensor | None
-    bad_words: BadWords | None
+    logprobs: int | None = None
+    min_tokens: int = 0
+    held_ids: tuple[int, ...] = ()
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    allowed: torch.Tensor | None = None
+    bad_words: BadWords | None = None
     error: str | None = None
 
     @property
-    def takes_best(self) -> bool:
-        """Whether the most likely token of the raw logits is all that the request asks for."""
+    def plain_from(self) -> int:
+        """The first position from which on the settings say all that the request asks for; see `NEVER`."""
         asks = (self.error, self.logprobs, self.penalties, self.bias, self.allowed, self.bad_words)
-        return self.temperature == 0.0 and self.min_tokens == 0 and all(value is None for value in asks)
+        if any(value is not None for value in asks):
+            return NEVER
+        return self.prompt_len + self.min_tokens if self.min_tokens else 0
 
 
 def broken_slot(request: EngineRequest, error: str) -> SlotParams:
     """A slot whose request cannot be sampled: every token of it reports `error`."""
-    return SlotParams(
-        prompt_len=len(request.prompt_token_ids),
-        temperature=0.0,
-        min_p=0.0,
-        top_k=0,
-        top_p=1.0,
-        uniforms=UniformStream(request.seed),
-        logprobs=None,
-        min_tokens=0,
-        held_ids=(),
-        penalties=None,
-        bias=None,
-        allowed=None,
-        bad_words=None,
-        error=error,
-    )
+    settings = SlotSettings.pack(seed=0, temperature=0.0, min_p=0.0, top_k=0, top_p=1.0)
+    return SlotParams(settings, prompt_len=len(request.prompt_token_ids), error=error)
 
 
 class AllowedIds:
@@ -151,13 +135,16 @@ def compile_slot(
         )
     if params.allowed_token_ids is not None:
         allowed = (allowed_ids or AllowedIds(vocab_size, device)).tensor(params.allowed_token_ids)
-    return SlotParams(
-        prompt_len=len(request.prompt_token_ids),
+    settings = SlotSettings.pack(
+        seed=request.seed,
         temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _MAX_TEMPERATURE),
         min_p=params.min_p,
         top_k=params.top_k if params.top_k < vocab_size else 0,
         top_p=params.top_p,
-        uniforms=UniformStream(request.seed),
+    )
+    return SlotParams(
+        settings,
+        prompt_len=len(request.prompt_token_ids),
         logprobs=params.logprobs,
         min_tokens=params.min_tokens if held_ids else 0,
         held_ids=held_ids,
@@ -190,5 +177,4 @@ def _compile_bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int, devi
         prefix=to_device(prefix, torch.int64, device),
         distance=to_device(distance, torch.int64, device),
         word=to_device(owner, torch.int64, device),
-        max_prefix=max(len(word) - 1 for word in words),
     )
