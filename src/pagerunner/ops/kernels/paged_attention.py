@@ -12,10 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
-from pagerunner.ops.kernels.paged_decode import decode_kernel, shared_kernel
+from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
+from pagerunner.ops.kernels.paged_shared import shared_kernel
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
 from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan, Scores
 

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.paged_heads import grown_scale, quantise
+from pagerunner.ops.kernels.paged_own import own_value, prepared, with_own_code
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
     LOWEST,
-    attend_fp8,
     attend_fp8_few,
     halves,
     joined,
@@ -77,25 +76,6 @@ def _merged_parts(
             )  # fmt: skip
             acc += weight[:, None] * values
     return highest, total, acc
-
-
-@triton.jit
-def prepared(
-    at, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
-):  # fmt: skip
-    """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
-    d = tl.arange(0, DP)
-    other = (d + D // 2) % D
-    inside = (d < D)[None, :]
-    x = tl.load(at + d[None, :], mask=mask & inside, other=0.0).to(tl.float32)
-    pair = tl.load(at + other[None, :], mask=mask & inside, other=0.0).to(tl.float32)
-    if NORM:
-        inverse = tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * inverse * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        pair = pair * inverse * tl.load(norm_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    cos = tl.load(cos_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
-    return x * cos[None, :] + pair * sin[None, :]
 
 
 @triton.jit
@@ -184,115 +164,6 @@ def _attend_fp8(
 
 
 @triton.jit
-def _score(wide_q, key, scale, softcap, SOFTCAP: tl.constexpr):
-    """Of queries [M, DP] and one key [DP]; [M]."""
-    score = tl.sum(wide_q * key[None, :], 1) * scale
-    if SOFTCAP:
-        score = softcapped(score, softcap)
-    return score * LOG2E
-
-
-@triton.jit
-def _own_value(
-    wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    FUSED: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """The token's own score, [M], and its value, [DVP], as pages hold them; FUSED stores both."""
-    d = tl.arange(0, DP)
-    dv = tl.arange(0, DVP)
-    v = tl.load(v_at + dv, mask=dv < DV, other=0.0)
-    if FUSED:
-        one = tl.arange(0, 1)[:, None]
-        k = prepared(k_at + one, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
-        k = k.to(k_at.dtype.element_ty).to(kp_ptr.dtype.element_ty)
-        v = v.to(vp_ptr.dtype.element_ty)
-        entry = tl.load(entry_ptr + token)
-        if entry >= 0:
-            inside = tl.load(offset_ptr + token)
-            tl.store(kp_ptr + entry * kp_se + inside * kp_ss + d[None, :], k, mask=(d < D)[None, :])
-            tl.store(vp_ptr + entry * vp_se + inside * vp_ss + dv, v, mask=dv < DV)
-        k = tl.sum(k.to(tl.float32), 0)
-    else:
-        k = tl.load(k_at + d, mask=d < D, other=0.0).to(tl.float32)
-    return _score(wide_q, k, scale, softcap, SOFTCAP), v.to(tl.float32)
-
-
-@triton.jit
-def _own_codes(
-    k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    NORM: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """A token's key [DP] and value [DVP] of one head in fp8, and the head's scales in its page: before and with the token."""
-    dv = tl.arange(0, DVP)
-    one = tl.arange(0, 1)[:, None]
-    key = prepared(k_at + one, one == 0, k_norm_ptr, angle, cos_ptr, sin_ptr, eps, D, DP, NORM)
-    key = tl.sum(key.to(k_at.dtype.element_ty).to(tl.float32), 0)
-    value = tl.load(v_at + dv, mask=dv < DV, other=0.0).to(tl.float32)
-    if STATIC:
-        old_k = tl.load(scale_ptr)
-        old_v = tl.load(scale_ptr + K)
-        new_k, new_v = old_k, old_v
-    else:
-        old_k = tl.load(scale_ptr, mask=entry >= 0, other=0.0)
-        old_v = tl.load(scale_ptr + K, mask=entry >= 0, other=0.0)
-        new_k = grown_scale(old_k, tl.max(tl.abs(key), 0), FP8_MAX)
-        new_v = grown_scale(old_v, tl.max(tl.abs(value), 0), FP8_MAX)
-    return quantise(key, new_k, FP8_MAX, FP8), quantise(value, new_v, FP8_MAX, FP8), old_k, new_k, old_v, new_v
-
-
-@triton.jit
-def _store_code(
-    page_ptr, stride_s, code, inside, old, new, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    PAGE_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """A head's vector into slot `inside` of a page, whose earlier slots are converted if its scale has grown."""
-    d = tl.arange(0, DP)
-    if not STATIC:
-        if (new > old) & (old > 0):
-            slot = tl.arange(0, PAGE_P)
-            at = page_ptr + slot[:, None] * stride_s + d[None, :]
-            mask = (slot < inside)[:, None] & (d < D)[None, :]
-            held = tl.load(at, mask=mask, other=0).to(FP8, bitcast=True).to(tl.float32) * tl.math.div_rn(old, new)
-            held = tl.minimum(tl.maximum(held, -FP8_MAX), FP8_MAX).to(FP8)
-            tl.store(at, held.to(tl.uint8, bitcast=True), mask=mask)
-    tl.store(page_ptr + inside * stride_s + d, code.to(tl.uint8, bitcast=True), mask=d < D)
-
-
-@triton.jit
-def _with_own_code(
-    wide_q, highest, total, acc, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry, inside,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, scale, softcap,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    PAGE_P: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
-    STATIC: tl.constexpr,
-):  # fmt: skip
-    """The token's own key and value, as pages hold them, added to what was found in pages; and stored in its page."""
-    scale_ptr = scales_ptr + entry * scales_se
-    k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
-        k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,
-        K, D, DP, DV, DVP, NORM, FP8, FP8_MAX, STATIC,
-    )  # fmt: skip
-    if entry >= 0:
-        tl.debug_barrier()  # the whole program has read the page
-        k_page, v_page = kp_ptr + entry * kp_se, vp_ptr + entry * vp_se
-        _store_code(k_page, kp_ss, k_code, inside, old_k, new_k, D, DP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
-        _store_code(v_page, vp_ss, v_code, inside, old_v, new_v, DV, DVP, PAGE, PAGE_P, FP8, FP8_MAX, STATIC)
-        if not STATIC:
-            tl.store(scale_ptr, new_k)
-            tl.store(scale_ptr + K, new_v)
-    key = (k_code.to(tl.float32) * new_k).to(k_at.dtype.element_ty).to(tl.float32)
-    value = (v_code.to(tl.float32) * new_v).to(v_at.dtype.element_ty).to(tl.float32)
-    score = _score(wide_q, key, scale, softcap, SOFTCAP)
-    new = tl.maximum(highest, score)
-    shrink = tl.math.exp2(highest - new)
-    weight = tl.math.exp2(score - new)
-    return new, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value[None, :]
-
-
-@triton.jit
 def _finish(
     highest, total, acc, unit, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
     shared_count_ptr, shared_split, sinks_ptr,
@@ -362,7 +233,7 @@ def _unit_part(
     v_own = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
     if OWN and not CODES:
         if begins & (slot >= 0):
-            highest, value = _own_value(
+            highest, value = own_value(
                 wide_q, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
                 kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
             )  # fmt: skip
@@ -391,7 +262,7 @@ def _unit_part(
         acc = joined(tl.trans(even), tl.trans(odd))
     if CODES:
         if ends & (slot >= 0):
-            highest, total, acc = _with_own_code(
+            highest, total, acc = with_own_code(
                 wide_q, highest, total, acc, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps,
                 tl.load(entry_ptr + token), tl.load(offset_ptr + token), kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
                 scales_ptr, scales_se, scale, softcap,
@@ -489,75 +360,3 @@ def decode_kernel(
         unit += 1
         begin, end, token, slot = next_begin, next_end, next_token, next_slot
         oldest, stop = next_oldest, next_stop
-
-
-@triton.jit(do_not_specialize=["shared_split"])
-def shared_kernel(
-    q_ptr, q_st, q_sh, kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
-    table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
-    PROGRAMS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share.
-
-    `info` holds the number of units, of shared tokens, of splits of these, and the table slot to read them from. A split
-    leaves `shared_split` sums, those of a unit after the other; units of padding, which are the last, leave none.
-    """
-    shared = tl.load(info_ptr + 1)
-    if shared > 0:
-        units = tl.minimum(tl.load(info_ptr), shared_split // (K * G))
-        splits = tl.load(info_ptr + 2)
-        slot = tl.load(info_ptr + 3)
-        row_table = table_ptr + tl.cast(slot, tl.int64) * table_st
-        per = tl.cdiv(tl.cdiv(shared, BN), splits) * BN
-        m = tl.arange(0, BM)
-        d = tl.arange(0, DP)
-        dv = tl.arange(0, DVP)
-        n = tl.arange(0, BN)
-        items = tl.cdiv(units * G, BM) * K * splits
-        for item in range(tl.program_id(0), items, PROGRAMS):
-            head = item % K
-            split = item // K % splits
-            row = item // (K * splits) * BM + m
-            there = row < units * G
-            token = tl.load(unit_ptr + row // G * 4, mask=there, other=0).to(tl.int64)
-            q_head = head * G + row % G
-            q_at = q_ptr + (token * q_st + q_head * q_sh)[:, None] + d[None, :]
-            q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
-            highest = tl.full([BM], LOWEST, tl.float32)
-            total = tl.zeros([BM], tl.float32)
-            acc = tl.zeros([BM, DVP], tl.float32)
-            stop = tl.minimum(shared, (split + 1) * per)
-            if FP8 is not None:
-                q_even, q_odd = halves(q)
-                even, odd = halves(acc)
-            for start in range(split * per, stop, BN):
-                at = start + n
-                mask = at < stop
-                entry = tl.load(row_table + at // PAGE, mask=mask, other=0)
-                k_offsets, v_offsets = entry * kp_se + at % PAGE * kp_ss, entry * vp_se + at % PAGE * vp_ss
-                if FP8 is None:
-                    k = load_tile(kp_ptr + head * kp_sh, k_offsets, mask, D, DP, FP8, TO)
-                    v = load_tile(vp_ptr + head * vp_sh, v_offsets, mask, DV, DVP, FP8, TO)
-                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                    if SOFTCAP:
-                        scores = softcapped(scores, softcap)
-                    scores = tl.where(mask[None, :], scores * LOG2E, float("-inf"))
-                    weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
-                    acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
-                else:
-                    k_scale, exponent, share = tile_scales(
-                        scales_ptr + head, scales_se, row_table, 1, start, 0, stop, K, PAGE, BN, False, ASM
-                    )
-                    highest, total, even, odd = attend_fp8(
-                        q_even, q_odd, highest, total, even, odd, kp_ptr + head * kp_sh, k_offsets,
-                        vp_ptr + head * vp_sh, v_offsets, k_scale, exponent, share, mask, mask[None, :], scale, softcap,
-                        D, DP, DV, DVP, SOFTCAP, FP8, TO, ASM,
-                    )  # fmt: skip
-            if FP8 is not None:
-                acc = joined(even, odd)
-            place = split * shared_split + row // G * (K * G) + q_head
-            tl.store(shared_sums_ptr + place * 2, highest, mask=there)
-            tl.store(shared_sums_ptr + place * 2 + 1, total, mask=there)
-            tl.store(shared_ptr + place[:, None] * DV + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])
