@@ -316,7 +316,7 @@ def test_rows_that_begin_with_different_pages_have_graphs_that_do_not_look_for_s
     monkeypatch.setattr(PagedBackend, "capabilities", replace(PagedBackend.capabilities, min_sharing_rows=3))
     llm = start(model)
     graphs = runner_of(llm)._graphs
-    decode = [(key.rows, key.apart) for key in graphs.keys if key.decode]
+    decode = [(key.rows, key.no_shared_prefix) for key in graphs.keys if key.decode]
     assert decode == [(6, True), (6, False), (4, True), (4, False), (2, False), (1, False)]
     ran: list[GraphKey] = []
     replay = graphs.replay
@@ -326,17 +326,19 @@ def test_rows_that_begin_with_different_pages_have_graphs_that_do_not_look_for_s
     for name, prompts in (("apart", PROMPTS), ("shared", shared), ("apart again", PROMPTS), ("two", PROMPTS[:2])):
         ran.clear()
         llm.generate(prompts, PARAMS, use_tqdm=False)
-        found[name] = {(key.rows, key.apart) for key in ran if key.decode}
+        found[name] = {(key.rows, key.no_shared_prefix) for key in ran if key.decode}
     assert (6, True) in found["apart"] and (6, False) not in found["apart"]
     assert (6, False) in found["shared"]
     assert (6, False) not in found["apart again"]
     assert found["two"] <= {(2, False), (1, False)}
-    states = {captured.key: captured.states[0].sharing for captured in graphs._decode.graphs + graphs._apart.graphs}
-    assert all(sharing is not key.apart for key, sharing in states.items())
+    states = {
+        captured.key: captured.states[0].sharing for captured in graphs._decode.graphs + graphs._no_shared_prefix.graphs
+    }
+    assert all(sharing is not key.no_shared_prefix for key, sharing in states.items())
 
 
 def test_graphs_for_shared_pages_are_few() -> None:
     keys = decode_keys(decode_sizes(72), 16)
-    assert [key.rows for key in keys if not key.apart] == [1, 2, 4, 8, 16, 32, 64, 72]
-    assert [key.rows for key in keys if key.apart] == [16, 24, 32, 40, 48, 56, 64, 72]
-    assert not any(key.apart for key in decode_keys(decode_sizes(72), 0))
+    assert [key.rows for key in keys if not key.no_shared_prefix] == [1, 2, 4, 8, 16, 32, 64, 72]
+    assert [key.rows for key in keys if key.no_shared_prefix] == [16, 24, 32, 40, 48, 56, 64, 72]
+    assert not any(key.no_shared_prefix for key in decode_keys(decode_sizes(72), 0))

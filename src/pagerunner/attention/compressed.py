@@ -24,7 +24,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import CompressedCall, IndexerQueries, Result, Tensors
 from pagerunner.attention.capability import Capabilities
 from pagerunner.attention.gathered import gathered_rows
-from pagerunner.attention.held import store_pages
+from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
 from pagerunner.batch import GroupBatch

@@ -20,7 +20,7 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, LatentCall, Projection
 from pagerunner.attention.capability import HALVES, SOFTCAP, Capabilities
-from pagerunner.attention.host_planned import HostPages, PinnedTurn, max_pages
+from pagerunner.attention.host_planned import HostPages, PlanFence, max_pages
 from pagerunner.attention.paged_mla import absorb, to_values
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.paged_attention import prepare_heads_, store_kv_
@@ -108,9 +108,9 @@ class PlanState:
 
     shape: GraphShape | None
     workspace: Workspace
-    wrappers: dict[Any, tuple[Any, PinnedTurn]] = field(default_factory=dict)
+    wrappers: dict[Any, tuple[Any, PlanFence]] = field(default_factory=dict)
 
-    def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PinnedTurn]:
+    def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PlanFence]:
         """That of `key`, made by `make(self.workspace, graph buffers)` when it is first asked for."""
         found = self.wrappers.get(key)
         if found is None:
@@ -120,7 +120,7 @@ class PlanState:
                 rows = self.shape.rows
                 sizes = (rows + 1, rows + 1, max_pages(inputs, rows), rows)
                 buffers = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-            found = self.wrappers[key] = (make(self.workspace, buffers), PinnedTurn(device))
+            found = self.wrappers[key] = (make(self.workspace, buffers), PlanFence(device))
         return found
 
     def pages(self, inputs: PlanInputs) -> HostPages:
@@ -211,8 +211,8 @@ class FlashInferBackend(_HostPlanned):
                 return kind(memory, "NHD", backend=kernels)
             return kind(memory, "NHD", True, *buffers, backend=kernels)
 
-        wrapper, turn = plan.state.wrapper((use, kernels), make, inputs)
-        with turn:
+        wrapper, fence = plan.state.wrapper((use, kernels), make, inputs)
+        with fence:
             wrapper.plan(
                 pages.query_start,
                 pages.page_start,
@@ -260,11 +260,11 @@ class FlashInferLatentBackend(_HostPlanned):
             kind, memory = library.BatchMLAPagedAttentionWrapper, workspace.on(inputs.page_table.device)
             return kind(memory) if buffers is None else kind(memory, True, *buffers)
 
-        wrapper, turn = plan.state.wrapper(use, make, inputs)
+        wrapper, fence = plan.state.wrapper(use, make, inputs)
         # Padding counts as rows of one query without keys: how its kernels are launched depends on the mean number of
         # queries, which must be what it was at the capture.
         query_start = torch.arange(len(pages.kv_len) + 1, dtype=torch.int32)
-        with turn:
+        with fence:
             wrapper.plan(
                 query_start,
                 pages.page_start,

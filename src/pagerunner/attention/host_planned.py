@@ -69,7 +69,7 @@ def _padded(values: np.ndarray, rows: int) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
-class PinnedTurn:
+class PlanFence:
     """Keeps a plan on the host from being overwritten before the device has read it.
 
     Such libraries write a plan into pinned memory and copy it asynchronously; with two steps in flight, the next plan

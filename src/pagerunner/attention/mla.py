@@ -27,7 +27,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, Result, UpProjection
 from pagerunner.attention.capability import Capabilities
 from pagerunner.attention.gathered import gathered_rows
-from pagerunner.attention.held import store_pages
+from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend
 from pagerunner.ops.pages import slot_layout

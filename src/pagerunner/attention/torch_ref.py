@@ -16,7 +16,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, Heads, Result
 from pagerunner.attention.capability import HEADS, WINDOW_VECTORS, Capabilities
 from pagerunner.attention.gathered import gathered_rows
-from pagerunner.attention.held import store
+from pagerunner.attention.kv_store import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import GroupBatch, KVPages
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots

@@ -126,23 +126,23 @@ class Attention(Module):
 
     def __call__(self, x_TD: torch.Tensor, angles: Angles, batch: ForwardBatch) -> torch.Tensor:
         """Attention of the normed hidden states."""
-        turn = angles.window if self.ratio == 1 else angles.tokens
+        rope = angles.window if self.ratio == 1 else angles.tokens
         both = self.a_proj(x_TD)
         query_TR = self.q_norm(both[:, : self.rank])
         q_THd = self.wq_b(query_TR).view(-1, self.num_heads, self.head_dim)
         q_THd = rms_norm(q_THd, torch.ones_like(q_THd[0, 0]), self.eps)
         vectors_Td = self.norm(both[:, self.rank :])
-        rope_pairs_(q_THd[..., -self.rope_dim :], turn)
-        rope_pairs_(vectors_Td[:, None, -self.rope_dim :], turn)
+        rope_pairs_(q_THd[..., -self.rope_dim :], rope)
+        rope_pairs_(vectors_Td[:, None, -self.rope_dim :], rope)
         sinks_H = self.weights["attn_sink"]
         if self.ratio == 1:
             out_THd = self.attend_window(q_THd, vectors_Td, batch, sinks_H)
         else:
             window = self.attend_window.partial(q_THd, vectors_Td, batch)
             vectors_Nd, keys_NI = self._slots(x_TD, angles, batch)
-            chooser = self.indexer(x_TD, query_TR, turn) if self.sparse else None
+            chooser = self.indexer(x_TD, query_TR, rope) if self.sparse else None
             out_THd = self.attend_slots(q_THd, window, vectors_Nd, keys_NI, chooser, batch, sinks_H)
-        rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(turn.cos_T1D, -turn.sin_T1D))  # values were turned too
+        rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(rope.cos_T1D, -rope.sin_T1D))  # values were rotated too
         grouped = out_THd.reshape(out_THd.shape[0], self.groups, -1).transpose(0, 1)
         weight = self.wo_a.weights["weight"].view(self.groups, -1, grouped.shape[-1])
         return self.wo_b(torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1))
@@ -156,12 +156,12 @@ class Attention(Module):
         inputs = (*(pooling.project(x_TD) for pooling in poolings), batch.positions)
         pooled = self.pool(recurrence, inputs, batch)
         done_N = self.attend_slots.completed(batch)
-        turn = angles.slots(self.ratio, done_N)
+        rope = angles.slots(self.ratio, done_N)
         pooled_N = pooled.index_select(0, done_N)
-        vectors = self.compressor.finish(pooled_N[:, : self.head_dim], self.rope_dim, turn, x_TD.dtype)
+        vectors = self.compressor.finish(pooled_N[:, : self.head_dim], self.rope_dim, rope, x_TD.dtype)
         if not self.sparse:
             return vectors, None
-        keys = self.indexer.compressor.finish(pooled_N[:, self.head_dim :], self.rope_dim, turn, x_TD.dtype)
+        keys = self.indexer.compressor.finish(pooled_N[:, self.head_dim :], self.rope_dim, rope, x_TD.dtype)
         return vectors, keys
 
 

@@ -113,13 +113,13 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one;
-    with `apart`, rows don't all begin with the same pages.
+    with `no_shared_prefix`, rows don't all begin with the same pages.
     """
 
     rows: int
     tokens: int
     decode: bool
-    apart: bool = False
+    no_shared_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Captured:
     states: list[Any]
 
 
-class _Shelf:
+class _BySize:
     """Graphs of one kind by size, the smallest first."""
 
     def __init__(self, graphs: list[Captured]) -> None:
@@ -184,7 +184,7 @@ def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
     """
     keys = [GraphKey(size, size, True) for size in sizes if not min_sharing_rows or size < min_sharing_rows]
     shared = [size for size in sizes if 0 < min_sharing_rows <= size]
-    keys += [GraphKey(size, size, True, apart=True) for size in shared]
+    keys += [GraphKey(size, size, True, no_shared_prefix=True) for size in shared]
     return keys + [
         GraphKey(size, size, True) for size in shared if size % SHARING_STEP == 0 or size in (shared[0], sizes[-1])
     ]
@@ -214,16 +214,16 @@ class StepGraphs:
         if settings.engine is not None and builder.graphs:
             keys += decode_keys(settings.decode_sizes, builder.min_sharing_rows)
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
-        self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.apart), reverse=True))
-        self._decode = self._apart = self._mixed = _Shelf([])
+        self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
+        self._decode = self._no_shared_prefix = self._mixed = _BySize([])
 
     def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
         """The smallest graph that the step fits in; `needs_hidden`: one that puts hidden states out."""
         where = step.where
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
             return self._mixed.find(where.tokens)
-        if self._apart.graphs and not self._builder.may_share(step.slots):
-            return self._apart.find(where.rows)
+        if self._no_shared_prefix.graphs and not self._builder.may_share(step.slots):
+            return self._no_shared_prefix.find(where.rows)
         return self._decode.find(where.rows)
 
     def replay(self, captured: Captured, step: StagedStep, state_saves: Sequence[StateSave]) -> Tensors:
@@ -246,7 +246,7 @@ class StepGraphs:
         if extremes:
             kinds: dict[tuple[bool, bool], list[GraphKey]] = {}
             for key in keys:
-                kinds.setdefault((key.decode, key.apart), []).append(key)
+                kinds.setdefault((key.decode, key.no_shared_prefix), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
@@ -270,14 +270,18 @@ class StepGraphs:
             if collects:
                 gc.enable()
         made.reverse()
-        least = min((captured.key.rows for captured in made if captured.key.apart), default=0)
-        self._mixed = _Shelf([captured for captured in made if not captured.key.decode])
-        self._decode = _Shelf([captured for captured in made if captured.key.decode and not captured.key.apart])
-        self._apart = _Shelf([c for c in made if c.key.decode and (c.key.apart or c.key.rows < least)])
+        least = min((captured.key.rows for captured in made if captured.key.no_shared_prefix), default=0)
+        self._mixed = _BySize([captured for captured in made if not captured.key.decode])
+        self._decode = _BySize(
+            [captured for captured in made if captured.key.decode and not captured.key.no_shared_prefix]
+        )
+        self._no_shared_prefix = _BySize(
+            [c for c in made if c.key.decode and (c.key.no_shared_prefix or c.key.rows < least)]
+        )
         return CaptureReport(time.perf_counter() - started, len(made))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
-        shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.apart)
+        shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.no_shared_prefix)
         states = self._builder.new_states(shape)
         return self._builder.captured(shape, one_token=key.decode, states=states), states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagerunner.attention.held import store
+from pagerunner.attention.kv_store import store
 from pagerunner.attention.torch_ref import TorchPlan
 from pagerunner.batch import GroupBatch, KVPages
 
