@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint figures memory-table clean
+.PHONY: demo test lint figures memory-table vllm-table docs clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -41,6 +41,14 @@ figures: $(VENV)/.dev
 
 memory-table: $(VENV)/.dev
 	$(BIN)/python scripts/memory_table.py
+
+# The flag tables of docs/coming-from-vllm.md, from the code.
+vllm-table: $(VENV)/.dev
+	$(BIN)/python scripts/vllm_table.py
+
+# The reference as a static site in build/reference, from the docstrings; no network is used.
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/reference.py build/reference
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,10 +22,10 @@ from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.engine.structured_output import grammar_door
+from pagerunner.engine.structured_output.grammar_worker import Order
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
 from pagerunner.types import (
     EngineRequest,
-    Grammar,
     RequestOutput,
     RequestUpdate,
     SamplingParams,
@@ -358,13 +358,14 @@ def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
 ) -> None:
     monkeypatch.setattr(grammar_door, "KEPT", 2)
     checks: list[str] = []
-    check = grammar_door.GrammarDoor._check
+    send = grammar_door._Process.send
 
-    def counted(self: Any, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
-        checks.append(str(wanted.regex))
-        return check(self, line, wanted)
+    def counted(self: Any, order: Order) -> None:
+        if order.wanted is not None:
+            checks.append(str(order.wanted.regex))
+        send(self, order)
 
-    monkeypatch.setattr(grammar_door.GrammarDoor, "_check", counted)
+    monkeypatch.setattr(grammar_door._Process, "send", counted)
 
     async def test(engine: AsyncEngine) -> None:
         wanted = [StructuredOutputsParams(regex=f"a{{{count}}}") for count in range(1, 8)]

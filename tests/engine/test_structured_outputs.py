@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -18,10 +17,7 @@ from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
 from pagerunner.engine.startup import build
 from pagerunner.engine.structured_output import grammar as module
-from pagerunner.engine.structured_output import grammar_door
-from pagerunner.engine.structured_output.grammar_door import GrammarDoor
-from pagerunner.errors import InvalidRequestError, RequestFailedError
-from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Grammar
 
 TIGHT = {"max_model_len": 192, "num_gpu_blocks_override": 14, "max_num_seqs": 6, "max_in_flight": 2}
@@ -328,65 +324,51 @@ def test_a_grammar_that_would_end_the_process_ends_the_checkers_only(llm: LLM, k
     assert re.fullmatch("[ab]{3}", output.outputs[0].text)
 
 
-def test_the_door_checks_once_and_gives_up_in_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
-    first = door.check(StructuredOutputsParams(regex="a+"))
-    assert first == door.check(StructuredOutputsParams(regex="a+"))
-    assert door.check(StructuredOutputsParams(regex="a+", after="x")).after == "x"
-    monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 0.3)
-    slow = StructuredOutputsParams(grammar=chain(3_000, "::="))
-    for _ in range(2):
-        with pytest.raises(InvalidRequestError, match="0.3 seconds"):
-            door.check(slow)
-    with pytest.raises(InvalidRequestError, match="0.3 seconds"):
-        asyncio.run(door.prepare(slow))
-    monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 5.0)
-    asyncio.run(door.prepare(StructuredOutputsParams(regex="b+")))
+def test_ten_thousand_choices_and_a_thousand_optional_properties(llm: LLM) -> None:
+    random_ = random.Random(3)
+    choices = ["".join(random_.choices("abcdefghijklmnop 0123456789", k=12)) for _ in range(limits.MAX_CHOICES)]
+    closed = {"properties": {f"p{n}": {"type": "boolean"} for n in range(1_000)}, "additionalProperties": False}
+    schema = {"type": "object", "minProperties": 0, **closed}
+    del schema["minProperties"]
+    chosen, made = llm.generate(["a", "b"], [wants(choice=choices), wants(json=schema, seed=2)], use_tqdm=False)
+    assert chosen.outputs[0].text in choices
+    assert made.error is None and made.outputs[0].text.startswith("{")
+    if made.outputs[0].finish_reason == "stop":
+        assert json.loads(made.outputs[0].text).keys() <= closed["properties"].keys()  # type: ignore[attr-defined]
 
 
-def test_a_grammar_that_a_busy_machine_made_late_may_be_tried_again(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = grammar_door._Checker.ask
-
-    def never_in_a_microsecond(self: grammar_door._Checker, line: bytes, seconds: float) -> object:
-        if seconds < 1e-3:  # the answer may be there all the same if this process is the slower one
-            raise TimeoutError
-        return ask(self, line, seconds)
-
-    monkeypatch.setattr(grammar_door._Checker, "ask", never_in_a_microsecond)
-    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
-    good = StructuredOutputsParams(regex="[ab]{7}")
-    asyncio.run(door.prepare(StructuredOutputsParams(regex="a+")))
-    with monkeypatch.context() as busy:
-        busy.setattr(limits, "MAX_GRAMMAR_SECONDS", 1e-6)
-        for _ in range(2):
-            with pytest.raises(InvalidRequestError, match="seconds to compile"):
-                asyncio.run(door.prepare(good))
-    assert asyncio.run(door.prepare(good)).text == door.check(good).text
-    fresh = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
-    with monkeypatch.context() as busy:
-        busy.setattr(grammar_door, "TOKENIZER_SECONDS", 1e-6)
-        with pytest.raises(RequestFailedError, match="didn't start"):
-            asyncio.run(fresh.prepare(good))
-    assert asyncio.run(fresh.prepare(good)).text
-    asked: list[bytes] = []
-    monkeypatch.setattr(grammar_door._Checker, "ask", lambda self, line, seconds: asked.append(line))
-    for _ in range(2):
-        assert door.check(good).text
-    assert not asked, "what was settled is remembered"
+def test_json_has_no_endless_white_space(llm: LLM) -> None:
+    """A model that likes blanks and newlines above all can't fill its limit with them."""
+    ids = {id_: 50.0 for text in (" ", "\n", "\t", "  ", "\n\n") for id_ in llm.get_tokenizer().encode(text)}
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    [made] = llm.generate("abc", wants(json=schema, logit_bias=ids, max_tokens=190), use_tqdm=False)
+    assert made.outputs[0].finish_reason == "stop", made.outputs[0].text
+    assert json.loads(made.outputs[0].text) == {"a": 1}
+    assert max(map(len, re.findall(r"\s*", made.outputs[0].text))) <= 66
+    [made] = llm.generate(
+        "abc", wants(json=schema, logit_bias=ids, whitespace_pattern="[ ]{0,2}", max_tokens=190), use_tqdm=False
+    )
+    assert re.search(r"\s{3}|\n", made.outputs[0].text) is None and json.loads(made.outputs[0].text) == {"a": 1}
+    pretty = json.dumps({"a": 1}, indent=4)
+    [made] = llm.generate(
+        "abc",
+        wants(json=schema, logit_bias=dict.fromkeys(llm.get_tokenizer().encode(pretty), 30.0), max_tokens=190),
+        use_tqdm=False,
+    )
+    assert json.loads(made.outputs[0].text) == {"a": 1}
 
 
-def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_door.GrammarDoor, "_check", lambda *args: pytest.fail("it reached the compiler"))
-    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0])
-    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20_000)}}
-    with pytest.raises(InvalidRequestError, match="at most 262,144 are allowed"):
-        asyncio.run(door.prepare(StructuredOutputsParams(json=schema)))
+def test_a_grammar_that_gets_too_much_to_follow_says_so(llm: LLM) -> None:
+    """Nested repetitions compile at once and grow with every token."""
+    [only] = llm.get_tokenizer().encode("a")
+    many = wants(regex="((((a{1,100}){1,100}){1,100}){1,100})", allowed_token_ids=[only], max_tokens=150)
+    [made] = llm.generate("abc", many, use_tqdm=False)
+    assert "nested repetitions" in (made.error or "") and "non-verbose" not in (made.error or "")
+    two = wants(regex="((a{1,100}){1,100})", allowed_token_ids=[only], max_tokens=120)
+    [made] = llm.generate("abc", two, use_tqdm=False)
+    assert made.error is None and made.outputs[0].text == "a" * 120
 
 
-def test_a_tokenizer_that_llguidance_does_not_know(checkpoint: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="tokenizer"):
-        GrammarDoor('{"version": "1.0"}', 512, [0]).check(StructuredOutputsParams(regex="a"))
+def test_what_the_compiler_says_is_a_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"followed: no finite text matches it\.$"):
+        llm.generate("abc", wants(json={"$ref": "#"}), use_tqdm=False)

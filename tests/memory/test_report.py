@@ -23,7 +23,11 @@ def test_human_bytes() -> None:
 def test_table_has_a_line_per_group_and_everything_outside_the_pages() -> None:
     plan = replace(two_groups(20), other=(("weights", 5 << 20), ("page tables", 4096)))
     lines = plan_table(plan).splitlines()
-    group_lines = lines[: lines.index("")]
+    first = lines.index("")
+    assert [line.split()[0] for line in lines[:3]] == ["capacity", "concurrency", "max_model_len"], (
+        "what a person asks for"
+    )
+    group_lines = lines[first + 1 : lines.index("", first + 1)]
     assert [line.split()[0] for line in group_lines] == ["group", "full", "other"]
     assert len({len(line) for line in group_lines}) == 1, "columns are aligned"
     text = "\n".join(lines)

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,3 +264,25 @@ def _exists(base: Path, name: str) -> bool:
     if braces:
         return all(_exists(base, braces[1] + middle + braces[3]) for middle in braces[2].split(","))
     return any(base.glob(name)) if "*" in name else (base / name).exists()
+
+
+def text_literals(source: str) -> Iterator[str]:
+    """Strings of the code but docstrings; what a format fills in is "…"."""
+    tree = ast.parse(source)
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(map(id, node.values))
+            parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            yield "".join(str(part) for part in parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield re.sub(r"%[sdgr]|%\.\d+f", "…", node.value)
+
+
+def unknown_messages(document: str, literals: Iterable[str]) -> list[str]:
+    """Quotations ("> ..." lines) of a document that no literal holds; "…" stands for anything."""
+    known = "\n".join(literals)
+    quoted = [line[2:].strip() for line in document.splitlines() if line.startswith("> ")]
+    patterns = {quote: r"[^\n]*?".join(map(re.escape, quote.split("…"))) for quote in quoted}
+    return [quote for quote, pattern in patterns.items() if not re.search(pattern, known)]

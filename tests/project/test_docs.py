@@ -6,11 +6,22 @@ import importlib.util
 import re
 import sys
 
+import pytest
+
 from project import checks
 
 
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, checks.ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def documents():
-    return [checks.ROOT / "README.md", *sorted((checks.ROOT / "docs").glob("*.md"))]
+    tops = [checks.ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    return [*tops, *sorted((checks.ROOT / "docs").glob("*.md"))]
 
 
 def test_path_rule_catches():
@@ -26,11 +37,39 @@ def test_documents_name_existing_files():
     assert not any(missing.values()), missing
 
 
+def test_message_rule_catches():
+    source = '"""A sentence of a docstring."""\nraise Error(f"n must be at least 1, got {n!r}.")\nlog("Took %d s.", 3)'
+    literals = list(checks.text_literals(source))
+    assert literals == ["n must be at least 1, got ….", "Took … s."]
+    quoted = "> n must be at least 1, got …\n> Took … s.\n> n must be at least 2\n> A sentence of a docstring."
+    assert checks.unknown_messages(quoted, literals) == ["n must be at least 2", "A sentence of a docstring."]
+
+
+def test_messages_in_the_troubleshooting_page_are_the_codes():
+    literals = [
+        one for path in checks.package_files() for one in checks.text_literals(path.read_text(encoding="utf-8"))
+    ]
+    document = (checks.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert document.count("\n> ") > 25
+    assert checks.unknown_messages(document, literals) == []
+
+
+def test_the_flag_tables_are_made_from_the_code():
+    module = script("vllm_table")
+    document = module.DOCUMENT.read_text(encoding="utf-8")
+    assert module.written(document) == document, "run `make vllm-table`"
+
+
+def test_a_flag_that_the_flag_tables_have_no_word_on_is_an_error():
+    module = script("vllm_table")
+    with pytest.raises(module.UnlistedFlag, match="--brand-new is new"):
+        module.compared("--brand-new")
+    listed = [module.SAME, module.DIFFERS.keys(), module.OWN.keys()]
+    assert sum(map(len, listed)) == len(frozenset().union(*listed)), "a flag is in two lists"
+
+
 def test_the_figure_can_be_drawn_and_agrees_with_the_scheduler():
-    spec = importlib.util.spec_from_file_location("draw_figures", checks.ROOT / "scripts" / "draw_figures.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = script("draw_figures")
     figure = module.draw()  # raises if its page map and the scheduler's counts differ
     assert figure.count('class="cell">x4<') == 5
     assert len(re.findall("<rect", figure)) == 1 + 3 * module.COLUMNS * module.ROWS + 4

@@ -22,7 +22,8 @@ def pins():
 
 def direct_requirements():
     project = tomllib.loads((checks.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["dev"], *extras["docs"]]
 
 
 def installed_closure():
@@ -94,3 +95,17 @@ def test_every_tracked_text_file_stands_alone():
         if path.suffix in (".py", ".md", ".toml", ".txt", ".svg") and path.is_file():
             found = re.search(r"(?<![\w.])/(work|root|home)/", path.read_text(encoding="utf-8"))
             assert found is None or path == checks.Path(__file__), f"{name} names a path of one machine"
+
+
+def test_the_licence_is_named_and_there():
+    project = tomllib.loads((checks.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    text = (checks.ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert project["authors"] and project["keywords"]
+    assert not any(one.startswith("License ::") for one in project["classifiers"]), "PEP 639 forbids both"
+
+
+def test_the_changelog_has_this_version_and_what_comes_after_it():
+    headings = re.findall(r"^## (.+)$", (checks.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert headings[0] == "Unreleased" and headings[1].split()[0] == pagerunner.__version__

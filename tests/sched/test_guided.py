@@ -34,6 +34,9 @@ class FakeGuide:
         assert self.ready, "the mask was read before it was known"
         return b"%d" % len(self.told)
 
+    def close(self) -> None:
+        self.closed = True
+
     def advance(self, token_ids: list[int]) -> None:
         assert self.ready
         self.told += token_ids

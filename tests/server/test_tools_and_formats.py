@@ -170,11 +170,7 @@ ASK: Any = [{"role": "user", "content": "A pet, please."}]
 
 
 def test_parse_gives_a_model_of_pydantic(guided: RunningServer) -> None:
-    tokenizer = guided.engine._frontend.require_tokenizer()
-    blank = {str(token): -100 for token in range(512) if not tokenizer.decode([token]).strip()}  # its favourite
-    answer = guided.openai().chat.completions.parse(
-        model=MODEL, messages=ASK, response_format=Pet, logit_bias=blank, max_tokens=200
-    )
+    answer = guided.openai().chat.completions.parse(model=MODEL, messages=ASK, response_format=Pet, max_tokens=400)
     assert isinstance(answer.choices[0].message.parsed, Pet)
     tool = openai.pydantic_function_tool(Pet, name="buy")
     answer = guided.openai().chat.completions.parse(
@@ -248,3 +244,19 @@ def test_a_bad_grammar_is_a_400_and_neighbours_go_on(guided: RunningServer) -> N
 
     asyncio.run(main())
     guided.wait_idle()
+
+
+def test_what_a_grammar_and_the_request_exclude_together_is_the_requests_fault(guided: RunningServer) -> None:
+    """Neither a 500: the sentence names the parameter."""
+    body = {"prompt": "abc", "max_tokens": 400, "temperature": 1}
+    [letter] = guided.engine.tokenizer.encode("a", add_special_tokens=False)
+    nested = {"regex": "((((a{1,100}){1,100}){1,100}){1,100})"}
+    for extra, words in (
+        ({"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": [letter]}, "allowed_token_ids"),
+        ({"structured_outputs": nested, "allowed_token_ids": [letter]}, "nested repetitions"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "no finite text"),
+    ):
+        response = guided.post("/v1/completions", {**body, **extra})
+        error = response.json()["error"]
+        assert response.status_code == 400 and words in error["message"], response.text
+        assert error["param"] == "structured_outputs"

@@ -28,6 +28,9 @@ class TestTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def least_tokens(self, text: str, enough: int) -> int:
+        return 0
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.num_decodes += 1
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -119,7 +119,7 @@ def summary(outputs: Sequence[RequestOutput], seconds: float, plan: MemoryPlan) 
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return (
-        f"{len(outputs)} prompts, {prompt_tokens} prompt tokens ({cached} from the prefix cache), "
+        f"{len(outputs)} prompt{'s' * (len(outputs) != 1)}, {prompt_tokens} prompt tokens ({cached} from the prefix cache), "
         f"{generated} generated in {seconds:.2f} s ({generated / max(seconds, 1e-9):.0f} tokens/s); "
         f"{_pages(outputs, plan)}"
     )

@@ -71,6 +71,7 @@ PLAN_FIELDS: frozenset[str] = frozenset(
         "max_num_batched_tokens",
         "max_in_flight",
         "hf_overrides",
+        "device",
     }
 )
 _UNITS: dict[str, int] = {

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
     PLAN_FIELDS,
@@ -21,6 +22,10 @@ from pagerunner.cli.options import (
 )
 from pagerunner.cli.session import demo_model_path, find_model, note, one_model
 from pagerunner.errors import ConfigError
+from pagerunner.memory.report import human_bytes
+
+if TYPE_CHECKING:
+    from pagerunner.engine.startup.resolve import Resolved
 
 
 def build_parser() -> Parser:
@@ -28,9 +33,8 @@ def build_parser() -> Parser:
     parser = Parser("pagerunner plan", "Show how a model would use memory. Needs its config.json: no weights, no GPU.")
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory, config.json or a demo's name")
     parser.add_argument("--model", help="the same as MODEL")
-    parser.add_argument(
-        "--memory", type=reported(parse_bytes), metavar="SIZE", help="the device's memory (default: this machine's)"
-    )
+    memory_help = "memory of another machine's device, a GPU unless --device is cpu (default: this machine's)"
+    parser.add_argument("--memory", type=reported(_memory), metavar="SIZE", help=memory_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="also draw the page memory, filled with requests, into FILE")
     add_engine_options(parser, only=PLAN_FIELDS)
@@ -50,15 +54,41 @@ def run(namespace: argparse.Namespace) -> int:
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state
         from pagerunner.memory.report import plan_json, plan_table
 
-        plan = resolve(args, namespace.memory).plan
+        resolved = resolve(args, namespace.memory, plan_only=True)
+    plan, quantization = resolved.plan, resolved.model.quantization
     state = packed_state(plan)
     if namespace.svg is not None:
         _write(namespace.svg, arena_svg(plan, state))
     if namespace.json:
-        print(json.dumps(plan_json(plan), indent=2))
+        config = resolved.config
+        planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization}
+        print(json.dumps({**plan_json(plan), **planned}, indent=2))
     else:
-        print(f"{plan_table(plan)}\n\n{arena_text(plan, state)}")
+        print(f"{_heading(namespace, resolved)}\n{plan_table(plan)}\n\n{arena_text(plan, state)}")
     return 0
+
+
+def _heading(namespace: argparse.Namespace, resolved: Resolved) -> str:
+    """What the plan is for, and what it leaves out."""
+    config, quantization = resolved.config, resolved.model.quantization
+    where = "a CUDA device" if config.device == "cuda" else "a CPU"
+    memory = (
+        f"{where} with {human_bytes(namespace.memory)}" if namespace.memory is not None else f"{where}, this machine's"
+    )
+    lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
+    if config.device == "cuda":
+        lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
+    if quantization is not None:
+        method = quantization.get("quant_method", "this format")
+        lines.append(f"Weights in {method} can be planned, but not served yet; a checkpoint in bfloat16 can.")
+    return "\n".join([*lines, ""])
+
+
+def _memory(text: str) -> int:
+    size = parse_bytes(text)
+    if size < 2**20:
+        raise ValueError(f"{text} is {human_bytes(size)}, in which nothing fits; {text.rstrip(' B')}GiB has a unit")
+    return size
 
 
 def _write(file: str, text: str) -> None:

@@ -32,7 +32,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def plan_table(plan: MemoryPlan) -> str:
-    """The plan as text: one line per group, then the totals, then what is allocated outside the pages."""
+    """The plan as text: what it holds, then one line per group, then how the memory is cut and what is beside the pages."""
     header = ("group", "layers", "page tokens", "page bytes", "pages/slab", "waste", "pages", "per request")
     groups = [
         (
@@ -47,20 +47,26 @@ def plan_table(plan: MemoryPlan) -> str:
         )
         for number, group in enumerate(plan.groups)
     ]
-    totals = [
-        ("max_model_len", f"{plan.max_model_len:,} tokens"),
-        ("slabs", f"{plan.num_slabs:,} x {human_bytes(plan.slab_bytes)}"),
-        ("capacity", f"{plan.tokens:,} tokens"),
-        ("one request", f"{human_bytes(plan.request_bytes(plan.max_model_len))} at max_model_len"),
+    held = [
+        ("capacity", f"{plan.tokens:,} tokens of all requests together"),
         ("concurrency", f"{plan.max_concurrency:,.2f} requests of max_model_len (at most {plan.max_num_seqs:,} run)"),
-        ("waste", f"{plan.waste:.2%}"),
-        ("prefix hits", f"at multiples of {plan.hit_granularity:,} tokens"),
-        ("pages", f"{human_bytes(plan.kv_bytes)} of {human_bytes(plan.budget_bytes)}"),
+        ("max_model_len", f"{plan.max_model_len:,} tokens"),
+        ("one request", f"{human_bytes(plan.request_bytes(plan.max_model_len))} at max_model_len"),
+        ("pages", f"{human_bytes(plan.kv_bytes)} of the {human_bytes(plan.budget_bytes)} left for them"),
         *((name, human_bytes(size)) for name, size in plan.other),
         ("total", human_bytes(plan.kv_bytes + plan.other_bytes)),
     ]
-    width = max(len(name) for name, _ in totals)
-    return "\n".join([*_aligned([header, *groups]), "", *(f"{name.ljust(width)}  {value}" for name, value in totals)])
+    cut = [
+        ("slabs", f"{plan.num_slabs:,} of {human_bytes(plan.slab_bytes)}, each cut into pages of one group"),
+        ("waste", f"{plan.waste:.2%}"),
+        ("prefix hits", f"at multiples of {plan.hit_granularity:,} tokens"),
+    ]
+    width = max(len(name) for name, _ in (*held, *cut))
+
+    def lines(rows: list[tuple[str, str]]) -> list[str]:
+        return [f"{name.ljust(width)}  {value}" for name, value in rows]
+
+    return "\n".join([*lines(held), "", *_aligned([header, *groups]), "", *lines(cut)])
 
 
 def plan_json(plan: MemoryPlan) -> dict[str, Any]:

@@ -41,6 +41,9 @@ class Guide(Protocol):
     def wait(self, seconds: float) -> None:
         """Return when it is ready, or after that time."""
 
+    def close(self) -> None:
+        """The sequence has ended; what the guide still does is for nobody."""
+
 
 MakeGuide = Callable[[EngineRequest], Guide]
 
@@ -68,7 +71,8 @@ class GuidedSequences:
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence has finished."""
-        self._all.pop(sequence.request_id, None)
+        if self._all.pop(sequence.request_id, None) is not None and sequence.guide is not None:
+            sequence.guide.close()
         self.held.pop(sequence.request_id, None)
 
     def settled(self) -> list[Sequence]:

@@ -27,6 +27,7 @@ from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import (
+    NO_TOKEN_ALLOWED,
     EngineRequest,
     FinishReason,
     RequestUpdate,
@@ -157,7 +158,7 @@ class Scheduler:
             if self._guided.held.pop(sequence.request_id, None) is not None:
                 self._waiting.put_back(sequence)
             if guide.error is not None:
-                updates.append(self._finish(sequence, "error", error=guide.error))
+                updates.append(self._finish(sequence, "error", error=guide.error, param="structured_outputs"))
             elif guide.finished:
                 updates.append(self._finish(sequence, "stop"))
         return updates
@@ -376,7 +377,9 @@ class Scheduler:
         """Take what few rows have: a fault, log-probabilities of the prompt, a vector. The update if that ends the sequence."""
         if number in result.errors:
             self.manager.distrust(sequence.chain, row.start)
-            return self._finish(sequence, "error", error=result.errors[number])
+            error = result.errors[number]
+            param = "structured_outputs" if error == NO_TOKEN_ALLOWED else None
+            return self._finish(sequence, "error", error=error, param=param)
         if number in result.prompt_logprobs:
             sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
         if number in result.pooled:
@@ -427,6 +430,7 @@ class Scheduler:
         reason: FinishReason | None = None,
         stop: int | None = None,
         error: str | None = None,
+        param: str | None = None,
         pooled: list[float] | None = None,
     ) -> RequestUpdate:
         """An update; a sequence's first one with tokens also says what is known about its prompt."""
@@ -444,6 +448,7 @@ class Scheduler:
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
             admitted_time=sequence.admitted_time if first else 0.0,
             error=error,
+            param=param,
             pooled=pooled,
         )
 
@@ -456,6 +461,7 @@ class Scheduler:
         stop: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        param: str | None = None,
         pooled: list[float] | None = None,
     ) -> RequestUpdate:
         sequence.finished = True
@@ -476,6 +482,7 @@ class Scheduler:
             reason=reason,
             stop=stop,
             error=error,
+            param=param,
             pooled=pooled,
         )
 

@@ -15,6 +15,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagerunner import limits
+from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.errors import ConfigError
 from pagerunner.server.errors import HttpError, error_response
 
@@ -80,6 +81,7 @@ class Gate:
             return
         refusal = self._refusal(scope)
         if refusal is None:
+            SOURCE.set(self._source(scope))
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await error_response(refusal)(scope, receive, send)
@@ -100,6 +102,11 @@ class Gate:
         if access is Access.PUBLIC:
             return None
         return self._from_foreign_page(headers) or self._without_key(headers, access)
+
+    def _source(self, scope: Scope) -> str:
+        """The client's address, and which key it has: behind a proxy all come from one address."""
+        address = (scope.get("client") or ("",))[0]
+        return address if self._open else f"{address}/{hash(_header(scope['headers'], b'authorization'))}"
 
     def _from_foreign_page(self, headers: Sequence[tuple[bytes, bytes]]) -> HttpError | None:
         """A browser sends simple requests anywhere without asking, and a page's host name may be made to mean this machine."""

@@ -15,6 +15,7 @@ from pagerunner.models.configs.reader import read_json
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2.compiler import CodeGenerator
 
 
 class ChatTemplate:
@@ -61,14 +62,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the templates read. None where one is not valid; `render` says so."""
+        """The names that the templates read; none where one is not valid (`render` says so).
+
+        Even reading a template may take any time and memory: a server asks its template process instead.
+        """
         import jinja2
-        from jinja2.meta import find_undeclared_variables
 
         environment = _environment()
         try:
-            found = [find_undeclared_variables(environment.parse(text)) for text in self.templates.values()]
-        except jinja2.TemplateSyntaxError:
+            found = [_undeclared(environment, text) for text in self.templates.values()]
+        except jinja2.TemplateError:
             return frozenset()
         return frozenset().union(*found) - environment.globals.keys()
 
@@ -134,10 +137,37 @@ def _read(file: Path) -> str:
 
 
 @functools.cache
+def _without_folding(base: type[CodeGenerator]) -> type[CodeGenerator]:
+    """A compiler that computes nothing. Jinja's own computes constants, such as `"a" * 3000000000` in a branch that is never
+    taken."""
+    from jinja2.nodes import Impossible, TemplateData
+
+    class WithoutFolding(base):  # type: ignore[misc, valid-type]
+        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+            if not isinstance(node, TemplateData):
+                raise Impossible
+            return str(super()._output_child_to_const(node, frame, finalize))
+
+    return WithoutFolding
+
+
+def _undeclared(environment: jinja2.Environment, text: str) -> set[str]:
+    """As jinja2.meta.find_undeclared_variables, without computing constants."""
+    from jinja2.meta import TrackingCodeGenerator
+
+    tracking: Any = _without_folding(TrackingCodeGenerator)
+    generator = tracking(environment)
+    generator.visit(environment.parse(text))
+    found: set[str] = generator.undeclared_identifiers
+    return found
+
+
+@functools.cache
 def _environment() -> jinja2.Environment:
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
+    from jinja2.compiler import CodeGenerator
     from jinja2.nodes import CallBlock, Node
     from jinja2.parser import Parser
 
@@ -155,8 +185,12 @@ def _environment() -> jinja2.Environment:
             return caller()
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
+        optimized=False,
     )
+    environment.code_generator_class = _without_folding(CodeGenerator)
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)

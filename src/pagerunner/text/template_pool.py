@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,35 +14,65 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.text.fair_slots import FairSlots
 from pagerunner.text.template_worker import Done, Job, Setup, pack
 from pagerunner.text.tokenizer import Tokenizer
 
-_MOST_WORKERS = 4
+logger = logging.getLogger(__name__)
+
+_QUICK_AT_ONCE = 8
+_SLOW_AT_ONCE = 4
+_QUICK_SECONDS = 0.5  # after which a conversation counts as slow
+_SLOW_NICENESS = 19
+_KEPT_IDLE = 4
+_PATIENCE_SECONDS = 0.05
 _START_SECONDS = 60.0
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", *(limits.PREFIX + limit.name for limit in limits.TABLE))
 
 
 class TemplateRenderer:
-    """Renders with a tokenizer's chat template. Processes are started when they are needed, up to four, and kept.
+    """Renders with a tokenizer's chat template, in processes that are started when they are needed. This process never reads
+    a template itself.
 
     One conversation costs a message to a process and back. A process that is late, dies or loses its client is replaced.
+    A conversation that takes longer than a moment goes on among the slow ones, of which only a few run at once; it may have to begin
+    again there. So slow conversations don't hold up others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._idle: list[asyncio.subprocess.Process] = []
-        self._slots = asyncio.Semaphore(_MOST_WORKERS)
+        self._hoping: list[asyncio.Future[asyncio.subprocess.Process]] = []
+        self._busy = 0  # processes with a conversation that is not slow yet
+        self._quick = FairSlots(_QUICK_AT_ONCE)
+        self._slow = FairSlots(_SLOW_AT_ONCE)
         self._done = msgspec.msgpack.Decoder(Done)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt text; `options` are what `Tokenizer.apply_chat_template` takes by name, but for the template.
+    async def variables(self) -> frozenset[str]:
+        """The names that the template reads beside special tokens. None without a template, or when it can't be read; each
+        conversation then hears why."""
+        if self._tokenizer.chat_template is None:
+            return frozenset()
+        try:
+            process, ready = await self._start()
+        except (InvalidRequestError, RequestFailedError) as error:
+            logger.warning("The chat template can't be read: %s", error)
+            return frozenset()
+        self._idle.append(process)
+        return frozenset(ready.variables) - self._tokenizer.special_tokens.keys()
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], source: str = "") -> str:
+        """The prompt text.
+
+        Args:
+            messages: the conversation.
+            options: what `Tokenizer.apply_chat_template` takes by name, but for the template.
+            source: whoever asks; clients get equal shares.
 
         Raises:
             InvalidRequestError: there is no template, it refuses the conversation, or takes too long or too much memory.
             RequestFailedError: no process could be started.
         """
-        template = self._tokenizer.chat_template
-        if template is None:
+        if self._tokenizer.chat_template is None:
             return self._tokenizer.apply_chat_template(messages)  # says what is missing
         variables = {**self._tokenizer.special_tokens, **options}
         tools = variables.pop("tools", None)
@@ -49,15 +80,7 @@ class TemplateRenderer:
             frame = pack(Job([dict(message) for message in messages], tools, variables))
         except (UnicodeEncodeError, OverflowError, TypeError, RecursionError) as error:
             raise InvalidRequestError(f"messages hold a value that no template takes: {error}.", "messages") from error
-        setup = Setup(template.templates, template.where)
-        async with self._slots:
-            process = self._idle.pop() if self._idle else await _start(setup)
-            try:
-                done = await self._exchange(process, frame)
-            except BaseException:
-                await _end(process)
-                raise
-            self._idle.append(process)
+        done = await self._in_turn(frame, source)
         if done.error is not None:
             raise InvalidRequestError(done.error, done.param)
         return done.text
@@ -67,10 +90,136 @@ class TemplateRenderer:
         while self._idle:
             await _end(self._idle.pop())
 
-    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes) -> Done:
+    async def _in_turn(self, frame: bytes, source: str) -> Done:
+        await self._quick.acquire(source)
+        try:
+            run, done = await self._quickly(frame)
+            if done is None and run.died:  # perhaps it was killed before it saw the conversation
+                run, done = await self._quickly(frame)
+            if done is not None:
+                await self._keep(run.process)
+                return done
+            goes_on = run.running and self._slow.take(source)
+        finally:
+            self._quick.release(source)
+        if not run.running:
+            return await run.result()
+        if not goes_on:
+            await run.end()
+            await self._slow.acquire(source)
+        try:
+            if not goes_on:
+                run = await self._begin(frame)
+            run.lower_priority()
+            return await run.result()
+        finally:
+            await run.end()
+            self._slow.release(source)
+
+    async def _quickly(self, frame: bytes) -> tuple[_Run, Done | None]:
+        run = await self._begin(frame)
+        self._busy += 1
+        try:
+            return run, await run.wait(_QUICK_SECONDS)
+        finally:
+            self._busy -= 1
+
+    async def _begin(self, frame: bytes) -> _Run:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return _Run(process, frame, self._done)
+        process = await self._spare() or (await self._start())[0]
+        return _Run(process, frame, self._done)
+
+    async def _spare(self) -> asyncio.subprocess.Process | None:
+        """A process that gets free in a moment, as most conversations take less than it takes to start one."""
+        given: asyncio.Future[asyncio.subprocess.Process] = asyncio.get_running_loop().create_future()
+        self._hoping.append(given)
+        try:
+            await asyncio.wait([given], timeout=_PATIENCE_SECONDS if self._busy else 0)
+        except BaseException:
+            if given.done():
+                self._idle.append(given.result())
+            raise
+        finally:
+            if not given.done():
+                self._hoping.remove(given)
+        return given.result() if given.done() else None
+
+    async def _keep(self, process: asyncio.subprocess.Process) -> None:
+        if self._hoping:
+            self._hoping.pop(0).set_result(process)
+        elif len(self._idle) < _KEPT_IDLE:
+            self._idle.append(process)
+        else:
+            await _end(process)
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process, Done]:
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise RuntimeError("there is no chat template")
+        process, frame = await _start(Setup(template.templates, template.where))
+        return process, self._done.decode(frame)
+
+
+class _Run:
+    """One conversation in one process, which is ended if the caller leaves."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, frame: bytes, decoder: msgspec.msgpack.Decoder[Done]
+    ) -> None:
+        self.process = process
+        self._decoder = decoder
+        self._answer = asyncio.ensure_future(self._exchange(frame))
+
+    @property
+    def running(self) -> bool:
+        """Whether there is no answer yet."""
+        return not self._answer.done()
+
+    @property
+    def died(self) -> bool:
+        """Whether the process has ended by itself."""
+        return not self.running and isinstance(self._answer.exception(), _DiedError)
+
+    async def wait(self, seconds: float) -> Done | None:
+        """The answer; None when there is none yet, or the process has ended. Raises what `result` raises otherwise."""
+        try:
+            await asyncio.wait([self._answer], timeout=seconds)
+        except BaseException:
+            await self.end()
+            raise
+        if self.running:
+            return None
+        if self.died:
+            await self.end()
+            return None
+        return await self.result()
+
+    async def result(self) -> Done:
+        """The answer. Raises InvalidRequestError when it takes too long or the process dies."""
+        try:
+            return await self._answer
+        except BaseException:
+            await self.end()
+            raise
+
+    async def end(self) -> None:
+        """End the process."""
+        self._answer.cancel()
+        await asyncio.gather(self._answer, return_exceptions=True)
+        await _end(self.process)
+
+    def lower_priority(self) -> None:
+        """Let whatever else runs on this machine go first."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, _SLOW_NICENESS)
+
+    async def _exchange(self, frame: bytes) -> Done:
         try:
             async with asyncio.timeout(limits.TEMPLATE_SECONDS):
-                return self._done.decode(await _ask(process, frame))
+                return self._decoder.decode(await _ask(self.process, frame))
         except TimeoutError:
             raise InvalidRequestError(
                 f"The chat template took more than {limits.TEMPLATE_SECONDS} seconds for this conversation "
@@ -78,9 +227,13 @@ class TemplateRenderer:
                 param="messages",
             ) from None
         except (OSError, EOFError) as error:
-            raise InvalidRequestError(
+            raise _DiedError(
                 "The process that rendered the chat template died of this conversation.", param="messages"
             ) from error
+
+
+class _DiedError(InvalidRequestError):
+    """The process has ended without an answer."""
 
 
 async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
@@ -92,26 +245,24 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
     return await process.stdout.readexactly(int.from_bytes(size, "big"))
 
 
-async def _start(setup: Setup) -> asyncio.subprocess.Process:
+async def _start(setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}  # no keys
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "pagerunner.text.template_worker"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**kept, "PYTHONPATH": path},
+        env={**limits.helper_environment(), "PYTHONPATH": path},
         start_new_session=True,  # a Ctrl-C is for the server, which drains first
     )
     try:
         async with asyncio.timeout(_START_SECONDS):
-            await _ask(process, pack(setup))
+            return process, await _ask(process, pack(setup))
     except (OSError, EOFError, TimeoutError) as error:
         await _end(process)
         raise RequestFailedError(f"The process that renders chat templates could not be started: {error!r}.") from error
     except BaseException:
         await _end(process)
         raise
-    return process
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

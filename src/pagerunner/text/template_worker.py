@@ -8,6 +8,7 @@ a length of 4 bytes and MessagePack.
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -18,6 +19,8 @@ import msgspec
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.text.chat_template import ChatTemplate
+
+_NICENESS = 5
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -36,9 +39,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The text, or why there is none. The first one says that the process is ready."""
+    """The text, or why there is none. The first one says that the process is ready, and which names the templates read."""
 
     text: str = ""
+    variables: list[str] = []
     error: str | None = None
     param: str | None = None
 
@@ -68,14 +72,24 @@ def _render(template: ChatTemplate, job: Job) -> Done:
         return Done(error=str(error), param=error.param)
 
 
+def _variables(template: ChatTemplate) -> list[str]:
+    try:
+        return sorted(template.variables)
+    except (MemoryError, RecursionError):
+        return []  # rendering will say so
+
+
 def main() -> None:
     """Serve until standard input ends."""
+    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (limits.TEMPLATE_MEGABYTES * 2**20,) * 2)
     setup = msgspec.msgpack.decode(_read(), type=Setup)
     template = ChatTemplate(setup.templates, setup.where)
     jobs = msgspec.msgpack.Decoder(Job)
-    _write(Done())
+    signal.alarm(limits.TEMPLATE_SECONDS + 1)
+    _write(Done(variables=_variables(template)))
+    signal.alarm(0)
     while True:
         data = _read()
         signal.alarm(limits.TEMPLATE_SECONDS + 1)  # even if nobody is left to end us

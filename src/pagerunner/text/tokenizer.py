@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +15,12 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from pagerunner.errors import CheckpointError, InvalidRequestError
 from pagerunner.models.configs.reader import read_json
 from pagerunner.text.chat_template import ChatTemplate
+from pagerunner.text.token_bound import bytes_per_token, least_tokens, swallows_whitespace
 
 _LONG_CHARS = 2_048
+_LARGE_CHARS = 500_000  # from here on a text takes hundreds of megabytes while it is tokenised
+_PIECE_CHARS = 65_536
+_COMMON_CHARS_PER_TOKEN = 8  # texts of more are looked at in pieces first
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -105,7 +111,36 @@ class Tokenizer:
         if len(text) < _LONG_CHARS:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # The same ids; but other threads go on meanwhile, and places in the text, which nobody wants, aren't kept.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        ids = list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        if len(text) > _LARGE_CHARS:
+            _give_memory_back()
+        return ids
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that `text` has at least; beyond `enough` nobody wants to know more.
+
+        The length and the longest token tell it for nothing. Where they don't suffice and the text is still suspiciously
+        long, pieces of it are tokenised, until there are twice as many tokens as `enough`: where the text was cut, there may be a few
+        more than in the whole.
+        """
+        if len(text) < _LONG_CHARS:
+            return 0
+        most_bytes, without_whitespace = self._bytes_per_token
+        least = 0 if most_bytes is None else least_tokens(text, most_bytes, without_whitespace)
+        if least >= enough or len(text) <= max(_PIECE_CHARS, _COMMON_CHARS_PER_TOKEN * enough):
+            return least
+        found = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            found += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
+            if found > 2 * enough:
+                return max(least, found // 2)
+        return least
+
+    @functools.cached_property
+    def _bytes_per_token(self) -> tuple[int | None, bool]:
+        text = self.to_json()
+        return bytes_per_token(text, self._backend.get_vocab(with_added_tokens=True)), swallows_whitespace(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not whole characters become U+FFFD, ids beyond the vocabulary nothing."""
@@ -134,6 +169,12 @@ class Tokenizer:
             )
         variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         return template.render(messages, tools, variables)
+
+
+def _give_memory_back() -> None:
+    """The allocator keeps what the tokenizer has freed, more than a gigabyte after a text of some megabytes."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _require_text(text: object) -> None:

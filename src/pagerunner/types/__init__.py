@@ -6,10 +6,20 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 from pagerunner.types.checks import show
 from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutputsParams
-from pagerunner.types.plan import PageCopy, SlotInit, StateSave, StepPlan, StepResult, StepRow, TableWrite
+from pagerunner.types.plan import (
+    NO_TOKEN_ALLOWED,
+    PageCopy,
+    SlotInit,
+    StateSave,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TableWrite,
+)
 from pagerunner.types.request import EngineRequest, FinishReason, Grammar, Pooling, RequestUpdate, TokenLogprobs
 
 __all__ = [
+    "NO_TOKEN_ALLOWED",
     "CompletionOutput",
     "EngineRequest",
     "FinishReason",

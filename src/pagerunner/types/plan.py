@@ -8,6 +8,12 @@ import msgspec
 
 from pagerunner.types.request import EngineRequest, TokenLogprobs
 
+NO_TOKEN_ALLOWED = (
+    "No token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias "
+    "together exclude every token."
+)
+"""In StepResult.errors, what the request itself is to blame for."""
+
 
 class SlotInit(msgspec.Struct, frozen=True):
     """A request takes a slot: what the runner must know until the slot is released.

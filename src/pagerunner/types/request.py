@@ -109,7 +109,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What one step added to one sequence. `finish_reason` is set exactly once, on the last update.
 
-    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens.
+    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens. `param` names the
+    parameter that is to blame for `error`; None where the request isn't.
     """
 
     request_id: str
@@ -121,4 +122,5 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     num_cached_tokens: int = 0
     admitted_time: float = 0.0
     error: str | None = None
+    param: str | None = None
     pooled: list[float] | None = None

@@ -19,8 +19,8 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreCl
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
-from pagerunner.engine.frontend.input_processor import check_text
 from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.models.configs.pooling import Pooler
@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 _INLINE_CHARS = 4_096
 """Texts up to this length are tokenised at once; longer ones in a thread."""
 _TEXT_THREADS = 4
+_LARGE_CHARS = 500_000
+"""Texts longer than this are tokenised one after another: each takes 300 bytes of memory a character."""
 
 
 class AsyncEngine:
@@ -54,7 +56,9 @@ class AsyncEngine:
         self._level = -1  # that the core sleeps at
         self._stopped = False
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
+        self._template_variables: frozenset[str] = frozenset()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
+        self._one_thread = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-large-text")
         self._watchdog = asyncio.create_task(self._watch(), name="pagerunner-watchdog")
 
     @classmethod
@@ -86,7 +90,14 @@ class AsyncEngine:
         except BaseException:
             core.kill()
             raise
-        return cls(core, frontend, observer or EngineObserver(), stall_seconds)
+        engine = cls(core, frontend, observer or EngineObserver(), stall_seconds)
+        try:
+            if engine._renderer is not None:
+                engine._template_variables = await engine._renderer.variables()
+        except BaseException:
+            await engine.shutdown()
+            raise
+        return engine
 
     @property
     def max_model_len(self) -> int:
@@ -117,10 +128,7 @@ class AsyncEngine:
     @property
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads beside special tokens; none without a template."""
-        tokenizer = self._frontend.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            return frozenset()
-        return tokenizer.chat_template.variables - tokenizer.special_tokens.keys()
+        return self._template_variables
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -224,7 +232,7 @@ class AsyncEngine:
             InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
-        tokenizer = self._frontend.require_tokenizer()
+        self._frontend.require_tokenizer()
         if len(messages) > limits.MAX_MESSAGES:
             raise InvalidRequestError(
                 f"The conversation has {len(messages)} messages; at most {limits.MAX_MESSAGES} are allowed "
@@ -236,19 +244,22 @@ class AsyncEngine:
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = list(tools)
-        text = await self._renderer.render(messages, options)
-        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        text = await self._renderer.render(messages, options, SOURCE.get())
+        return await self._encode(text, add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
 
         Raises:
-            InvalidRequestError: it is longer than a prompt may be, or no valid Unicode.
+            InvalidRequestError: it is far longer than a prompt may be, or no valid Unicode.
             ConfigError: the engine has no tokenizer.
         """
-        tokenizer = self._frontend.require_tokenizer()
-        check_text(text)
-        return await self._text_work(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        self._frontend.require_tokenizer()
+        return await self._encode(text, add_special_tokens)
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        inputs = self._frontend.inputs
+        return await self._text_work(len(text), lambda: inputs.encode(text, add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids.
@@ -324,7 +335,9 @@ class AsyncEngine:
         self._watchdog.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watchdog
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._one_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._frontend.inputs.close()
         if self._renderer is not None:
             await self._renderer.close()
         await self._client.close()
@@ -356,7 +369,8 @@ class AsyncEngine:
     async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= _INLINE_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if size <= _LARGE_CHARS else self._one_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def _watch(self) -> None:
         """Print the core's stacks once per stall. Its own watchdog logs them; this is for when it can't."""

@@ -81,7 +81,10 @@ class OutputDesk:
         live: list[RequestUpdate] = []
         for update in updates:
             if update.error is not None:
-                to_abort += self._fail([update.request_id], RequestFailedError(f"The request failed: {update.error}"))
+                message = f"The request failed: {update.error}"
+                blamed = update.param is not None
+                failure = InvalidRequestError(message, update.param) if blamed else RequestFailedError(message)
+                to_abort += self._fail([update.request_id], failure)
             elif update.request_id in self._request_of:
                 live.append(update)
         for update in live:

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pagerunner import limits
+from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
@@ -27,6 +28,9 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that the text has at least, found cheaply."""
 
 
 def check_text(text: str) -> None:
@@ -82,7 +86,12 @@ class InputProcessor:
         """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
         if params.structured_outputs is None or self._grammars is None:
             return None
-        return await self._grammars.prepare(params.structured_outputs)
+        return await self._grammars.prepare(params.structured_outputs, SOURCE.get())
+
+    def close(self) -> None:
+        """End the helper process; who still waits for it gets RequestFailedError."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def process(
         self,
@@ -182,7 +191,23 @@ class InputProcessor:
             )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+        return self.encode(text, add_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text that may be a prompt.
+
+        Raises:
+            InvalidRequestError: it is no valid Unicode, or far too long, which is found without tokenising all of it.
+        """
+        assert self._tokenizer is not None
         check_text(text)
+        least = self._tokenizer.least_tokens(text, self._max_model_len)
+        if least >= self._max_model_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(text)} characters and at least {least} tokens, but this model's maximum context "
+                f"length is {self._max_model_len} tokens (max_model_len), prompt and answer together.",
+                param="prompt",
+            )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:

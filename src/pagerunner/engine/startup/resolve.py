@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from pagerunner import limits
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
+from pagerunner.engine.startup.stored_weights import stored_bytes
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.report import human_bytes
@@ -58,8 +60,11 @@ class Resolved:
     kv_scales: Scales = field(default_factory=dict)
 
 
-def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
+def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: bool = False) -> Resolved:
     """Settle every choice. `memory_bytes` stands for the device's available memory (measured when None).
+
+    `plan_only`: nothing will be loaded. With `memory_bytes` the device is then another machine's, a CUDA device unless
+    `args.device` is "cpu"; and weights may be stored in formats that can't be run.
 
     Raises:
         ConfigError: an argument contradicts the model or another argument.
@@ -69,8 +74,8 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
     if limits.FAULTS:
         raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
-    model = read_model_config(args.model, asked, args.hf_overrides)
-    device = resolve_device(args.device)
+    model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only)
+    device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
     kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
@@ -118,6 +123,10 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None) -> Resolved:
         seconds=time.perf_counter() - started,
         kv_scales=kv_scales,
     )
+
+
+def _other_device(asked: str) -> Literal["cpu", "cuda"]:
+    return "cpu" if asked == "cpu" else "cuda"
 
 
 def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scales:
@@ -179,12 +188,15 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    weights = weights_bytes(build_model(model, wish.dtype))
+    built = build_model(model, wish.dtype)
+    weights, format_name = weights_bytes(built), ""
+    if model.quantization is not None:
+        weights, format_name = stored_bytes(built, model, weights)
     num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
-            ("weights", weights),
+            (f"weights{format_name}", weights),
             ("page tables", 8 * max_num_seqs * table_width),
             ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
@@ -217,9 +229,30 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights, memory_bytes)
     else:
         widest = num_groups * -(-longest // args.block_size)
-        made = _plan_in(memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan)
+        made = _plan_in(
+            memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan, wish.dtype
+        )
     width = sum(group.table_width for group in made.groups)
     return replace(made, other=other(made.max_model_len, width))
+
+
+def _weights_too_large(
+    weights: tuple[str, int], needed: int, total: int, free: str, utilization: float, dtype: Dtype
+) -> str:
+    """What to tell a user whose weights alone are more than the memory: only what can help."""
+    name, size = weights
+    form = f" in {dtype}" if name == "weights" else ""
+    limit = int(total * utilization)
+    said = (
+        f"The {name} alone take {human_bytes(size)}{form}. That is {human_bytes(size - limit)} more than "
+        f"gpu_memory_utilization={utilization} of the {human_bytes(total)} there are{free.rstrip(',')}, which is {human_bytes(limit)}."
+    )
+    advice = [f"a device with at least {human_bytes(int(needed / utilization))} and room for pages", "a smaller model"]
+    if dtype == "float32" and size // 2 < limit:
+        advice.insert(0, 'dtype="bfloat16", which halves them')
+    if size < total:
+        advice.insert(0, "a larger gpu_memory_utilization")
+    return f"{said} What helps: {', or '.join(advice)}. A model can't be divided among several devices yet."
 
 
 def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_bytes: int | None) -> None:
@@ -243,6 +276,7 @@ def _plan_in(
     other: Sequence[tuple[str, int]],
     longest: int,
     plan: Callable[[int | None], MemoryPlan],
+    dtype: Dtype,
 ) -> MemoryPlan:
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
     total = available_memory() if memory_bytes is None else memory_bytes
@@ -251,6 +285,8 @@ def _plan_in(
     if card is not None:  # what is free limits it too, but the share is of the whole card
         room = min(card.free, int(card.total * utilization)) - needed
         total, free = card.total, f", {human_bytes(card.free)} of which are free,"
+    if other[0][1] > min(int(total * utilization), memory_bytes or total):
+        raise CapacityError(_weights_too_large(other[0], needed, total, free, utilization, dtype))
     if room <= 0:
         raise CapacityError(
             f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "

@@ -1,6 +1,7 @@
 """Guides: grammars of structured outputs, followed token by token by llguidance, on threads beside the step loop.
 
-What comes here has passed engine/structured_output/grammar_door.py, whose process has compiled it in a smaller stack than these threads have.
+What comes here has passed engine/structured_output/grammar_door.py: a process of its own has compiled it in a smaller stack than
+these threads have.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -17,11 +18,12 @@ from pagerunner import limits
 from pagerunner.types import EngineRequest, Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Value = TypeVar("Value")
 KEPT = 64  # grammars that the next request with the same one finds ready
 TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
+_LARGE_CHARS = 4_096
 _FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
 
 
@@ -34,17 +36,46 @@ def guide_tokenizer(tokenizer_json: str, size: int, eos_token_ids: Iterable[int]
     )
 
 
+def _parser_limits() -> LLParserLimits:
+    """What llguidance may spend on one grammar. Its own limits end at 500 optional properties and 2,000 alternatives.
+
+    A mask then takes at most about 70 ms on a thread (its default: 15 ms); a schema of 1,000 optional properties takes 10 ms.
+    An error's message leaves the parser's state out.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=16_000, step_max_items=200_000, step_lexer_fuel=1_000_000, verbose_errors=False
+    )
+
+
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """A matcher at the beginning of the text. Raises ValueError that says why there can't be one."""
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
-    # An error's message leaves the parser's state out.
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return matcher
+
+
+_REASONS = (
+    ("NoExtension", "no finite text matches it"),
+    ("Current row has", "it allows too many alternatives at one place"),
+    ("too many expressions", "it takes too much work to follow, as nested repetitions do"),
+    ("too many items", "it takes too much work to follow"),
+)
+
+
+def plain_reason(fault: str) -> str:
+    """What llguidance says, as a sentence for the one who wrote the grammar."""
+    fault = " ".join(fault.replace("<non-verbose/>", "")[:1_000].split())
+    for words, meaning in _REASONS:
+        if words in fault:
+            return meaning if fault.startswith(words) else f"{meaning} ({fault[:200]})"
+    return fault if len(fault) <= 400 else f"{fault[:397]}..."
 
 
 class Once(Generic[Value]):
@@ -73,31 +104,50 @@ class Guides:
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
         self._tokenizer = Once(tokenizer)
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-compile")
+        self._compilers = {  # a small grammar doesn't wait for large ones
+            large: ThreadPoolExecutor(2, thread_name_prefix="pagerunner-compile") for large in (False, True)
+        }
         self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="pagerunner-guide")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._waiting: Counter[str] = Counter()  # guides by the grammar that they wait for
 
     def __call__(self, request: EngineRequest) -> GrammarGuide:
         """A guide for a request that has a grammar."""
         grammar = request.grammar
         assert grammar is not None
-        compiled = self._compiled.get(grammar.text)
+        text = grammar.text
+        compiled = self._compiled.get(text)
         if compiled is None:
-            compiled = self._compiled[grammar.text] = self._compilers.submit(
-                lambda: compile_grammar(self._tokenizer(), grammar.text)
-            )
+            pool = self._compilers[len(text) > _LARGE_CHARS]
+            compiled = self._compiled[text] = pool.submit(lambda: compile_grammar(self._tokenizer(), text))
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar)
+        self._waiting[text] += 1
+        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar, lambda: self._left(text, compiled))
+
+    def _left(self, text: str, compiled: Future[LLMatcher]) -> None:
+        """A sequence has ended. What nobody waits for any more is not compiled, unless that has begun."""
+        self._waiting[text] -= 1
+        if self._waiting[text] > 0:
+            return
+        del self._waiting[text]
+        if compiled.cancel() and self._compiled.get(text) is compiled:
+            del self._compiled[text]
 
 
 class GrammarGuide:
     """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
 
     def __init__(
-        self, tokenizer: Once[LLTokenizer], compiled: Future[LLMatcher], threads: ThreadPoolExecutor, grammar: Grammar
+        self,
+        tokenizer: Once[LLTokenizer],
+        compiled: Future[LLMatcher],
+        threads: ThreadPoolExecutor,
+        grammar: Grammar,
+        left: Callable[[], None],
     ) -> None:
         self._tokenizer = tokenizer
+        self._left = left
         self._threads = threads
         self._after = grammar.after.encode()
         self._begins = grammar.begins
@@ -142,6 +192,10 @@ class GrammarGuide:
         """See Guide.wait."""
         self._done.wait(seconds)
 
+    def close(self) -> None:
+        """See Guide.close."""
+        self._left()
+
     def advance(self, token_ids: list[int]) -> None:
         """See Guide.advance."""
         self._restart()
@@ -155,7 +209,7 @@ class GrammarGuide:
                 work()
                 self._look()
             except Exception as error:  # it must end this sequence only
-                self._error = f"its grammar cannot be followed: {error}"
+                self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
             done.set()
 
         self._threads.submit(run)

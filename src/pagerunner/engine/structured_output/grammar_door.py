@@ -1,79 +1,117 @@
 """The door for grammars: a bad one is refused before its request is queued.
 
 A grammar from outside can take any time to be read, and one that nests deeply enough ends the process that compiles it. So
-that is tried in a process of its own (`python -m pagerunner.engine.structured_output.grammar_door`), which is killed when its time is up, and
-in a small stack, so that the core's threads can do whatever it could.
+it is tried in a process of its own (engine/structured_output/grammar_worker.py). Several are tried side by side. Who may begin is
+decided here: the client with the fewest at work, then the smallest grammar. A grammar that nobody waits for any more is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
+import itertools
 import os
-import re
-import resource
-import selectors
+import queue
+import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import msgspec
 
 from pagerunner import limits
-from pagerunner.engine.structured_output.grammar import KEPT, TOKENIZER_SECONDS, compile_grammar, guide_tokenizer
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.engine.structured_output.grammar import KEPT, TOKENIZER_SECONDS, plain_reason
+from pagerunner.engine.structured_output.grammar_worker import Order, Reply, Setup
+from pagerunner.errors import InvalidRequestError, PagerunnerError, RequestFailedError
 from pagerunner.types import Grammar, StructuredOutputsParams
 
 _PARAM = "structured_outputs"
-_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what llama.cpp's notation has and Lark's hasn't
-_STACK_BYTES = 4 * 2**20  # half of what threads commonly have
-_MEMORY_BYTES = 4 * 2**30  # of addresses
+_AT_ONCE = 8
+_LARGE_AT_ONCE = 4
+_LARGE_BYTES = 4_096
+_FOR_OTHERS = 2  # places that only a client without a grammar at work may take
+_ATTEMPTS = 2  # a process that is killed from outside says nothing about the grammar
 
 
-class _Setup(msgspec.Struct):
-    tokenizer: str
-    size: int
-    eos_token_ids: list[int]
+def _unusable(fault: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_outputs is nothing that can be followed: {plain_reason(fault).rstrip('.')}.", param=_PARAM
+    )
 
 
-class _Reply(msgspec.Struct):
-    text: str = ""
-    fault: str = ""
+class _Job:
+    """One grammar that is waited for, queued or at work."""
 
-
-class _LateError(InvalidRequestError):
-    """It took too long, which may have been the machine's fault: the next request with it is not refused unseen."""
+    def __init__(self, number: int, key: bytes, wanted: StructuredOutputsParams, size: int, source: str) -> None:
+        self.number = number
+        self.key = key
+        self.wanted = wanted
+        self.size = size
+        self.source = source
+        self.waiting = 0
+        self.started = False
+        self.attempts = 0
+        self.future: Future[Grammar] = Future()
 
 
 class GrammarDoor:
-    """Checks structured outputs for one tokenizer (its tokenizer.json), model vocabulary and end tokens."""
+    """Checks structured outputs for one tokenizer (its tokenizer.json), model vocabulary and end tokens.
+
+    Safe to use from several threads and event loops.
+    """
 
     def __init__(self, tokenizer_json: str, size: int, eos_token_ids: Iterable[int]) -> None:
-        self._setup = msgspec.json.encode(_Setup(tokenizer_json, size, list(eos_token_ids)))
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="pagerunner-grammar")
-        self._of_thread = threading.local()
-        self._checked: OrderedDict[bytes, Future[Grammar]] = OrderedDict()  # by digest
+        self._setup = msgspec.json.encode(Setup(tokenizer_json, size, list(eos_token_ids)))
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._settled: OrderedDict[bytes, Grammar | str] = OrderedDict()  # by digest; a text is the compiler's refusal
+        self._jobs: dict[bytes, _Job] = {}
+        self._process: _Process | None = None
+        self._refusal: InvalidRequestError | None = None  # of the tokenizer, for good
+        self._closed = False
 
-    def check(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The grammar for the core. Waits for the check, which is remembered unless it ran out of time.
+    def check(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
+        """The grammar for the core. Waits for the check; what the compiler says is remembered.
+
+        Args:
+            wanted: what the text must be.
+            source: whoever asks; clients get equal shares.
 
         Raises:
             InvalidRequestError: it is malformed, too large, or takes more than limits.MAX_GRAMMAR_SECONDS.
             RequestFailedError: it can't be checked now.
         """
-        return self._start(wanted).result()
+        job = self._join(wanted, source)
+        if isinstance(job, Grammar):
+            return job
+        try:
+            return job.future.result()
+        finally:
+            self._leave(job)
 
-    async def prepare(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The same as `check`, for an event loop. Raises like it."""
-        return await asyncio.shield(asyncio.wrap_future(self._start(wanted)))
+    async def prepare(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
+        """The same as `check`, for an event loop; a caller that is cancelled gives its grammar up. Raises like it."""
+        job = self._join(wanted, source)
+        if isinstance(job, Grammar):
+            return job
+        try:
+            return await asyncio.shield(asyncio.wrap_future(job.future))
+        finally:
+            self._leave(job)
 
-    def _start(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
+    def close(self) -> None:
+        """End the process; who still waits gets RequestFailedError. Waits for nothing. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._fail_all(RequestFailedError("The engine is shutting down; the grammar was not checked."))
+            if self._process is not None:
+                self._process.kill()
+
+    def _join(self, wanted: StructuredOutputsParams, source: str) -> _Job | Grammar:
         try:
             line = msgspec.json.encode(wanted)
         except (TypeError, ValueError, RecursionError) as error:
@@ -87,144 +125,213 @@ class GrammarDoor:
                 param=_PARAM,
             )
         key = hashlib.sha256(line).digest()
-        found = self._checked.get(key)
-        if found is None or (found.done() and isinstance(found.exception(), (_LateError, RequestFailedError))):
-            found = self._checked[key] = self._threads.submit(self._check, line, wanted)
-            if len(self._checked) > KEPT:
-                self._checked.popitem(last=False)
-        return found
+        with self._lock:
+            if self._closed:
+                raise RequestFailedError("The engine is shutting down; no grammar is checked any more.")
+            if self._refusal is not None:
+                raise InvalidRequestError(str(self._refusal), param=_PARAM)
+            known = self._settled.get(key)
+            if known is not None:
+                self._settled.move_to_end(key)
+                if isinstance(known, str):
+                    raise _unusable(known)
+                return known
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Job(next(self._numbers), key, wanted, len(line), source)
+            job.waiting += 1
+            self._start_jobs()
+            return job
 
-    def _check(self, line: bytes, wanted: StructuredOutputsParams) -> Grammar:
-        checker: _Checker | None = getattr(self._of_thread, "checker", None)
-        if checker is None:
-            checker = self._of_thread.checker = self._new_checker()
-        try:
-            reply = checker.ask(line, limits.MAX_GRAMMAR_SECONDS)
-        except (OSError, EOFError) as error:
-            checker.kill()
-            self._of_thread.checker = None
-            fault = _unusable(
-                f"it is too deep, too large, or takes more than {limits.MAX_GRAMMAR_SECONDS:g} seconds to compile."
+    def _leave(self, job: _Job) -> None:
+        with self._lock:
+            job.waiting -= 1
+            if job.waiting or self._jobs.get(job.key) is not job:
+                return
+            del self._jobs[job.key]
+            job.future.cancel()
+            if job.started and self._process is not None:
+                self._process.send(Order(job.number))
+            self._start_jobs()
+
+    def _start_jobs(self) -> None:
+        """Send whoever may begin. Call it with the lock."""
+        while (job := self._next_job()) is not None:
+            if self._process is None:
+                self._process = _Process(self._setup, weakref.WeakMethod(self._receive), weakref.WeakMethod(self._died))
+                weakref.finalize(self, self._process.kill)
+            job.started = True
+            job.attempts += 1
+            self._process.send(Order(job.number, limits.MAX_GRAMMAR_SECONDS, job.wanted))
+
+    def _next_job(self) -> _Job | None:
+        running = [job for job in self._jobs.values() if job.started]
+        shares = Counter(job.source for job in running)
+        large = sum(job.size > _LARGE_BYTES for job in running)
+        if len(running) >= _AT_ONCE:
+            return None
+        queued = [
+            job
+            for job in self._jobs.values()
+            if not job.started
+            and (job.size <= _LARGE_BYTES or large < _LARGE_AT_ONCE)
+            and (len(running) < _AT_ONCE - _FOR_OTHERS or not shares[job.source])
+        ]
+        return min(queued, key=lambda job: (shares[job.source], job.size, job.number), default=None)
+
+    def _receive(self, reply: Reply) -> None:
+        """A child has ended; or, as job -1, the tokenizer can't be read."""
+        with self._lock:
+            if reply.job < 0:
+                self._refusal = _unusable(f"this model's tokenizer is of another kind: {reply.fault}")
+                self._fail_all(self._refusal)
+                return
+            job = next((job for job in self._jobs.values() if job.started and job.number == reply.job), None)
+            if job is None:
+                return  # given up
+            if reply.end == "killed" and job.attempts < _ATTEMPTS:
+                job.started = False
+            else:
+                del self._jobs[job.key]
+                self._settle(job, reply)
+            self._start_jobs()
+
+    def _settle(self, job: _Job, reply: Reply) -> None:
+        if reply.end == "killed":
+            job.future.set_exception(RequestFailedError("The process that checked the grammar was killed."))
+            return
+        if reply.end:
+            job.future.set_exception(
+                _unusable(
+                    f"it is too deep, too large, or takes more than {limits.MAX_GRAMMAR_SECONDS:g} seconds to compile "
+                    f"{limits.knob('MAX_GRAMMAR_SECONDS')}"
+                )
             )
-            raise (_LateError(str(fault), _PARAM) if isinstance(error, TimeoutError) else fault) from None
-        if reply.fault:
-            raise _unusable(reply.fault)
-        return Grammar(reply.text, wanted.after or "", wanted.begins or "")
+            return
+        wanted = job.wanted
+        found = reply.fault or Grammar(reply.text, wanted.after or "", wanted.begins or "")
+        self._settled[job.key] = found
+        if len(self._settled) > KEPT:
+            self._settled.popitem(last=False)
+        if isinstance(found, str):
+            job.future.set_exception(_unusable(found))
+        else:
+            job.future.set_result(found)
 
-    def _new_checker(self) -> _Checker:
+    def _died(self, process: _Process, reason: str) -> None:
+        """The process has ended by itself: its jobs are tried once more in another one."""
+        with self._lock:
+            if process is not self._process or self._closed:
+                return
+            self._process = None
+            for job in [job for job in self._jobs.values() if job.started]:
+                job.started = False
+                if job.attempts >= _ATTEMPTS:
+                    del self._jobs[job.key]
+                    job.future.set_exception(RequestFailedError(f"The process that checks grammars {reason}."))
+            self._start_jobs()
+
+    def _fail_all(self, error: PagerunnerError) -> None:
+        for job in self._jobs.values():
+            if not job.future.done():
+                job.future.set_exception(error)
+        self._jobs.clear()
+
+
+class _Process:
+    """The worker and two threads that write to it and read from it; none of them keeps the door, or Python's exit, waiting.
+
+    `died` is called once when it ends by itself.
+    """
+
+    def __init__(
+        self,
+        setup: bytes,
+        receive: Callable[[], Callable[[Reply], None] | None],
+        died: Callable[[], Callable[[_Process, str], None] | None],
+    ) -> None:
+        self._receive = receive
+        self._died = died
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._orders.put(setup + b"\n")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._killed = threading.Event()
+        threading.Thread(target=self._run, name="pagerunner-grammar", daemon=True).start()
+
+    def send(self, order: Order) -> None:
+        """Give it an order; returns at once."""
+        self._orders.put(msgspec.json.encode(order) + b"\n")
+
+    def kill(self) -> None:
+        """End it and its children."""
+        self._killed.set()
+        self._orders.put(None)
+        if self._child is not None:
+            _kill_group(self._child)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id once it has been started."""
+        return None if self._child is None else self._child.pid
+
+    def _run(self) -> None:
+        reason = "can't be started"
         try:
-            checker = _Checker()
+            child = self._child = self._launch()
+            if self._killed.is_set():
+                _kill_group(child)
+            threading.Thread(target=self._write, args=(child,), name="pagerunner-grammar-out", daemon=True).start()
+            late = threading.Timer(TOKENIZER_SECONDS, _kill_group, [child])
+            late.daemon = True
+            late.start()
+            reason = f"didn't start within {TOKENIZER_SECONDS:g} seconds, or died of the tokenizer"
+            assert child.stdout is not None
+            for line in child.stdout:
+                late.cancel()
+                reason = "was killed"
+                reply = msgspec.json.decode(line, type=Reply)
+                receive = self._receive()
+                if receive is None or self._killed.is_set():
+                    break
+                if reply.job >= 0 or reply.fault:
+                    receive(reply)
+                del receive
+            late.cancel()
+            _kill_group(child)
         except OSError as error:
-            raise RequestFailedError(f"The process that checks grammars can't be started: {error}.") from error
-        try:
-            fault = checker.ask(self._setup, TOKENIZER_SECONDS).fault
-        except (OSError, EOFError) as error:
-            checker.kill()
-            raise RequestFailedError(f"The process that checks grammars didn't start: {error!r}.") from error
-        if fault:
-            checker.kill()
-            raise _unusable(f"this model's tokenizer is of another kind: {fault}")
-        return checker
+            reason = f"can't be started: {error}"
+        finally:
+            self._orders.put(None)
+            died = self._died()
+            if died is not None:
+                died(self, reason)
 
-
-def _unusable(fault: str) -> InvalidRequestError:
-    fault = " ".join(fault[:1_000].split())
-    fault = fault if len(fault) <= 400 else f"{fault[:397]}..."
-    return InvalidRequestError(f"structured_outputs is nothing that can be followed: {fault}", param=_PARAM)
-
-
-class _Checker:
-    """A process that compiles one grammar at a time. It ends when its standard input does."""
-
-    def __init__(self) -> None:
+    def _launch(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pagerunner.engine.structured_output.grammar_door"],
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "pagerunner.engine.structured_output.grammar_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent
+            env={**limits.helper_environment(), "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the parent, and the group can be ended as one
         )
 
-    def ask(self, line: bytes, seconds: float) -> _Reply:
-        """What the process says to a line. Raises OSError or EOFError when it doesn't in time, or ends."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        stdin.write(line + b"\n")
-        stdin.flush()
-        deadline = time.monotonic() + seconds
-        data = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while not data.endswith(b"\n"):
-                if not selector.select(max(deadline - time.monotonic(), 0.0)):
-                    raise TimeoutError
-                piece = os.read(stdout.fileno(), 1 << 16)
-                if not piece:
-                    raise EOFError
-                data += piece
-        return msgspec.json.decode(data, type=_Reply)
-
-    def kill(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-
-def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """llguidance's text of a grammar, not compiled yet. Raises ValueError, TypeError or RecursionError."""
-    from llguidance import LLMatcher, grammar_from
-
-    if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(x) for x in wanted.choice))
-    if wanted.grammar is not None:
-        return grammar_from("grammar" if _RULE.search(wanted.grammar) else "lark", wanted.grammar)
-    options: dict[str, Any] = {}
-    if wanted.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if wanted.whitespace_pattern is not None:
-        options["whitespace_pattern"] = wanted.whitespace_pattern
-    schema = wanted.json if wanted.json is not None else {"type": "object"}
-    if isinstance(schema, str):
-        schema = json.loads(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-
-
-def _serve() -> None:
-    """The process: a line with the setup, then a line for each grammar; a line of reply for each."""
-
-    def say(reply: _Reply) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
-        sys.stdout.buffer.flush()
-
-    lines = iter(sys.stdin.buffer.readline, b"")
-    setup = msgspec.json.decode(next(lines), type=_Setup)
-    try:
-        tokenizer = guide_tokenizer(setup.tokenizer, setup.size, setup.eos_token_ids)
-    except Exception as error:  # the package raises plain exceptions
-        return say(_Reply(fault=str(error) or type(error).__name__))
-    say(_Reply())
-    for line in lines:
+    def _write(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdin is not None
         try:
-            text = grammar_text(msgspec.json.decode(line, type=StructuredOutputsParams))
-            compile_grammar(tokenizer, Grammar(text).text)
-            say(_Reply(text))
-        except Exception as error:  # it is about this grammar, whatever it is
-            say(_Reply(fault=str(error) or type(error).__name__))
+            while (line := self._orders.get()) is not None:
+                child.stdin.write(line)
+                child.stdin.flush()
+            child.stdin.close()
+        except OSError:
+            pass  # it has ended: whoever reads from it says so
 
 
-def main() -> None:
-    """Entry point of the process."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
-
-
-if __name__ == "__main__":
-    main()
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    child.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pagerunner.config import Dtype, KVDtype
 from pagerunner.memory.specs import Spec
@@ -19,7 +19,8 @@ class ModelConfig(ABC):
 
     `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names
     none). `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are
-    generation_config.json's, by the names of SamplingParams. With `tie_word_embeddings` the output weights are the embedding's.
+    generation_config.json's, by the names of SamplingParams. `quantization` is the quantization_config of weights that are
+    stored in fewer bits than `dtype` has. With `tie_word_embeddings` the output weights are the embedding's.
     """
 
     path: str
@@ -34,6 +35,7 @@ class ModelConfig(ABC):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float]
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def attention_scores(self) -> frozenset[str]:

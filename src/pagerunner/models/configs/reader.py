@@ -43,13 +43,17 @@ _IMAGE_FIELDS = (
 
 
 def read_model_config(
-    path: str | Path, max_model_len: int | None = None, hf_overrides: str | dict[str, Any] | None = None
+    path: str | Path,
+    max_model_len: int | None = None,
+    hf_overrides: str | dict[str, Any] | None = None,
+    *,
+    quantised: bool = False,
 ) -> ModelConfig:
     """Read the configuration of the model directory (or of the config.json) at `path`.
 
     `max_model_len` is the longest sequence that will be run, if the user has set one: a sliding window of at least that
     has no effect and is accepted. `hf_overrides`, a mapping or JSON, replaces fields of config.json; objects are merged,
-    and null stands for a field that is not there.
+    and null stands for a field that is not there. `quantised`: weights may be stored in any format, as nobody will load them.
 
     Raises:
         CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
@@ -68,18 +72,32 @@ def read_model_config(
         path_inside = ("text_config",)
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    for name in ("quantization_config", "compression_config"):
-        if values.get(name) is not None and _only_pages(values[name]):
-            fields.take(name)
-        elif values.get(name) is not None:
-            method = values[name].get("quant_method") if isinstance(values[name], dict) else None
-            shown = f"is set (quant_method {method!r})" if method else "is set"
-            raise fields.error(name, f"{shown}; quantised checkpoints are not supported yet.")
-    common = _read_common(fields, values, directory, family)
+    quantization = _take_quantization(fields, quantised)
+    common = _read_common(fields, values, directory, family, "float32" if quantization is None else "bfloat16")
+    common["quantization"] = quantization
     fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)
     fields.finish()
     return config
+
+
+def _take_quantization(fields: Fields, allowed: bool) -> dict[str, Any] | None:
+    """How the weights are quantised; None where they aren't. Raises ConfigError for those that are, unless `allowed`."""
+    found = None
+    for name in ("quantization_config", "compression_config"):
+        value = fields.take(name)
+        if value is None or _only_pages(value):
+            continue
+        found = value if isinstance(value, dict) else {}
+        if not allowed:
+            method = found.get("quant_method")
+            shown = f"is set (quant_method {method!r})" if method else "is set"
+            raise fields.error(
+                name,
+                f"{shown}; weights in such a format can't be served yet. Use the model's checkpoint in bfloat16, if its maker "
+                "or somebody else has published one. `pagerunner plan` says what either takes.",
+            )
+    return found
 
 
 def _only_pages(quantization: Any) -> bool:
@@ -168,9 +186,11 @@ def _locate(path: str | Path) -> tuple[Path, Path]:
     raise CheckpointError(f"There is no model directory {given}.")
 
 
-def _read_common(fields: Fields, values: dict[str, Any], directory: Path, family: str) -> dict[str, Any]:
+def _read_common(
+    fields: Fields, values: dict[str, Any], directory: Path, family: str, default_dtype: str
+) -> dict[str, Any]:
     given = {"dtype": values.get("dtype") or values.get("torch_dtype")}
-    dtype = Fields(given, fields.where).choice("dtype", tuple(DTYPE_BYTES), "float32")
+    dtype = Fields(given, fields.where).choice("dtype", tuple(DTYPE_BYTES), default_dtype)
     vocab_size = fields.integer("vocab_size")
     generation: dict[str, Any] = {}
     if (directory / "generation_config.json").is_file():

@@ -27,17 +27,13 @@ from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
 from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
-from pagerunner.types import SlotInit, TokenLogprobs
+from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 _KEPT_LAYOUTS = 32
 _ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
 
-NO_TOKEN_ALLOWED = (
-    "No token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias "
-    "together exclude every token."
-)
 BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sampled."
 
 

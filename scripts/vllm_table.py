@@ -1,0 +1,149 @@
+"""Write the flag tables of docs/coming-from-vllm.md from the code: what `pagerunner serve` and `LLM` take, pass over and refuse.
+
+    python scripts/vllm_table.py [--check]
+
+With --check nothing is written; the exit code is 1 where the document differs. A flag that is new has to be listed here, under
+SAME, DIFFERS or OWN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from pagerunner.cli import serve, vllm_flags
+from pagerunner.cli.options import ENGINE_HELP, flag_of
+from pagerunner.config import EngineArgs
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "coming-from-vllm.md"
+BEGIN, END = "<!-- begin: made by scripts/vllm_table.py -->", "<!-- end: made by scripts/vllm_table.py -->"
+
+SAME = frozenset(
+    """--allow-credentials --chat-template --config --data-parallel-size --default-chat-template-kwargs --disable-log-stats
+    --disable-uvicorn-access-log --download-dir --dtype --enable-auto-tool-choice --enable-chunked-prefill
+    --enable-force-include-usage --enable-log-requests --enable-prefix-caching --enable-server-load-tracking --enable-sleep-mode
+    --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
+    --long-prefill-token-threshold --max-log-len --max-num-batched-tokens --max-num-seqs --port --return-tokens-as-token-ids
+    --revision --root-path --seed --served-model-name --skip-tokenizer-init --tokenizer-revision --uvicorn-log-level
+    --disable-access-log-for-endpoints --response-role --chat-template-content-format --code-revision
+    --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
+)
+"""Flags with vLLM's name and meaning; some are listed before they are here."""
+
+DIFFERS = {
+    "--host": "127.0.0.1 by default; vLLM listens on all addresses",
+    "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
+    "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",
+    "--tool-call-parser": "four parsers, see [Tools](server.md#tools)",
+    "--reasoning-parser": "three parsers, see [Reasoning](server.md#reasoning)",
+    "--tokenizer": "a directory",
+    "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
+    "--gpu-memory-utilization": "the share of the whole card that the engine takes in all, measured at start; on a CPU of the available memory",
+    "--num-gpu-blocks-override": "pages of the largest memory group; other groups get their share beside it",
+    "--kv-cache-dtype": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, `float32`, `bfloat16`, `float16`; fp8 pages carry their own scales",
+    "--block-size": "1, 2, 4, 8 or a multiple of 16; 16 by default on every device",
+    "--load-format": "`auto`, `safetensors` or `dummy`; other formats may run code when they are read",
+    "--cudagraph-capture-sizes": "numbers separated by commas",
+    "--attention-backend": "`auto`, `triton`, `torch` or `flashinfer`; mostly `auto`",
+    "--generation-config": "`auto` or `vllm`; not a directory",
+    "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
+    "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
+    "--shutdown-timeout": "30 seconds by default, during which running requests go on",
+}
+OWN = {
+    "--admin-key": "opens control endpoints: sleep, memory, the live figures of `/ui`",
+    "--allowed-origin": "instead of CORS flags: web pages that may call the server",
+    "--reasoning-field": "where answers carry reasoning; vLLM has one name a version",
+    "--quiet": "no notes and no progress bars",
+    "--device": "`auto`, `cpu` or `cuda`",
+    "--max-in-flight": "steps that are scheduled ahead; vLLM's `--async-scheduling` is the same idea",
+    "--poison-fresh-pages": "a proof for tests: fresh pages are filled with NaN",
+}
+
+
+class UnlistedFlag(Exception):
+    """A flag that this script has no word on."""
+
+
+def flags() -> list[str]:
+    """What `pagerunner serve` and `LLM` know: serve's flags, then those of engine arguments that only `LLM` takes."""
+    known = [name for name in serve.build_parser().option_names() if name.startswith("--")]
+    names = (field.name for field in msgspec.structs.fields(EngineArgs))
+    return known + [flag for name in names if name in ENGINE_HELP and (flag := flag_of(name)) not in known]
+
+
+def compared(flag: str) -> tuple[str, str]:
+    """A flag beside vLLM's, in a word and a sentence. Raises UnlistedFlag."""
+    if flag in DIFFERS:
+        return "differs", DIFFERS[flag]
+    if flag in OWN:
+        return "ours", OWN[flag]
+    if flag in SAME:
+        return "same", ""
+    raise UnlistedFlag(
+        f"{flag} is new: say in scripts/vllm_table.py under SAME, DIFFERS or OWN how it compares with vLLM's."
+    )
+
+
+def lines() -> Iterator[str]:
+    """The tables."""
+    served = set(serve.build_parser().option_names())
+    yield "### Flags and arguments that are here"
+    yield ""
+    yield "`LLM(...)` takes the engine's as keyword arguments: `--max-model-len` is `max_model_len`."
+    yield ""
+    yield "| Flag | Beside vLLM's | |"
+    yield "|---|---|---|"
+    for flag in flags():
+        word, note = compared(flag)
+        where = "" if flag in served else f"{'; ' if note else ''}an argument of `LLM`, not a flag of `serve`"
+        yield f"| `{flag}` | {word} | {note}{where} |"
+    yield ""
+    yield "### Flags that are passed over"
+    yield ""
+    yield "They ask for what is always so, or have a value with which they ask for nothing:"
+    yield ""
+    neutral = [f"`{flag} {value}`" for flag, values in vllm_flags.NEUTRAL.items() for value in sorted(values)]
+    yield ", ".join([f"`{flag}`" for flag in sorted(vllm_flags.ALWAYS)] + sorted(neutral)) + "."
+    yield ""
+    yield "### Flags that are refused"
+    yield ""
+    yield "Each is refused by name with the reason, before anything is loaded."
+    yield ""
+    yield "| What isn't there | Flags |"
+    yield "|---|---|"
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for flag, what in vllm_flags.REFUSED.items():
+        grouped[what].append(f"`{flag}`")
+    for what, names in grouped.items():
+        yield f"| {what} | {', '.join(names)} |"
+
+
+def written(document: str) -> str:
+    """The document with its tables made anew."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{DOCUMENT} has no lines {BEGIN} and {END}.")
+    return "\n".join([before + begin, *lines(), end + after])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the flag tables of docs/coming-from-vllm.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the document differs")
+    options = parser.parse_args(argv)
+    before = DOCUMENT.read_text(encoding="utf-8")
+    after = written(before)
+    if options.check:
+        return int(before != after)
+    DOCUMENT.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Places that clients share: the next one goes to whoever holds the fewest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+
+
+class FairSlots:
+    """At most `count` holders at once, for one event loop. Of those who wait, the client with the fewest places is next; of
+    one client, the first who came."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._held: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[None]]] = {}
+
+    async def acquire(self, source: str) -> None:
+        """Wait for a place."""
+        if self.take(source):
+            return
+        number = next(self._numbers)
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = (source, given)
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():  # it came too late for a caller that has left
+                self.release(source)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def take(self, source: str) -> bool:
+        """Take a place if one is free and nobody waits for it."""
+        if not self.free or self._waiting:
+            return False
+        self.free -= 1
+        self._held[source] += 1
+        return True
+
+    def release(self, source: str) -> None:
+        """Give a place back, to the next who waits."""
+        self.free += 1
+        self._held[source] -= 1
+        if not self._held[source]:
+            del self._held[source]
+        if self._waiting:
+            number = min(self._waiting, key=lambda one: (self._held[self._waiting[one][0]], one))
+            source, given = self._waiting.pop(number)
+            self.free -= 1
+            self._held[source] += 1
+            given.set_result(None)

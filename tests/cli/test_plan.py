@@ -1,0 +1,116 @@
+"""`pagerunner plan` of published configurations: for another machine's GPU, with sentences that can help."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagerunner.cli.main import main
+from pagerunner.errors import ConfigError
+from pagerunner.models.configs.reader import read_model_config
+
+CORPUS = Path(__file__).parents[1] / "models" / "published"
+GIB = 2**30
+
+
+def place(tmp_path: Path, repository: str, **changes: Any) -> str:
+    directory = tmp_path / repository.rpartition("/")[2]
+    directory.mkdir()
+    values = json.loads((CORPUS / f"{repository.replace('/', '--')}.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**values, **changes}))
+    return str(directory)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json", "--quiet"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words, "--quiet"]) == 2
+    return capsys.readouterr().err
+
+
+def weights(plan: dict[str, Any]) -> int:
+    return next(int(part["bytes"]) for part in plan["other"] if part["name"].startswith("weights"))
+
+
+def test_another_machines_memory_is_a_gpus_and_weights_keep_their_dtype(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    plan = planned(capsys, model, "--memory", "80GiB")
+    assert (plan["device"], plan["dtype"]) == ("cuda", "bfloat16")
+    assert weights(plan) == 16_381_470_720
+    assert 10 < plan["max_concurrency"] < 10.2
+    on_cpu = planned(capsys, model, "--memory", "80GiB", "--device", "cpu")
+    assert (on_cpu["device"], on_cpu["dtype"]) == ("cpu", "float32")
+    assert weights(on_cpu) == 2 * 16_381_470_720
+
+
+def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
+    said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80")
+    assert "80 is 80 B" in said and "80GiB" in said
+
+
+def test_weights_that_do_not_fit_alone_get_advice_that_helps(tmp_path, capsys) -> None:
+    said = refused(capsys, place(tmp_path, "meta-llama/Llama-3.1-70B-Instruct"), "--memory", "80GiB")
+    assert "131.42 GiB in bfloat16" in said and "59.42 GiB more than" in said
+    assert "a device with at least" in said
+    for useless in ("max_num_seqs", "max_model_len", "larger gpu_memory_utilization", 'bfloat16", which'):
+        assert useless not in said
+
+
+def test_weights_that_fit_with_less_or_with_more_of_the_device_hear_so(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    assert 'dtype="bfloat16", which halves them' in refused(capsys, model, "--memory", "24GiB", "--dtype", "float32")
+    assert "a larger gpu_memory_utilization" in refused(capsys, model, "--memory", "16GiB")
+
+
+@pytest.mark.parametrize(
+    ("repository", "stored"),
+    [
+        ("openai/gpt-oss-20b", 13_761_264_768),
+        ("openai/gpt-oss-120b", 65_248_815_744),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", 5_570_000_000),
+    ],
+)
+def test_quantised_weights_are_planned_as_they_are_stored(tmp_path, capsys, repository, stored) -> None:
+    model = place(tmp_path, repository)
+    plan = planned(capsys, model, "--memory", "141GiB")
+    assert weights(plan) == pytest.approx(stored, rel=0.01)
+    assert plan["quantization"]["quant_method"] in ("mxfp4", "awq")
+    assert main(["plan", model, "--memory", "141GiB", "--quiet"]) == 0
+    assert "can be planned, but not served yet" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="can't be served yet. Use the model's checkpoint in bfloat16"):
+        read_model_config(model)
+
+
+def test_deepseek_v3_is_counted_in_fp8_without_the_layer_that_guesses_tokens(tmp_path, capsys) -> None:
+    # 671 billion weights, of which embeddings and output (1.85 billion) and routers are in two bytes
+    plan = planned(capsys, place(tmp_path, "deepseek-ai/DeepSeek-V3"), "--memory", "1024GiB")
+    assert weights(plan) == pytest.approx(671.03e9 + 1.85e9, rel=0.005)
+
+
+def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B", quantization_config={"quant_method": "hqq"})
+    plan = planned(capsys, model, "--memory", "80GiB")
+    assert plan["other"][0]["name"] == "weights (hqq: size unknown, counted in bfloat16)"
+
+
+@pytest.mark.parametrize("file", sorted(CORPUS.glob("*.json")), ids=lambda file: file.stem)
+def test_every_published_config_plans(tmp_path, capsys, file) -> None:
+    shutil.copy(file, tmp_path / "config.json")
+    plan = planned(capsys, str(tmp_path / "config.json"), "--memory", "1TiB", "--max-model-len", "auto")
+    assert plan["device"] == "cuda" and plan["tokens"] > 0 and weights(plan) > 0
+
+
+def test_the_table_begins_with_what_a_person_asks_for(tmp_path, capsys) -> None:
+    assert main(["plan", place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80GiB", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "qwen3 in bfloat16, bfloat16 pages, on a CUDA device with 80.00 GiB"
+    names = [line.split()[0] for line in lines if line]
+    assert names.index("capacity") < names.index("weights") < names.index("group") < names.index("slabs")
