@@ -37,6 +37,13 @@ def test_documents_name_existing_files():
     assert not any(missing.values()), missing
 
 
+def test_the_readme_fits_two_screens_and_says_what_its_figures_are_of():
+    text = (checks.ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(text.splitlines()) <= 100 and len(rows) - 2 <= 8
+    assert "**random weights**" in text and "**greedy**" in text
+
+
 def test_message_rule_catches():
     source = '"""A sentence of a docstring."""\nraise Error(f"n must be at least 1, got {n!r}.")\nlog("Took %d s.", 3)'
     literals = list(checks.text_literals(source))
