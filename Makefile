@@ -38,6 +38,7 @@ test: lint
 
 figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py
+	$(BIN)/python scripts/draw_processes.py
 
 memory-table: $(VENV)/.dev
 	$(BIN)/python scripts/memory_table.py

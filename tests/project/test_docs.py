@@ -80,3 +80,11 @@ def test_the_figure_can_be_drawn_and_agrees_with_the_scheduler():
     figure = module.draw()  # raises if its page map and the scheduler's counts differ
     assert figure.count('class="cell">x4<') == 5
     assert len(re.findall("<rect", figure)) == 1 + 3 * module.COLUMNS * module.ROWS + 4
+
+
+def test_the_picture_of_the_processes_is_the_scripts_and_names_what_exists():
+    module = script("draw_processes")
+    picture = module.draw()
+    assert module.OUTPUT.read_text(encoding="utf-8") == picture, "run `make figures`"
+    named = re.findall(r">((?:[a-z_]+/)+(?:[a-z_]+\.py)?)", picture)
+    assert len(named) > 8 and all((checks.PACKAGE / name).exists() for name in named)
