@@ -26,6 +26,8 @@ KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "a
 class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a user may ask of an engine; the names, meanings and defaults are vLLM's where it has one.
 
+    `model` is a directory or a name on the Hugging Face Hub; `revision` is a branch, tag or commit there, and `download_dir`
+    the cache to use instead of the hub's own.
     `max_model_len`: None takes the model's own length, "auto" or -1 the longest that one request can have in the
     memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
     `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
@@ -40,6 +42,9 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"

@@ -19,6 +19,7 @@ from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.frontend.frontend import build_frontend
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.memory.planner import MemoryPlan
@@ -35,7 +36,7 @@ class LLM:
 
     Arguments are the fields of `pagerunner.config.EngineArgs`, which are vLLM's.
 
-        >>> llm = LLM("path/to/checkpoint", max_model_len="auto")
+        >>> llm = LLM("Qwen/Qwen3-0.6B", max_model_len="auto")  # or a directory
         >>> [output] = llm.generate("Hello, my name is", SamplingParams(temperature=0))
         >>> output.outputs[0].text
 
@@ -46,7 +47,7 @@ class LLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
-        args = engine_args(model=str(model), tokenizer=tokenizer, **kwargs)
+        args = fetch_checkpoint(engine_args(model=str(model), tokenizer=tokenizer, **kwargs), show_progress=use_tqdm)
         resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)

@@ -27,7 +27,7 @@ from pagerunner.cli.options import (
     positive,
     reported,
 )
-from pagerunner.cli.session import find_model, note, open_llm, show_progress
+from pagerunner.cli.session import fetched, find_model, note, open_llm, show_progress
 from pagerunner.config import DTYPE_BYTES, EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.types import SamplingParams
@@ -61,7 +61,7 @@ def build_parser() -> Parser:
     )
     what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
     parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
-    parser.add_argument("--model", help="model directory, or a demo's name (default: random weights of --shape)")
+    parser.add_argument("--model", help="model directory, hub name or a demo's (default: random weights of --shape)")
     parser.add_argument("--shape", default="tiny", help=f"{', '.join(SHAPES)} (default: %(default)s)")
     names = "; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
     parser.add_argument("--workload", metavar="NAME", help=names)
@@ -219,7 +219,7 @@ def _requests(namespace: argparse.Namespace) -> tuple[str, Callable[[int, int], 
 
 def _engine_args(namespace: argparse.Namespace, directory: Path) -> EngineArgs:
     if namespace.model is not None:
-        return engine_args(namespace, find_model(namespace.model)[0], skip_tokenizer_init=True)
+        return fetched(namespace, engine_args(namespace, find_model(namespace.model)[0], skip_tokenizer_init=True))
     model = write_model(namespace.shape, directory)
     return engine_args(namespace, str(model), load_format="dummy", skip_tokenizer_init=True)
 

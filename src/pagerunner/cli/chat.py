@@ -34,7 +34,7 @@ _QUOTES = '"""'
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner chat", "Talk to a model. Where stdin is no terminal, each line is one turn.")
-    parser.add_argument("--model", help="model directory, or a demo's name (default: demo)")
+    parser.add_argument("--model", help="model directory, hub name or a demo's (default: demo)")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the reply and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser, max_tokens=512)

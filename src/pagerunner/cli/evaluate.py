@@ -19,7 +19,7 @@ from pagerunner.eval.tasks import TASKS
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner eval", "Score a model on recall, addition, sorting and sentences, decoded greedily.")
-    parser.add_argument("--model", help="model directory, or a demo's name (default: demo)")
+    parser.add_argument("--model", help="model directory, hub name or a demo's (default: demo)")
     parser.add_argument(
         "--tasks", default=",".join(TASKS), metavar="NAMES", help="comma-separated (default: %(default)s)"
     )

@@ -16,7 +16,10 @@ from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 
 ENGINE_HELP: dict[str, str] = {
-    "tokenizer": "directory of the tokenizer, if it isn't the model's",
+    "tokenizer": "directory or hub name of the tokenizer, if it isn't the model's",
+    "revision": "branch, tag or commit of a model on the hub",
+    "tokenizer_revision": "the same for --tokenizer",
+    "download_dir": "cache of what the hub sends, instead of the hub's own",
     "served_model_name": "name of the model in answers and metrics",
     "dtype": "what weights and activations are computed in: auto (the checkpoint's), float32, bfloat16, float16",
     "device": "auto, cpu or cuda",
@@ -51,6 +54,7 @@ NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
 BENCH_EXCLUDED: frozenset[str] = frozenset(
     {
         "tokenizer",
+        "tokenizer_revision",
         "served_model_name",
         "generation_config",
         "chat_template",
@@ -72,6 +76,8 @@ PLAN_FIELDS: frozenset[str] = frozenset(
         "max_in_flight",
         "hf_overrides",
         "device",
+        "revision",
+        "download_dir",
     }
 )
 _UNITS: dict[str, int] = {

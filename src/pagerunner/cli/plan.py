@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner plan", "Show how a model would use memory. Needs its config.json: no weights, no GPU.")
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model directory, config.json or a demo's name")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="model directory, config.json, hub name or a demo's"
+    )
     parser.add_argument("--model", help="the same as MODEL")
     memory_help = "memory of another machine's device, a GPU unless --device is cpu (default: this machine's)"
     parser.add_argument("--memory", type=reported(_memory), metavar="SIZE", help=memory_help)
@@ -48,7 +50,12 @@ def run(namespace: argparse.Namespace) -> int:
     if model is None:
         note(namespace, "No model named: planning for the demo model inside the package.")
         model = str(demo_model_path())
-    with _directory(find_model(model)[0]) as directory:
+    from pagerunner.engine.startup.hub import fetch_config
+
+    place = fetch_config(
+        find_model(model)[0], getattr(namespace, "revision", None), getattr(namespace, "download_dir", None)
+    )
+    with _directory(place) as directory:
         args = engine_args(namespace, directory)
         from pagerunner.engine.startup.resolve import resolve
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state

@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     add(
         "-o", "--output-file", required=True, metavar="FILE", help="gets a line per answer; what is in it is not redone"
     )
-    add("--model", help="model directory, or a demo's name (default: demo)")
+    add("--model", help="model directory, hub name or a demo's (default: demo)")
     add("--base-url", metavar="URL", help="ask this server instead of loading a model")
     count = reported(positive)
     add("--max-concurrency", type=count, default=256, metavar="N", help="requests at once (default: %(default)s)")

@@ -15,7 +15,7 @@ def build_parser() -> ConfiguredParser:
     """The verb's flags."""
     parser = ConfiguredParser("pagerunner serve", "Serve a model over HTTP with OpenAI's endpoints.")
     parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="model directory, or a demo's name (default: demo)"
+        "model_tag", nargs="?", metavar="MODEL", help="model directory, hub name or a demo's (default: demo)"
     )
     parser.add_argument("--model", help="the same as MODEL")
     group = parser.add_argument_group("server options")

@@ -54,7 +54,17 @@ def resolve_model(namespace: argparse.Namespace) -> tuple[EngineArgs, str | None
         note(namespace, "No model named: using the demo model inside the package (--model DIR runs another).")
         return engine_args(namespace, str(demo_model_path()), served_model_name="demo"), "demo"
     model, demo = find_model(namespace.model)
-    return engine_args(namespace, model, **({"served_model_name": demo} if demo else {})), demo
+    args = engine_args(namespace, model, **({"served_model_name": demo} if demo else {}))
+    return fetched(namespace, args), demo
+
+
+def fetched(namespace: argparse.Namespace, args: EngineArgs) -> EngineArgs:
+    """`args` with the directories of models that were named as on the hub; tells the user before it downloads."""
+    from pagerunner.engine.startup.hub import fetch_checkpoint, is_hub_name
+
+    if is_hub_name(args.model):
+        note(namespace, f"{args.model} is no directory here: looking on the Hugging Face Hub.")
+    return fetch_checkpoint(args, show_progress=show_progress(namespace))
 
 
 def one_model(namespace: argparse.Namespace) -> str | None:

@@ -23,8 +23,8 @@ _REFUSED: dict[str, str] = {
         mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains
         skip-mm-profiling enable-mm-embeds video-pruning-rate interleave-mm-strings language-model-only""",
     "code from checkpoints (the families it supports need none)": "trust-remote-code trust-request-chat-template",
-    "downloads (a model is a directory)": """revision code-revision tokenizer-revision hf-token hf-config-path download-dir
-        use-tqdm-on-load ignore-patterns safetensors-load-strategy""",
+    "other ways to download (HF_TOKEN holds the token)": """code-revision hf-token hf-config-path use-tqdm-on-load
+        ignore-patterns safetensors-load-strategy""",
     "other readers of checkpoints and tokenizers": """tokenizer-mode config-format model-impl
         model-loader-extra-config runner convert task override-attention-dtype override-generation-config""",
     "compiled models (its kernels are compiled at start)": """compilation-config -O optimization-level cuda-graph-sizes

@@ -22,6 +22,7 @@ from pagerunner.engine.frontend.frontend import Frontend, build_frontend
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
+from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.models.configs.pooling import Pooler
 from pagerunner.text.template_pool import TemplateRenderer
@@ -84,6 +85,7 @@ class AsyncEngine:
             ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
             EngineDeadError: the core's process ended while loading.
         """
+        args = await asyncio.to_thread(fetch_checkpoint, args)
         core = await launch_core(args, core_factory, stall_seconds)
         try:
             frontend = await asyncio.to_thread(frontend_factory, args, core.ready.max_model_len)

@@ -180,10 +180,11 @@ def _locate(path: str | Path) -> tuple[Path, Path]:
         raise CheckpointError(f"{path} is a file; a model is a directory with config.json and *.safetensors.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not given.startswith((".", "~")):
         raise CheckpointError(
-            f"There is no directory {given}; if it is a name on the Hugging Face Hub, download it first "
-            f"(hf download {given} --local-dir DIR) and give that directory."
+            f"There is no directory {given}. Names on the Hugging Face Hub are found by LLM, AsyncEngine and the command line; "
+            "here give a directory."
         )
-    raise CheckpointError(f"There is no model directory {given}.")
+    hint = " A name on the Hugging Face Hub has two parts, ORG/NAME." if re.fullmatch(r"[\w.-]+", given) else ""
+    raise CheckpointError(f"There is no model directory {given}.{hint}")
 
 
 def _read_common(

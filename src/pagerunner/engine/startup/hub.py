@@ -1,0 +1,197 @@
+"""Models by their names on the Hugging Face Hub: downloaded once into the hub's cache, then read from there.
+
+Fetched are config, tokenizer, chat template, pooling and safetensors, and never pickles or Python. First come the small files,
+then the weights that their index names, of the same commit. `huggingface_hub` does the work and is imported when a name is
+used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.models.configs.reader import read_json
+
+logger = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_KEPT = "Try again; the next start keeps the files that arrived."
+_MODEL_FILES = ("config.json", "generation_config.json", "modules.json", "?_Pooling/config.json", _INDEX)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` is no place on this machine, and has the form of a name on the hub, such as Qwen/Qwen3-0.6B."""
+    return _NAME.fullmatch(model) is not None and not Path(model).exists() and not model.endswith(".json")
+
+
+def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineArgs:
+    """`args` with directories in place of names on the hub, whose files are downloaded unless the cache has them.
+
+    A path that exists is never looked up. `served_model_name` keeps the name that the user gave. With load_format="dummy" no
+    weights are fetched.
+
+    Raises:
+        CheckpointError: there is no such repository, revision or file, it can't be had, or the disk is full.
+    """
+    found: dict[str, Any] = {}
+    if is_hub_name(args.model):
+        directory = _fetch(args.model, args.revision, args.download_dir, (*_MODEL_FILES, *_TOKENIZER_FILES))
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(f"{args.model} on the hub has no config.json, so it is not a model for this engine.")
+        if args.load_format != "dummy":
+            _fetch_weights(args, directory, show_progress)
+        found |= {"model": str(directory), "served_model_name": args.served_model_name or args.model}
+    elif args.revision is not None and not Path(args.model).exists():
+        raise CheckpointError(f"There is no model directory {args.model}, and it is not a name on the hub (ORG/NAME).")
+    if args.tokenizer is not None and is_hub_name(args.tokenizer):
+        revision = args.tokenizer_revision or (args.revision if args.tokenizer == args.model else None)
+        found["tokenizer"] = str(
+            _fetch(args.tokenizer, revision, args.download_dir, ("config.json", *_TOKENIZER_FILES))
+        )
+    elif args.tokenizer_revision is not None and args.tokenizer is None:
+        raise ConfigError("tokenizer_revision needs tokenizer: the model's own comes with revision.")
+    return msgspec.structs.replace(args, **found) if found else args
+
+
+def fetch_config(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
+    """The directory of a hub model's config.json, the only file fetched; `model` itself where it isn't a name on the hub.
+
+    Raises:
+        CheckpointError: as `fetch_checkpoint`.
+    """
+    if not is_hub_name(model):
+        return model
+    from huggingface_hub import hf_hub_download
+
+    with _said(model, revision, download_dir):
+        return str(Path(hf_hub_download(model, "config.json", **_options(revision, download_dir))).parent)
+
+
+def _fetch_weights(args: EngineArgs, directory: Path, show_progress: bool) -> None:
+    """Download the weights of the commit that `directory` is a snapshot of."""
+    commit = directory.name
+    names = {"model.safetensors"}
+    if (directory / _INDEX).is_file():
+        weight_map = read_json(directory / _INDEX).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise CheckpointError(f"{args.model}: {_INDEX} has no weight_map of tensor names to plain file names.")
+    _fetch(args.model, commit, args.download_dir, tuple(map(glob.escape, sorted(names))), show_progress)
+    missing = [name for name in sorted(names) if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{args.model} on the hub has no {missing[0]}. Only safetensors are read, never pickles (*.bin, *.pt) or GGUF; "
+            "look for a repository of the model that has them."
+        )
+
+
+def _fetch(
+    model: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: tuple[str, ...],
+    show_progress: bool = False,
+) -> Path:
+    """The snapshot's directory, with the files that match."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Quiet(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    with _said(model, revision, download_dir):
+        bar = None if show_progress else Quiet
+        options = _options(revision, download_dir)
+        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=bar, **options))
+
+
+def _options(revision: str | None, download_dir: str | None) -> dict[str, Any]:
+    return {"revision": revision, "cache_dir": download_dir, "library_name": "pagerunner"}
+
+
+@contextmanager
+def _said(model: str, revision: str | None, download_dir: str | None) -> Iterator[None]:
+    """Turn what can go wrong with a download into one sentence."""
+    import httpx
+    from huggingface_hub import constants, errors
+
+    where = constants.ENDPOINT
+    cache = download_dir or constants.HF_HUB_CACHE
+    short = revision[:8] if revision and re.fullmatch("[0-9a-f]{40}", revision) else revision
+    shown = f"{model} (revision {short})" if revision else model
+    try:
+        yield
+    except errors.GatedRepoError:
+        said = (
+            f"{model} is gated: its makers ask for an agreement. Accept it at {where}/{model}, and set HF_TOKEN to a token of "
+            "your account."
+        )
+    except errors.RepositoryNotFoundError:
+        token = "the token in use can't see it" if _has_token() else "it is private, for which HF_TOKEN must be set"
+        said = (
+            f"There is no directory {model} here, and the hub at {where} shows no model of this name. Check the spelling; or "
+            f"{token}."
+        )
+    except errors.RevisionNotFoundError:
+        said = f"{model} on the hub has no revision {revision!r}; it is a branch, a tag or a commit."
+    except errors.RemoteEntryNotFoundError as error:
+        said = f"{shown} on the hub lacks a file that is needed: {_first_line(error)}"
+    except (errors.IncompleteSnapshotError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if constants.HF_HUB_OFFLINE:
+            said = (
+                f"{shown} is not complete in the cache {cache}, and HF_HUB_OFFLINE is set, so nothing is downloaded. Unset it "
+                "once while connected, or give a directory."
+            )
+        else:
+            said = (
+                f"The hub at {where} can't be reached, and {shown} is not complete in the cache {cache}: "
+                f"{_first_line(error.__cause__ or error)} {_KEPT}"
+            )
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no"
+        if status in (401, 403):
+            said = f"The hub at {where} refuses {shown} (status {status}). Set HF_TOKEN to a token that may read it."
+        else:
+            said = f"The hub at {where} answered {shown} with status {status}: {_first_line(error)} {_KEPT}"
+    except errors.HFValidationError as error:
+        said = f"{model!r} is not a name on the hub: {_first_line(error)}"
+    except httpx.HTTPError as error:
+        said = f"Downloading {shown} from {where} broke off ({type(error).__name__}): {_first_line(error)} {_KEPT}"
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            said = f"{shown} can't be downloaded into {cache}: {_first_line(error)}"
+        else:
+            said = f"The disk of the cache {cache} is full; {shown} needs more room. Free some, or set --download-dir."
+    else:
+        return
+    raise CheckpointError(said)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of a message, as a sentence."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"{line[:300]}."

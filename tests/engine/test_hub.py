@@ -1,0 +1,249 @@
+"""Models by name: the real huggingface_hub client, in a process of its own, against a stand-in of the hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.hub import COMMIT, Hub, files_of, serving
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.startup.hub import fetch_checkpoint, is_hub_name
+from pagerunner.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+JUNK = {
+    "pytorch_model.bin": b"p",
+    "modeling.py": b"p",
+    "original/model.safetensors": b"x",
+    "consolidated.safetensors": b"x",
+}
+FETCH = """
+import json, sys
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.hub import fetch_checkpoint
+from pagerunner.errors import PagerunnerError
+try:
+    args = fetch_checkpoint(EngineArgs(**json.loads(sys.argv[1])), show_progress=False)
+    print(json.dumps({"model": args.model, "tokenizer": args.tokenizer, "name": args.served_model_name}))
+except PagerunnerError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+@dataclass
+class Client:
+    """A program that uses names on the hub, with a cache of its own."""
+
+    hub: Hub
+    home: Path
+
+    def python(self, code: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": self.hub.url,
+            "HF_HOME": str(self.home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONPATH": str(ROOT / "src"),
+            **environ,
+        }
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    def fetch(self, environ: dict[str, str] | None = None, **args: Any) -> dict[str, Any]:
+        done = self.python(FETCH, json.dumps({"model": "org/tiny", **args}), **(environ or {}))
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    def verb(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; from pagerunner.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        return self.python(code, *words, **environ)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    with serving(Hub({"org/tiny": files_of(demo_path()) | JUNK})) as hub:
+        yield Client(hub, tmp_path / "home")
+
+
+def sharded(tmp_path: Path) -> dict[str, bytes]:
+    made = make_checkpoint(tmp_path, "llama", shards=3)
+    files = files_of(made)
+    # as some makers name their shards
+    renamed = {name: name.replace("model-", "model.safetensors-") for name in files if name.startswith("model-")}
+    index = files["model.safetensors.index.json"].decode()
+    for old, new in renamed.items():
+        files[new] = files.pop(old)
+        index = index.replace(old, new)
+    return {**files, "model.safetensors.index.json": index.encode()}
+
+
+def test_config_tokenizer_and_safetensors_come_and_nothing_else(client: Client) -> None:
+    found = client.fetch()
+    assert found["name"] == "org/tiny"
+    assert Path(found["model"]).name == COMMIT
+    assert client.hub.downloaded() == sorted(set(files_of(demo_path())) - {"README.md"})
+
+
+def test_the_second_start_and_one_without_network_take_the_cache(client: Client) -> None:
+    first = client.fetch()
+    client.hub.requests.clear()
+    assert client.fetch() == first
+    assert client.hub.downloaded() == []
+    client.hub.requests.clear()
+    assert client.fetch({"HF_HUB_OFFLINE": "1"}) == first
+    assert client.hub.requests == []
+    client.hub.status = 503
+    assert client.fetch() == first
+
+
+def test_shards_are_those_that_the_index_of_the_same_commit_names(client: Client, tmp_path: Path) -> None:
+    client.hub.repositories["org/tiny"] = sharded(tmp_path) | JUNK | {"model-of-somebody-else.safetensors": b"x"}
+    directory = Path(client.fetch(revision="v1")["model"])
+    names = [name for name in client.hub.downloaded() if name.endswith(".safetensors")]
+    assert len(names) == 3 and all(name.startswith("model.safetensors-0000") for name in names)
+    assert all((directory / name).is_file() for name in names)
+    asked = [path for _, path, _ in client.hub.requests if "/resolve/" in path]
+    assert all(f"/resolve/{COMMIT}/" in path for path in asked)
+
+
+def test_dummy_weights_are_not_fetched(client: Client) -> None:
+    client.fetch(load_format="dummy")
+    assert not any(name.endswith(".safetensors") for name in client.hub.downloaded())
+
+
+def test_a_connection_that_breaks_off_goes_on_where_it_was(client: Client) -> None:
+    whole = 24_000_000  # the client writes pieces of 10 MiB
+    client.hub.repositories["org/tiny"]["model.safetensors"] = bytes(whole)
+    client.hub.cut["model.safetensors"] = whole // 2
+    directory = Path(client.fetch()["model"])
+    assert (directory / "model.safetensors").stat().st_size == whole
+    ranges = {key: value for _, _, headers in client.hub.requests for key, value in headers.items()}
+    assert ranges["Range"] == f"bytes={10 * 2**20}-"
+
+
+def test_a_download_that_failed_keeps_the_files_that_arrived(client: Client) -> None:
+    client.hub.cut["model.safetensors"] = 1_000
+    client.hub.dies = True
+    said = client.fetch()["error"]
+    assert "org/tiny" in said and "the next start keeps the files that arrived" in said
+    client.hub.status = 0
+    client.hub.requests.clear()
+    assert "model" in client.fetch()
+    assert client.hub.downloaded() == ["model.safetensors"]
+
+
+def test_gated_and_private_models_ask_for_a_token(client: Client) -> None:
+    client.hub.gated.add("org/tiny")
+    said = client.fetch()["error"]
+    assert "org/tiny is gated" in said and f"{client.hub.url}/org/tiny" in said and "HF_TOKEN" in said
+    assert "model" in client.fetch({"HF_TOKEN": "hf_right"})
+    client.hub.private.add("org/tiny")
+    said = client.fetch({"HF_TOKEN": "hf_wrong"}, revision="v1")["error"]
+    assert "shows no model of this name" in said and "the token in use can't see it" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            {"model": "org/tinny"},
+            ["no directory org/tinny here", "shows no model of this name", "HF_TOKEN must be set"],
+        ),
+        ({"revision": "v9"}, ["has no revision 'v9'"]),
+        ({"model": "org/pickled"}, ["org/pickled", "no model.safetensors", "never pickles"]),
+        ({"model": "org/empty"}, ["org/empty", "no config.json"]),
+        ({"model": "org/escaping"}, ["org/escaping", "weight_map", "plain file names"]),
+        ({"tokenizer_revision": "v1"}, ["tokenizer_revision needs tokenizer"]),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(client: Client, args: dict[str, Any], words: list[str]) -> None:
+    index = {"weight_map": {"a": "../../../etc/passwd"}}
+    client.hub.repositories |= {
+        "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"p"},
+        "org/empty": {"README.md": b"hello"},
+        "org/escaping": {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()},
+    }
+    said = client.fetch(**args)["error"]
+    assert all(word in said for word in words), said
+
+
+def test_without_network_or_cache(client: Client) -> None:
+    said = client.fetch({"HF_HUB_OFFLINE": "1"})["error"]
+    assert "org/tiny is not complete in the cache" in said and "HF_HUB_OFFLINE is set" in said
+    said = client.fetch({"HF_ENDPOINT": "http://127.0.0.1:9"})["error"]
+    assert "The hub at http://127.0.0.1:9 can't be reached" in said
+    client.hub.status = 500
+    said = client.fetch()["error"]
+    assert "org/tiny" in said and client.hub.url in said
+
+
+def test_the_cache_may_be_elsewhere(client: Client, tmp_path: Path) -> None:
+    found = client.fetch(download_dir=str(tmp_path / "there"))
+    assert found["model"].startswith(str(tmp_path / "there"))
+
+
+def test_a_tokenizer_may_have_a_name_of_its_own(client: Client) -> None:
+    client.hub.repositories["org/words"] = client.hub.repositories["org/tiny"]
+    found = client.fetch(tokenizer="org/words")
+    assert "models--org--words" in found["tokenizer"] and (Path(found["tokenizer"]) / "tokenizer.json").is_file()
+    assert not (Path(found["tokenizer"]) / "model.safetensors").exists()
+
+
+def test_plan_fetches_the_config_alone(client: Client) -> None:
+    done = client.verb("plan", "org/tiny", "--memory", "1GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"] == "cuda"
+    assert client.hub.downloaded() == ["config.json"]
+    done = client.verb("plan", "org/tinny", "--memory", "1GiB")
+    assert done.returncode == 2 and "shows no model of this name" in done.stderr
+
+
+def test_generate_runs_a_model_by_its_name(client: Client) -> None:
+    words = ("--max-tokens", "4", "--kv-cache-memory-bytes", "16MiB", "--json")
+    done = client.verb("generate", "--model", "org/tiny", *words, "12 + 30 =")
+    assert done.returncode == 0, done.stderr
+    local = client.verb("generate", "--model", str(demo_path()), *words, "12 + 30 =")
+    assert json.loads(done.stdout) == json.loads(local.stdout)
+    assert "looking on the Hugging Face Hub" in done.stderr
+
+
+def test_a_full_disk_is_said() -> None:
+    import errno
+
+    from pagerunner.engine.startup.hub import _said
+
+    with pytest.raises(CheckpointError, match="The disk of the cache /there is full; org/tiny needs more room"):  # noqa: SIM117
+        with _said("org/tiny", None, "/there"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_places_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("org/tiny")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    assert not is_hub_name("org/tiny")
+    args = EngineArgs(model="org/tiny")
+    assert fetch_checkpoint(args) is args
+    for place in ("./org/other", "/org/other", "~/other", "a/b/c", "other", "org/config.json"):
+        assert not is_hub_name(place), place
+    with pytest.raises(CheckpointError, match="not a name on the hub"):
+        fetch_checkpoint(EngineArgs(model="./nowhere", revision="v1"))
+    with pytest.raises(ConfigError, match="tokenizer_revision"):
+        fetch_checkpoint(EngineArgs(model="org/tiny", tokenizer_revision="v1"))
+
+
+def test_importing_the_package_opens_no_socket_and_reads_no_hub() -> None:
+    code = "import sys, pagerunner, pagerunner.engine.startup.hub; assert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
