@@ -47,86 +47,87 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(False)
+
+    def do_GET(self) -> None:
+        self._answer(True)
+
+    def _answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append((self.command, path, dict(self.headers)))
+        if self.hub.status:
+            return self._send(self.hub.status, b"trouble", {}, body)
+        listed = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)(?:/.*)?", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        match = listed or file
+        if match is None:
+            return self._send(404, b"", {}, body)
+        name = match[1]
+        allowed = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        if name not in self.hub.repositories or (name in self.hub.private and not allowed):
+            return self._send(401, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        files = self.hub.repositories[name]
+        if (listed[3] if listed else match[2]) not in ("main", "v1", COMMIT):
+            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+        if listed and listed[2] == "revision":
+            siblings = [{"rfilename": one} for one in files]
+            found = {"id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+            return self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"}, body)
+        if listed:
+            rows = [
+                {"type": "file", "path": one, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for one, data in files.items()
+            ]
+            return self._send(200, json.dumps(rows).encode(), {"Content-Type": "application/json"}, body)
+        if name in self.hub.gated and not allowed:
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, body)
+        if match[3] not in files:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
+        self._send_file(match[3], files[match[3]], body)
+
+    def _send_file(self, name: str, data: bytes, body: bool) -> None:
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        status, begin = 200, 0
+        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            begin = int(asked[1])
+            status = 206
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        part = data[begin:]
+        if body and name in self.hub.cut:
+            stop = self.hub.cut.pop(name)
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(part))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(part[:stop])
+            self.wfile.flush()
+            self.hub.status = 503 if self.hub.dies else 0
+            self.close_connection = True
+            self.connection.shutdown(2)
+            return
+        self._send(status, part, headers, body)
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve `hub` on a free port of loopback."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self._answer(False)
-
-        def do_GET(self) -> None:
-            self._answer(True)
-
-        def _answer(self, body: bool) -> None:
-            path = unquote(urlsplit(self.path).path)
-            hub.requests.append((self.command, path, dict(self.headers)))
-            if hub.status:
-                return self._send(hub.status, b"trouble", {}, body)
-            listed = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)(?:/.*)?", path)
-            file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-            match = listed or file
-            if match is None:
-                return self._send(404, b"", {}, body)
-            name = match[1]
-            allowed = self.headers.get("Authorization") == f"Bearer {hub.token}"
-            if name not in hub.repositories or (name in hub.private and not allowed):
-                return self._send(401, b"", {"X-Error-Code": "RepoNotFound"}, body)
-            files = hub.repositories[name]
-            if (listed[3] if listed else match[2]) not in ("main", "v1", COMMIT):
-                return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
-            if listed and listed[2] == "revision":
-                siblings = [{"rfilename": one} for one in files]
-                found = {"id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
-                return self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"}, body)
-            if listed:
-                rows = [
-                    {"type": "file", "path": one, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for one, data in files.items()
-                ]
-                return self._send(200, json.dumps(rows).encode(), {"Content-Type": "application/json"}, body)
-            if name in hub.gated and not allowed:
-                return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, body)
-            if match[3] not in files:
-                return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
-            self._send_file(match[3], files[match[3]], body)
-
-        def _send_file(self, name: str, data: bytes, body: bool) -> None:
-            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-            status, begin = 200, 0
-            if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-                begin = int(asked[1])
-                status = 206
-                headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-            part = data[begin:]
-            if body and name in hub.cut:
-                stop = hub.cut.pop(name)
-                self.send_response(status)
-                for key, value in {**headers, "Content-Length": str(len(part))}.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                self.wfile.write(part[:stop])
-                self.wfile.flush()
-                hub.status = 503 if hub.dies else 0
-                self.close_connection = True
-                self.connection.shutdown(2)
-                return
-            self._send(status, part, headers, body)
-
-        def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(data))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if body:
-                self.wfile.write(data)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
