@@ -98,10 +98,10 @@ def _runs_kernel(
     key = tl.where(mask, _key(x), _LOWEST)
     temperature = tl.load(scales_ptr + slot * 2 * _WORDS + _TEMPERATURE, mask=slot >= 0, other=0.0)
     if temperature > 0.0:
-        top = tl.max(key, 1)
-        weight = tl.exp2((x - _peak(top)[:, None]) * (_LOG2_E / temperature))
+        tops = tl.max(key, 1)
+        weight = tl.exp2((x - _peak(tops)[:, None]) * (_LOG2_E / temperature))
         place = row * tl.num_programs(1) * (TILE // RUN) + run
-        tl.store(tops_ptr + place, top)
+        tl.store(tops_ptr + place, tops)
         tl.store(sums_ptr + place, tl.sum(weight, 1))
     else:
         top = tl.max(tl.max(key, 1), 0)
