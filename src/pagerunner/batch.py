@@ -116,12 +116,12 @@ class StepRows:
     @property
     def num_rows(self) -> int:
         """R, padding included."""
-        return self.slots_R.shape[0]
+        return int(self.slots_R.shape[0])
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
-        return self.row_T.shape[0]
+        return int(self.row_T.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class UpProjection:
     @property
     def latent_dim(self) -> int:
         """C."""
-        return self.weight.shape[1]
+        return int(self.weight.shape[1])
 
     @property
     def _weight_HUC(self) -> torch.Tensor:

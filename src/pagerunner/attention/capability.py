@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -141,8 +142,8 @@ class Capabilities:
         return lacks(device, self.shared_memory[dtype == torch.float32]) if self.triton else None
 
 
-def _listed(names: Collection[object]) -> str:
-    return ", ".join(str(name) for name in sorted(names, key=lambda name: (isinstance(name, str), name)))  # type: ignore[type-var,operator]
+def _listed(names: Collection[Any]) -> str:
+    return ", ".join(str(name) for name in sorted(names))
 
 
 def lacks(device: str, shared_memory: int = 0) -> str | None:

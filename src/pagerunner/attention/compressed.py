@@ -53,7 +53,7 @@ class SlotPooling:
     @property
     def ratio(self) -> int:
         """r."""
-        return self.biases[0].shape[0]
+        return int(self.biases[0].shape[0])
 
     def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """See Recurrence."""

@@ -54,7 +54,7 @@ class Use:
 
 def capturing(device: torch.device) -> bool:
     """Whether work on the device is being recorded, which planning can't be."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def partial_bytes(use: Use, shape: GraphShape | None, processors: int) -> int:
@@ -82,7 +82,7 @@ def _most_queries(use: Use, packed: int | None) -> int:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def _processors(device: torch.device) -> int:
@@ -194,7 +194,8 @@ class FlashInferBackend(_HostPlanned):
         else:
             q_THD, k_TKD, v_TKV = inputs
             store_kv_(k_TKD, v_TKV, pages, *write)
-        use = Use(*q_THD.shape[1:2], *pages.k.shape[2:], q_THD.dtype, scores.scale, scores.softcap)
+        kv_heads, dim = pages.k.shape[2:]
+        use = Use(q_THD.shape[1], kv_heads, dim, q_THD.dtype, scores.scale, scores.softcap)
         out: torch.Tensor = self._wrapper(use, group.plan).run(q_THD, (pages.k, pages.v))
         return out
 

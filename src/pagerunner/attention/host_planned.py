@@ -90,4 +90,4 @@ class PlanFence:
 
 def max_pages(inputs: PlanInputs, rows: int) -> int:
     """How many pages the rows of a graph may have: each as many as its table has columns."""
-    return rows * inputs.page_table.shape[1]
+    return rows * int(inputs.page_table.shape[1])

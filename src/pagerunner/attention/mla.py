@@ -100,6 +100,7 @@ class _Call:
             return self._padded(part)
         if isinstance(part, SharedPart):
             return self._shared(part)
+        assert isinstance(part, NewPart), "latents have no windows"
         return self._new(part)
 
     def _padded(self, part: PaddedPart) -> Result:

@@ -160,7 +160,7 @@ class RecurrentBackend:
         return TorchRecurrentPlan(
             single_rows=single,
             single_starts=[seq_lens[row] - 1 for row in single],
-            single_tokens=inputs.rows.query_start_R1[:-1][single_R],
+            single_tokens=inputs.rows.query_start_R1[:-1][single_R].long(),
             single_entries=entries_R[single_R],
             long_rows=[
                 _LongRow(row, firsts[row], length, seq_lens[row] - length, hosts[row])
@@ -182,7 +182,7 @@ class RecurrentBackend:
             if every:
                 return result
             out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
-            out.index_copy_(0, plan.single_tokens.long(), result)
+            out.index_copy_(0, plan.single_tokens, result)
         for row in plan.long_rows:
             part = slice(row.first, row.first + row.length)
             result = _chunks(recurrence, tuple(x[part] for x in inputs), pages, row, plan.saves.get(row.row, []))
@@ -198,7 +198,7 @@ class RecurrentBackend:
 def _entry(memory: StatePages, target: int) -> int:
     """The table entry of the page at a byte offset."""
     state = memory.states[0]
-    return target // (state.stride(0) * state.element_size())
+    return target // int(state.stride(0) * state.element_size())
 
 
 def _store(memory: StatePages, entry: int, states: Tensors) -> None:
