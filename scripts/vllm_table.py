@@ -49,7 +49,7 @@ DIFFERS = {
     "--block-size": "1, 2, 4, 8 or a multiple of 16; 16 by default on every device",
     "--load-format": "`auto`, `safetensors` or `dummy`; other formats may run code when they are read",
     "--cudagraph-capture-sizes": "numbers separated by commas",
-    "--attention-backend": "`auto`, `triton`, `torch` or `flashinfer`; mostly `auto`",
+    "--attention-backend": "`auto`, `triton`, `torch_ref` or `flashinfer`; mostly `auto`",
     "--generation-config": "`auto` or `vllm`; not a directory",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
