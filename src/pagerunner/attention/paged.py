@@ -89,7 +89,7 @@ class PagedBackend:
 
 
 def usual_query_len(query_lens: Sequence[int]) -> int:
-    """A length of which half of the tokens of rows with several are in rows that have no more; 1 without such rows."""
+    """The median row length, weighed by tokens, of the rows with several tokens; 1 if no row has several."""
     lens = sorted(count for count in query_lens if count > 1)
     left = sum(lens) / 2
     for count in lens:

@@ -3,11 +3,13 @@
 One rule per kind of memory. Rules are pure: they hold sizes and no state. A new kind is one more class here and one more
 entry in `RULES`.
 
-A step computes positions [start, end). While it runs, a request holds the pages that this step reads (`span`), and of the
-step's own pages those that later steps read (`tail`). A window's pages between the two are never allocated: a long chunk
-costs two windows, not the chunk. The second window is only there for one step, and a shorter chunk needs less of it:
-`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens, because the manager shortens chunks when pages are scarce. Where it
-must not (`shortens`), because a prompt has to run in one step, both windows are counted.
+A step computes positions [start, end) of a request: its chunk. While the step runs, the request holds two sets of pages. The
+first, `span`, is what the step reads of earlier steps. The second, `tail`, is what later steps will read of this one. Between them a
+window group has no pages at all. Example: a window of 1,024 tokens and a chunk of 8,192 hold pages for 2,048 tokens, not for 9,216.
+
+`tail` is held in addition for one step only, and a shorter chunk has a shorter one. The manager shortens chunks when pages are scarce, so
+`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens. Where a prompt has to run in one step (`shortens` is false), chunks can't
+be shortened, and both windows are counted whole.
 """
 
 from __future__ import annotations

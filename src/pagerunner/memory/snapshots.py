@@ -19,8 +19,10 @@ TURN_TOKENS = 64  # while text is generated, its latest snapshot is about that m
 
 
 class Snapshots:
-    """Decides for group `group`, of the manager's `pool` and `index`. `promised` are pages by group that running requests
-    may still take; snapshots take what is left. With `keep` they outlive the requests that may use them now.
+    """Decides about the snapshots of group `group`, in the manager's `pool` and `index`.
+
+    `promised[g]` is the number of pages of group g that running requests were promised and don't hold yet. Snapshots take only pages
+    beyond those. With `keep`, a snapshot stays cached when all requests that could use it have ended; without, it goes with them.
     """
 
     def __init__(

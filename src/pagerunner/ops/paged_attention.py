@@ -38,12 +38,16 @@ class Scores(NamedTuple):
 class PagedPlan:
     """What the layers of a step share.
 
-    Of the keys before it, a query sees the last `window` (itself included), or those of its own chunk of `chunk`
-    tokens, or all (both 0). `one_token`: token t is row t's only one. `usual_query_len`: half of the tokens of rows that
-    have several are in rows with no more than this, as far as the host knows; a bound otherwise. `fresh`: where the host
-    knows that rows of this many tokens each, with nothing before them, are the whole step. `sharing`: all rows may begin
-    with the same pages. `scratch` is what kernels compute in the first layer and keep for the others: a plan is made anew for
-    every step and for every capture, so that a graph computes it in each replay.
+    A query sees the last `window` keys (its own included), or the keys of its own chunk of `chunk` tokens, or all before it
+    (both 0).
+
+    - `one_token`: each row has one token, and token t belongs to row t.
+    - `usual_query_len`: the median row length, weighed by tokens, of the rows with several tokens. Example: for rows of 1, 10, 20
+      and 100 tokens it is 100. Where the host doesn't know the lengths, it is an upper bound.
+    - `fresh`: the rows' lengths, where the host knows that no row has tokens from earlier steps; otherwise empty.
+    - `sharing`: all rows may begin with the same pages.
+    - `scratch`: what kernels compute in the first layer and the other layers read. A plan is made anew for each step and for each
+      capture, so that a graph computes it in each replay.
     """
 
     window: int = 0

@@ -202,8 +202,11 @@ Work = Callable[[ForwardBatch, bool], Tensors]
 
 
 class StepGraphs:
-    """All graphs of a runner. What they do is passed when it is needed: kept, it would hold the runner that holds this, and
-    the memory of an engine that nobody refers to would stay taken until garbage is collected.
+    """All graphs of a runner.
+
+    Methods that capture take the `Work` to capture as an argument, and this object keeps no reference to it. The work is a method
+    of the runner, and the runner owns this object. Keeping it would make a cycle, and a cycle's memory is freed only when
+    Python collects garbage: an engine that nobody refers to would go on holding the device.
     """
 
     def __init__(self, settings: GraphSettings, builder: BatchBuilder) -> None:

@@ -38,9 +38,12 @@ def one_layer_of_each_kind(model: Any, memory: Sequence[LayerMemory]) -> Iterato
 
 
 def first_of_each_kind(layers: tuple[Any, ...], memory: Sequence[LayerMemory]) -> tuple[Any, ...]:
-    """Layers that differ in their classes, their settings, the shapes, strides, dtypes and alignment of their weights and
-    pages, or in whether another layer of their memory group comes before them (the first one's kernels do what holds for
-    the step). What can't be compared makes a kind of its own.
+    """The first layer of each kind, in order.
+
+    Two layers are of one kind if all of these are equal: their classes; their settings; shapes, strides, dtypes and alignment of their
+    weights and pages; and whether a layer of the same memory group comes before them. The last counts because a group's first
+    layer launches kernels whose results the group's other layers only read. A value that can't be compared makes its layer a
+    kind of its own.
     """
     before: Counter[int] = Counter()
     found: dict[Any, Any] = {}

@@ -41,7 +41,11 @@ class StepRow(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """Pages `first` .. of a slot, as its backend counts them, are at `entries`. An entry of -1 is a page that no later step reads, and is not there."""
+    """Entries for pages `first`, `first` + 1, ... of the request in a slot, in the page table of a group.
+
+    An entry is a page's address in the group's units. An entry of -1 stands for a page that was not allocated, because no later
+    step reads its tokens.
+    """
 
     group: int
     slot: int

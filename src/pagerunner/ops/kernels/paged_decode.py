@@ -210,10 +210,12 @@ def _unit_part(
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr, FP8_MAX: tl.constexpr, STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [skipped, upto) of a unit: highest score, total weight and weighted values. `begins`, `ends`: with these the unit
-    does, and its own token is in the part with which it begins; with fp8 pages that this kernel writes (FUSED), in the
-    part with which it ends, whose tile is the only one with slots of the token's page: these are converted if the scale
-    grows.
+    """One part of a unit, its tiles [skipped, upto): highest score, total weight and weighted values.
+
+    A unit is one row and one head of keys. `begins` says that the part holds the unit's first tile, `ends` that it holds its last.
+    One part of the unit adds the row's own token, which comes from the projection. Usually the part that begins adds it. With fp8
+    pages that this kernel writes (FUSED), the part that ends adds it: writing the token may raise its page's scale and convert
+    what the page holds, and no other part reads that page.
     """
     g = tl.arange(0, M)
     d = tl.arange(0, DP)
