@@ -31,6 +31,10 @@ class RequestFailedError(PagerunnerError):
     """One request failed inside the engine through no fault of its own (HTTP 500). The others go on."""
 
 
+class QueueFullError(PagerunnerError):
+    """Too many requests wait already (HTTP 429 with Retry-After); the same one may be taken a moment later."""
+
+
 class EngineSleepingError(PagerunnerError):
     """The engine sleeps and was asked to run something (HTTP 503); wake it first."""
 

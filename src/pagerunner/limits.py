@@ -29,6 +29,7 @@ TABLE: tuple[Limit, ...] = (
     Limit("MAX_LOGPROBS", 20, "`logprobs`, `top_logprobs` and `prompt_logprobs`"),
     Limit("MAX_STOP_STRINGS", 64, "strings in `stop`"),
     Limit("MAX_STOP_STRING_CHARS", 1_024, "characters of one string in `stop` or `bad_words`"),
+    Limit("MAX_STOP_CHARS", 16_384, "characters of all strings in `stop` together"),
     Limit("MAX_STOP_TOKEN_IDS", 1_024, "ids in `stop_token_ids`"),
     Limit("MAX_BAD_WORDS", 1_024, "strings in `bad_words`"),
     Limit("MAX_BAD_WORD_TOKENS", 16_384, "tokens of all `bad_words` together"),
@@ -42,11 +43,17 @@ TABLE: tuple[Limit, ...] = (
     Limit("MAX_TOOLS", 512, "entries of `tools`"),
     Limit("MAX_TOOL_NAME_CHARS", 256, "characters of a tool's name"),
     Limit("MAX_MESSAGES", 4_096, "messages of one conversation"),
+    Limit("MAX_QUEUED_REQUESTS", 16_384, "answers that wait for their first token, of all calls; more get status 429"),
+    Limit("MAX_QUEUED_TOKENS", 33_554_432, "prompt tokens of answers that wait for their first token"),
     Limit("MAX_BODY_BYTES", 32 * 1024 * 1024, "bytes of a request's body"),
+    Limit("MAX_BODIES_BYTES", 512 * 1024 * 1024, "bytes of all bodies that are being received"),
+    Limit("MAX_BODY_VALUES", 2_000_000, "values of a request's body, counted by its commas"),
     Limit("MAX_HEADERS", 128, "headers of a request"),
     Limit("MAX_HEADER_BYTES", 64 * 1024, "bytes of a request's line and headers together"),
+    Limit("MAX_CONNECTIONS", 16_384, "connections at once; the limit on open files may allow fewer"),
     Limit("HEADER_SECONDS", 30, "seconds that a client may take to send a request's headers"),
     Limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete"),
+    Limit("BODY_TOTAL_SECONDS", 300, "seconds that a client may take to send a body, in all"),
     Limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation"),
     Limit("STALL_SECONDS", 120, "seconds that a step may take before /health fails and all stacks are logged"),
     Limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates"),
@@ -78,6 +85,7 @@ MAX_TOKENS = _VALUES["MAX_TOKENS"]
 MAX_LOGPROBS = _VALUES["MAX_LOGPROBS"]
 MAX_STOP_STRINGS = _VALUES["MAX_STOP_STRINGS"]
 MAX_STOP_STRING_CHARS = _VALUES["MAX_STOP_STRING_CHARS"]
+MAX_STOP_CHARS = _VALUES["MAX_STOP_CHARS"]
 MAX_STOP_TOKEN_IDS = _VALUES["MAX_STOP_TOKEN_IDS"]
 MAX_BAD_WORDS = _VALUES["MAX_BAD_WORDS"]
 MAX_BAD_WORD_TOKENS = _VALUES["MAX_BAD_WORD_TOKENS"]
@@ -91,11 +99,17 @@ MAX_GRAMMAR_SECONDS: float = _VALUES["MAX_GRAMMAR_SECONDS"]
 MAX_TOOLS = _VALUES["MAX_TOOLS"]
 MAX_TOOL_NAME_CHARS = _VALUES["MAX_TOOL_NAME_CHARS"]
 MAX_MESSAGES = _VALUES["MAX_MESSAGES"]
+MAX_QUEUED_REQUESTS = _VALUES["MAX_QUEUED_REQUESTS"]
+MAX_QUEUED_TOKENS = _VALUES["MAX_QUEUED_TOKENS"]
 MAX_BODY_BYTES = _VALUES["MAX_BODY_BYTES"]
+MAX_BODIES_BYTES = _VALUES["MAX_BODIES_BYTES"]
+MAX_BODY_VALUES = _VALUES["MAX_BODY_VALUES"]
 MAX_HEADERS = _VALUES["MAX_HEADERS"]
 MAX_HEADER_BYTES = _VALUES["MAX_HEADER_BYTES"]
+MAX_CONNECTIONS = _VALUES["MAX_CONNECTIONS"]
 HEADER_SECONDS = _VALUES["HEADER_SECONDS"]
 BODY_SECONDS = _VALUES["BODY_SECONDS"]
+BODY_TOTAL_SECONDS = _VALUES["BODY_TOTAL_SECONDS"]
 TEMPLATE_SECONDS = _VALUES["TEMPLATE_SECONDS"]
 STALL_SECONDS = _VALUES["STALL_SECONDS"]
 TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]

@@ -24,6 +24,7 @@ from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.engine.structured_output import grammar_door
 from pagerunner.engine.structured_output.grammar_worker import Order
 from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
+from pagerunner.text.stop_strings import StopAutomaton
 from pagerunner.types import (
     EngineRequest,
     RequestOutput,
@@ -349,6 +350,33 @@ def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
             places.clear()
             await last(engine, "many", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab" * 500] * 8)
             assert places and not any(places)
+
+    with_engine(model, test)
+
+
+def test_long_stop_strings_are_prepared_off_the_loop(model: Path) -> None:
+    """As many at once as there may be: what they are searched with is made once for each, and never on the loop."""
+    made: list[bool] = []
+    init = StopAutomaton.__init__
+
+    def noted(self: StopAutomaton, strings: tuple[str, ...]) -> None:
+        made.append(threading.current_thread() is threading.main_thread())
+        init(self, strings)
+
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StopAutomaton, "__init__", noted)
+            stops = [[f"{number:04}{letter}" * 100 for letter in "abcdefgh"] for number in range(40)]
+            await asyncio.gather(
+                *(
+                    last(engine, str(n), {"prompt_token_ids": [5]}, max_tokens=1, stop=one)
+                    for n, one in enumerate(stops)
+                )
+            )
+            assert made == [False] * len(stops)
+            made.clear()
+            await last(engine, "short", {"prompt_token_ids": [5]}, max_tokens=1, stop=["a new one"])
+            assert made == [True]
 
     with_engine(model, test)
 

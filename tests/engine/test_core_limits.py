@@ -46,6 +46,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "prompt_logprobs": (put("params", "prompt_logprobs", 10_000), "PAGERUNNER_LIMIT_MAX_LOGPROBS"),
     "stop strings": (put("params", "stop", ["x"] * 65), "PAGERUNNER_LIMIT_MAX_STOP_STRINGS"),
     "a stop string": (put("params", "stop", ["x" * 2000]), "PAGERUNNER_LIMIT_MAX_STOP_STRING_CHARS"),
+    "all stop strings": (put("params", "stop", ["x" * 1000] * 20), "PAGERUNNER_LIMIT_MAX_STOP_CHARS"),
     "stop ids": (put("params", "stop_token_ids", list(range(1025))), "PAGERUNNER_LIMIT_MAX_STOP_TOKEN_IDS"),
     "a stop id": (put("params", "stop_token_ids", [VOCAB]), f"stop_token_ids holds token id {VOCAB}"),
     "bad words": (put("params", "bad_words", ["x"] * 1025), "PAGERUNNER_LIMIT_MAX_BAD_WORDS"),

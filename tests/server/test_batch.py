@@ -70,13 +70,16 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
         {"custom_id": "model", "method": "POST", "url": "/v1/completions", "body": {**completion, "model": "gpt"}},
         {"custom_id": "stream", "method": "POST", "url": "/v1/completions", "body": {**completion, "stream": True}},
         {"custom_id": "path", "method": "POST", "url": "/sleep", "body": {}},
+        {"custom_id": "dots", "method": "POST", "url": "/v1/../sleep", "body": {}},
+        {"custom_id": "query", "method": "POST", "url": "/v1/completions?a=1", "body": completion},
+        {"custom_id": "host", "method": "POST", "url": "http://127.0.0.1:1/v1/completions", "body": completion},
         {"custom_id": "method", "method": "GET", "url": "/v1/models", "body": {}},
         "not JSON",
     )
     target = tmp_path / "out.jsonl"
     assert batch(source, target, "--base-url", demo.url) == 0
     answers = read(target)
-    assert len(answers) == 27
+    assert len(answers) == 30 and demo.get("/is_sleeping").json() == {"is_sleeping": False}
     for number in range(10, 30):
         answer = answers[f"sum-{number}"]
         assert text_of(answer) == f"{number} + 30 = {number + 30}"
@@ -86,9 +89,16 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
     assert answers["field"]["response"]["status_code"] == 400 and "nope" in answers["field"]["error"]["message"]
     assert answers["model"]["response"]["status_code"] == 404
     assert "streamed" in answers["stream"]["error"]["message"]
-    for name, words in (("path", "under /v1/"), ("method", "not GET"), ("line-28", "malformed")):
+    for name, words in (
+        ("path", "not POST /sleep"),
+        ("dots", "only POST to one of /v1/chat/completions"),
+        ("query", "not POST /v1/completions?"),
+        ("host", "not POST http"),
+        ("method", "not GET"),
+        ("line-31", "malformed"),
+    ):
         assert answers[name]["response"] is None and words in answers[name]["error"]["message"]
-    assert "27 of 27 requests have been answered, 0 were there before; 6 of all are errors." in capsys.readouterr().err
+    assert "30 of 30 requests have been answered, 0 were there before; 9 of all are errors." in capsys.readouterr().err
 
 
 def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
@@ -207,3 +217,36 @@ def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(tmp_path
     assert len(answers) == count
     fresh = [number for number in range(10, count) if f"sum-{number}" not in before]
     assert all(text_of(answers[f"sum-{number}"]) == f"{number} + 30 = {number + 30}" for number in fresh[:20])
+
+
+def test_outputs_that_are_no_files_are_refused_before_anything_is_asked(tmp_path: Path, capsys: Any) -> None:
+    source = write(tmp_path / "in.jsonl", sum_line(10))
+    before = source.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(source)
+    for words in (
+        ["-i", str(source), "-o", "/dev/full"],
+        ["-i", str(source), "-o", "/dev/null"],
+        ["-i", str(source), "-o", str(tmp_path / "pipe")],
+        ["-i", str(source), "-o", str(tmp_path)],
+        ["-i", str(tmp_path / "pipe"), "-o", str(tmp_path / "out")],
+        ["-i", "-", "-o", str(tmp_path / "out")],
+        ["-i", str(source), "-o", str(source)],
+        ["-i", str(source), "-o", str(tmp_path / "link")],
+        ["-i", str(source), "-o", "-", "--retry-errors"],
+    ):
+        assert main(["run-batch", *words, "--base-url", "http://127.0.0.1:1"]) == 2, words
+        said = capsys.readouterr().err
+        assert "regular file" in said or "same file" in said or "standard" in said, said
+    assert source.read_bytes() == before and not (tmp_path / "out").exists()
+
+
+def test_answers_on_standard_output(demo: RunningServer, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(sum_line(number) for number in range(10, 14)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "pagerunner", "run-batch", "-i", str(source), "-o", "-", "--base-url", demo.url]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, ran.stdout.splitlines())}
+    assert {text_of(answers[f"sum-{n}"]) for n in range(10, 14)} == {f"{n} + 30 = {n + 30}" for n in range(10, 14)}
+    assert os.listdir(tmp_path) == ["in.jsonl"] and "4 of 4 requests" in ran.stderr

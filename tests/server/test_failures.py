@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 
 from helpers import failing_core, fake_core
 from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.server.launch import run_server
@@ -306,3 +308,70 @@ def test_an_api_key_guards_everything_but_health(text_side: Path) -> None:
         assert answer.choices
         with pytest.raises(openai.AuthenticationError):
             server.openai(api_key="wrong").models.list()
+
+
+def test_with_few_file_descriptors_the_server_answers_and_its_log_stays_short(text_side: Path, tmp_path: Path) -> None:
+    """Connections that bring half a body, more than there are descriptors: others are told, and nothing floods."""
+    program = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n" + PROGRAM
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        command = [sys.executable, "-c", program, str(text_side), "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+    clients: list[socket.socket] = []
+    with process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rsplit(" ", 1)[-1].strip()
+            host, port = url.removeprefix("http://").split(":")
+            for _ in range(400):
+                client = socket.socket()
+                client.settimeout(5)
+                client.connect((host, int(port)))
+                clients.append(client)
+                with contextlib.suppress(OSError):
+                    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+            time.sleep(1.5)
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 503  # told so, at once
+            for client in clients[:40]:
+                client.close()
+            time.sleep(0.5)
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            for client in clients:
+                client.close()
+            process.kill()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    assert "A connection is refused" in text and len(text) < 20_000, text[:2_000]
+
+
+def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.05)
+    monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 6)
+    with running_server(EngineArgs(model=str(text_side), max_num_seqs=2)) as server:
+        body = {"prompt": [40, 41], "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", {**body, "n": 20}).status_code == 200, "an empty queue takes any call"
+        found: list[httpx.Response] = []
+        asking = [
+            threading.Thread(target=lambda: found.append(server.post("/v1/completions", body))) for _ in range(30)
+        ]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join()
+        statuses = {response.status_code for response in found}
+        assert statuses == {200, 429}
+        refused = next(response for response in found if response.status_code == 429)
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert "PAGERUNNER_LIMIT_MAX_QUEUED_REQUESTS" in refused.json()["error"]["message"]
+        server.wait_idle()
+        progress = server.engine._desk.progress
+        assert progress.queued == progress.queued_tokens == 0
+        assert server.post("/v1/completions", body).status_code == 200
+        monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 10)
+        refused = server.post("/v1/completions", {**body, "prompt": [[5] * 8] * 4})
+        assert refused.status_code == 429 and "MAX_QUEUED_TOKENS" in refused.text
+        server.wait_idle()
+        assert progress.queued == progress.queued_tokens == 0

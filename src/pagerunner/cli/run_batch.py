@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from pagerunner.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagerunner.engine.frontend.async_engine import AsyncEngine
+    from pagerunner.server.batch import AnswerFile, AnswerStream
     from pagerunner.server.launch import StopSignals
 
 _INTERRUPTED = 130
@@ -32,7 +34,11 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("-i", "--input-file", required=True, metavar="FILE", help="lines of JSON: custom_id, method, url, body")
     add(
-        "-o", "--output-file", required=True, metavar="FILE", help="gets a line per answer; what is in it is not redone"
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="gets a line per answer; what is in it is not redone; - is standard output",
     )
     add("--model", help="model directory, hub name or a demo's (default: demo)")
     add("--base-url", metavar="URL", help="ask this server instead of loading a model")
@@ -46,11 +52,11 @@ def build_parser() -> Parser:
 
 def run(namespace: argparse.Namespace) -> int:
     """Answer what the output doesn't have yet."""
-    from pagerunner.server.batch import AnswerFile, BatchEndedError, answer_all, read_requests
+    from pagerunner.server.batch import BatchEndedError, answer_all, read_requests
 
     source = Path(namespace.input_file)
+    answers = _open_answers(namespace, source)
     names = {request.custom_id for request in read_requests(source)}
-    answers = AnswerFile(Path(namespace.output_file), retry_errors=namespace.retry_errors)
     known = frozenset(answers.answered)
     todo = (request for request in read_requests(source) if request.custom_id not in known)
     total, left = len(names), len(names - known)
@@ -75,6 +81,21 @@ def run(namespace: argparse.Namespace) -> int:
     done = _count(answers.answered - known, left)
     note(namespace, f"{done}, {total - left} were there before; {answers.num_errors} of all are errors.")
     return _INTERRUPTED if interrupted else 0
+
+
+def _open_answers(namespace: argparse.Namespace, source: Path) -> AnswerFile | AnswerStream:
+    from pagerunner.server.batch import AnswerFile, AnswerStream, check_files
+
+    if namespace.input_file == "-":
+        raise ConfigError("-i is read twice, which standard input can't be; name a file.")
+    if namespace.output_file == "-":
+        if namespace.retry_errors:
+            raise ConfigError("--retry-errors needs the answers of earlier runs, so a file as -o, not standard output.")
+        check_files(source)
+        return AnswerStream(sys.stdout.buffer)
+    target = Path(namespace.output_file)
+    check_files(source, target)
+    return AnswerFile(target, retry_errors=namespace.retry_errors)
 
 
 def _count(done: set[str], left: int) -> str:

@@ -20,7 +20,7 @@ from pagerunner.server.endpoints.control import QUERIES, Control
 from pagerunner.server.endpoints.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from pagerunner.server.endpoints.responses import ResponsesEndpoint
 from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeRequest, Tokens
-from pagerunner.server.errors import HttpError, error_response, one_line
+from pagerunner.server.errors import HttpError, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.live import LiveFeed
@@ -127,19 +127,19 @@ async def _answer(handler: Handler, request: Request) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except (HttpError, PagerunnerError) as error:
         response = error_response(error)
-        what = (request.method, request.url.path, response.status_code, one_line(str(error)))
+        what = (request.method, short(one_line(request.url.path)), response.status_code, one_line(str(error)))
         logger.warning("%s %s is refused with status %d: %s", *what)
         return response
     except Exception as error:  # whatever it is, it must end this request only
         label = request.headers.get(LABEL_HEADER, "none")
-        logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, request.url.path, label)
+        logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, short(request.url.path), label)
         return error_response(HttpError(500, f"The server failed to answer: {type(error).__name__}."))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path}: {error.detail}."
+    message = f"{short(request.method)} {short(request.url.path)}: {error.detail}."
     response = error_response(HttpError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
@@ -160,7 +160,7 @@ class _Information:
         """One served name."""
         name = request.path_params["model"]
         if name not in self._service.model_names:
-            raise HttpError(404, f"The model {name!r} is not served here.", "model")
+            raise HttpError(404, f"The model {short(name)!r} is not served here.", "model")
         return json_response(self._card(name))
 
     async def health(self, request: Request) -> Response:

@@ -12,14 +12,18 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import msgspec
 
 from pagerunner.errors import ConfigError
 
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 _UNAVAILABLE = 503
+_TOO_MANY = 429
+_MOST_TRIES = 20
+_LONGEST_PAUSE = 30.0
 _CONNECT_RETRIES = 3
 
 
@@ -53,8 +57,9 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                     continue
                 try:
                     request = decoder.decode(line)
-                    if request.method != "POST" or not request.url.startswith("/v1/"):
-                        request.fault = f"only POST to a URL under /v1/ is answered, not {request.method} {request.url}"
+                    if request.method != "POST" or request.url not in ENDPOINTS:  # which no other spelling is
+                        asked = f"{request.method[:10]} {request.url[:100]}"
+                        request.fault = f"only POST to one of {', '.join(ENDPOINTS)} is answered, not {asked}"
                 except msgspec.MsgspecError as error:
                     request = BatchRequest(f"line-{number}", fault=str(error))
                 if request.custom_id in seen:
@@ -63,6 +68,37 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                 yield request
     except OSError as error:
         raise ConfigError(f"The batch file {path} can't be read: {error}.") from error
+
+
+class AnswerStream:
+    """Standard output instead of a file: answers are written as they come, and nothing is known of earlier runs."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self.answered: set[str] = set()
+        self.num_errors = 0
+        self._target = target
+
+    def append(self, answer: Mapping[str, Any]) -> None:
+        """Write one answer. Raises BatchEndedError when nobody reads any more."""
+        try:
+            self._target.write(msgspec.json.encode(answer) + b"\n")
+            self._target.flush()
+        except OSError as error:
+            raise BatchEndedError(f"An answer can't be written: {error}.") from error
+        self.answered.add(answer["custom_id"])
+        self.num_errors += answer["error"] is not None
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+
+def check_files(source: Path, target: Path | None = None) -> None:
+    """Raise ConfigError unless the input is a file that can be read twice, and the output another one, or none yet."""
+    for path, flag, instead in ((source, "-i", ""), (target, "-o", ", or - for standard output")):
+        if path is not None and path.exists() and not path.is_file():
+            raise ConfigError(f"{flag} {path} is no regular file; name one{instead}.")
+    if target is not None and source.exists() and target.exists() and os.path.samefile(source, target):
+        raise ConfigError(f"-i and -o name the same file, {source}; the answers need one of their own.")
 
 
 class AnswerFile:
@@ -181,11 +217,7 @@ async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str,
     answer: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
     if request.fault:
         return {**answer, "error": {"code": "invalid_line", "message": request.fault}}
-    try:
-        content = bytes(request.body)
-        response = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
-    except httpx.HTTPError as error:
-        raise BatchEndedError(f"The server is gone ({error or type(error).__name__}).") from error
+    response = await _post(client, request)
     try:
         body = response.json()
     except ValueError:  # a stream, or something that isn't our kind of server
@@ -200,3 +232,18 @@ async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str,
     identity = body.get("id") if isinstance(body, dict) else None
     found = {"status_code": response.status_code, "request_id": identity or answer["id"], "body": body}
     return {**answer, "response": found, "error": failed}
+
+
+async def _post(client: httpx.AsyncClient, request: BatchRequest) -> httpx.Response:
+    """The server's answer; while its queue is full, it is asked again."""
+    for tries in range(1, _MOST_TRIES + 1):
+        try:
+            content = bytes(request.body)
+            response = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
+        except httpx.HTTPError as error:
+            raise BatchEndedError(f"The server is gone ({error or type(error).__name__}).") from error
+        pause = response.headers.get("Retry-After", "")
+        if response.status_code != _TOO_MANY or not pause.isdecimal() or tries == _MOST_TRIES:
+            break
+        await asyncio.sleep(min(float(pause), _LONGEST_PAUSE))
+    return response

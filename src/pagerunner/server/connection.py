@@ -1,8 +1,12 @@
-"""One client's connection: uvicorn's, with a time limit on headers and errors in the API's own form."""
+"""One client's connection: uvicorn's, with limits on time and number, and errors in the API's own form."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import resource
+import time
 from typing import Any
 
 import h11
@@ -10,23 +14,101 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagerunner import limits
-from pagerunner.server.errors import HttpError, error_body
+from pagerunner.server.errors import HttpError, error_body, one_line
+from pagerunner.server.strict_http import StrictConnection
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FILES = 64  # that the server has open beside connections: the model's, the helpers', the core's
+_SECONDS_BETWEEN_LINES = 10.0
+_RETRY_SECONDS = 1
+_URL_CHARS = 200
+
+
+class _Rarely:
+    """Passes a line on at most every ten seconds, with how many there were."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._next = 0.0
+
+    def warn(self, text: str) -> None:
+        """Log the line, or count it."""
+        self._count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            logger.warning("%s (%d times since the last such line.)", text, self._count)
+            self._count, self._next = 0, now + _SECONDS_BETWEEN_LINES
+
+
+_refused = _Rarely()
+_not_accepted = _Rarely()
+
+
+def accepted_at_once() -> int:
+    """How many new connections may be taken in one go: each has a file descriptor before it can be counted."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1_024 if soft == resource.RLIM_INFINITY else max(1, min(1_024, soft // 8))
+
+
+def connections_allowed() -> int:
+    """How many connections there may be: limits.MAX_CONNECTIONS, or what the limit on open files leaves room for."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return limits.MAX_CONNECTIONS
+    return max(1, min(limits.MAX_CONNECTIONS, soft - _OTHER_FILES - 2 * accepted_at_once()))
+
+
+def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event loop's exception handler: a line now and then while connections can't be accepted, else the loop's own."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        _not_accepted.warn(f"New connections can't be accepted: {error.strerror}. Those that are open go on.")
+    else:
+        loop.default_exception_handler(context)
+
+
+class ShortUrls(logging.Filter):
+    """Cuts long URLs in uvicorn's access log, whose arguments are client, method, URL, version and status."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass every record."""
+        if isinstance(record.args, tuple) and len(record.args) == 5:
+            client, method, url, *rest = record.args
+            if len(str(url)) > _URL_CHARS:
+                record.args = (client, method, f"{one_line(str(url))[:_URL_CHARS]}...", *rest)
+        return True
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when a request's headers don't come, whether nothing was sent or half of them."""
+    """A connection that is closed when a request's headers don't come, whether nothing was sent or half of them.
+
+    One too many gets a 503 and is closed.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._strict = self.conn = StrictConnection(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there; its first request is due."""
         super().connection_made(transport)
+        most = connections_allowed()
+        if len(self.connections) > most:
+            _refused.warn(
+                f"A connection is refused: {most} are open, as many as there may be {limits.knob('MAX_CONNECTIONS')}, "
+                "which the limit on open files (ulimit -n) lowers."
+            )
+            error = HttpError(503, f"The server has {most} connections, as many as it may have; try again later.")
+            self._answer(error, retry_after=_RETRY_SECONDS)
+            return
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         """Pass bytes on, and watch as long as they don't make up a request."""
+        if self.transport.is_closing():
+            return
         super().data_received(data)
         self._watch()
 
@@ -38,15 +120,26 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What can't be read as HTTP gets an error object, or nothing where an answer has begun already."""
+        if self._strict.fault:  # the request has not reached an endpoint
+            return self._answer(HttpError(400, self._strict.fault))
+        if self.conn.our_state is h11.SEND_RESPONSE and self.cycle is not None and not self.cycle.response_started:
+            self.cycle.disconnected = True  # the endpoint waits for the rest of the body
+            self.cycle.message_event.set()
+            return self._answer(HttpError(400, "The request's body is not valid HTTP (its chunks can't be read)."))
         if self.conn.our_state is not h11.IDLE:
-            self.transport.close()
-            return
+            return self.transport.close()
         error = HttpError(400, f"{msg.rstrip('.')}.")
         if len(self.conn.trailing_data[0]) > limits.MAX_HEADER_BYTES:
             knob = limits.knob("MAX_HEADER_BYTES")
             error = HttpError(431, f"The request's headers are larger than {limits.MAX_HEADER_BYTES} bytes {knob}.")
+        self._answer(error)
+
+    def _answer(self, error: HttpError, retry_after: int | None = None) -> None:
+        """Send the error and close."""
         body = msgspec.json.encode(error_body(error))
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
+        if retry_after is not None:
+            headers.append(("retry-after", str(retry_after)))
         for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -11,6 +11,7 @@ from pagerunner.errors import (
     EngineDeadError,
     EngineSleepingError,
     InvalidRequestError,
+    QueueFullError,
 )
 from pagerunner.server.protocol.answers import ErrorBody, ErrorDetail
 
@@ -22,17 +23,24 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 
 
+_MESSAGE_CHARS = 1_000
+_PARAM_CHARS = 200
+_RETRY_SECONDS = "2"
+
+
 class HttpError(Exception):
     """An answer other than 200 that is decided at the door."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, *, retry: bool = False) -> None:
         super().__init__(message)
+        self.retry = retry  # whether the same request may be answered a moment later
         self.status = status
         self.param = param
 
@@ -44,22 +52,34 @@ def error_body(error: Exception) -> ErrorBody:
             status, param = error.status, error.param
         case InvalidRequestError():
             status, param = 400, error.param
+        case QueueFullError():
+            status, param = 429, None
         case EngineSleepingError() | EngineDeadError() | CapacityError():
             status, param = 503, None
         case ConfigError():
             status, param = 400, None
         case _:
             status, param = 500, None
-    return ErrorBody(ErrorDetail(str(error) or type(error).__name__, _TYPES.get(status, "Error"), param, status))
+    message = short(str(error), _MESSAGE_CHARS) or type(error).__name__
+    if param is not None:
+        param = short(param, _PARAM_CHARS)
+    return ErrorBody(ErrorDetail(message, _TYPES.get(status, "Error"), param, status))
 
 
 def error_response(error: Exception) -> Response:
     """The answer for an error."""
     body = error_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if body.error.code == 401 else {}
+    if body.error.code == 429 or isinstance(error, HttpError) and error.retry:
+        headers["Retry-After"] = _RETRY_SECONDS
     if body.error.code in (408, 413, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
     return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")
+
+
+def short(text: str, most: int = 100) -> str:
+    """A text from a client for an answer or a log, cut to `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def one_line(text: str) -> str:

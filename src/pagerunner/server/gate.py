@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagerunner import limits
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.errors import ConfigError
-from pagerunner.server.errors import HttpError, error_response
+from pagerunner.server.errors import HttpError, error_response, short
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 
@@ -114,12 +114,12 @@ class Gate:
         host = _header(headers, b"host").decode("latin-1")
         if origin and origin not in self._keys.origins and origin.partition("://")[2] != host:
             return HttpError(
-                403, f"The page {origin!r} may not call this server (--allowed-origin names those that may)."
+                403, f"The page {short(origin)!r} may not call this server (--allowed-origin names those that may)."
             )
         if self._open and self._keys.loopback and not _is_local_name(host):
             return HttpError(
                 403,
-                f"This server has no keys and answers to the names of this machine only, not to {host!r} (--api-key).",
+                f"This server has no keys and answers to the names of this machine only, not to {short(host)!r} (--api-key).",
             )
         return None
 

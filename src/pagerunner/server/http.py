@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
@@ -22,42 +23,88 @@ Result = TypeVar("Result")
 _LARGE_BODY = 256 * 1024
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
+_LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
 
 
 class ClientGoneError(Exception):
     """The client has closed the connection; nobody reads an answer."""
 
 
+class _BodiesInFlight:
+    """The bytes of all bodies that are being received."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+
+_in_flight = _BodiesInFlight()
+
+
 async def read_body(request: Request) -> bytes:
-    """The request's body. Raises HttpError 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls."""
+    """The request's body.
+
+    Raises:
+        HttpError: 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls or takes too long, 503 when too
+            many bodies are being received.
+        ClientGoneError: the client has left.
+    """
     limit = limits.MAX_BODY_BYTES
     too_long = HttpError(413, f"The request body is larger than {limit} bytes {limits.knob('MAX_BODY_BYTES')}.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise too_long
     body = bytearray()
-    receive = request.receive
-    while True:
-        try:
-            async with asyncio.timeout(limits.BODY_SECONDS):
-                message = await receive()
-        except TimeoutError:
-            raise HttpError(
-                408,
-                f"The request body stopped after {len(body)} bytes, for {limits.BODY_SECONDS} seconds "
-                f"{limits.knob('BODY_SECONDS')}.",
-            ) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_long
-        if not message.get("more_body", False):
-            return bytes(body)
+    end = time.monotonic() + limits.BODY_TOTAL_SECONDS
+    try:
+        while True:
+            message = await _next_piece(request.receive, end, len(body))
+            piece = message.get("body", b"")
+            body += piece
+            _in_flight.size += len(piece)
+            if len(body) > limit:
+                raise too_long
+            if _in_flight.size > limits.MAX_BODIES_BYTES:
+                raise HttpError(
+                    503,
+                    f"More than {limits.MAX_BODIES_BYTES} bytes of request bodies are being received "
+                    f"{limits.knob('MAX_BODIES_BYTES')}; try again later.",
+                    retry=True,
+                )
+            if not message.get("more_body", False):
+                return bytes(body)
+    finally:
+        _in_flight.size -= len(body)
+
+
+async def _next_piece(receive: Receive, end: float, size: int) -> Message:
+    stall = limits.BODY_SECONDS
+    left = end - time.monotonic()
+    try:
+        async with asyncio.timeout(min(stall, left)):
+            message = await receive()
+    except TimeoutError:
+        if left <= stall:
+            total, knob = limits.BODY_TOTAL_SECONDS, limits.knob("BODY_TOTAL_SECONDS")
+            raise HttpError(408, f"The request body was not complete after {total} seconds {knob}.") from None
+        knob = limits.knob("BODY_SECONDS")
+        raise HttpError(408, f"The request body stopped after {size} bytes, for {stall} seconds {knob}.") from None
+    if message["type"] == "http.disconnect":
+        raise ClientGoneError
+    return message
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """The body as the decoder's type. Raises InvalidRequestError that names the field where there is one."""
+    """The body as the decoder's type.
+
+    Decoding can't be interrupted, whatever thread does it: it takes 0.1 seconds for a million values.
+
+    Raises:
+        InvalidRequestError: it names the field where there is one.
+        HttpError: 413 for more than limits.MAX_BODY_VALUES.
+    """
+    if len(body) > limits.MAX_BODY_VALUES and (values := body.count(b",")) > limits.MAX_BODY_VALUES:
+        most, knob = limits.MAX_BODY_VALUES, limits.knob("MAX_BODY_VALUES")
+        raise HttpError(413, f"The request body has about {values} values; at most {most} are allowed {knob}.")
     collects = len(body) > _LARGE_BODY and gc.isenabled()
     try:
         if collects:  # millions of fresh values would make it walk all of the process's again and again
@@ -67,7 +114,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The request body is not valid UTF-8 at byte {error.start}.") from error
     except msgspec.ValidationError as error:
-        text = str(error)
+        text = _LONG_NAME.sub(r"`\1...`", str(error))
         path, field = _PATH.search(text), _FIELD.search(text)
         param = ".".join(part for part in (path and path.group(1), field and field.group(1)) if part)
         raise InvalidRequestError(f"{text}.", param=param or None) from error

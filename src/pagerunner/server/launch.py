@@ -25,7 +25,7 @@ from pagerunner.engine.frontend.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.plan import ChatOptions
-from pagerunner.server.connection import Connection
+from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, on_loop_error
 from pagerunner.server.gate import Keys
 from pagerunner.server.live import LatencyTap, LiveFeed
 from pagerunner.server.metrics import Metrics
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
 _OPEN_FILES = 65_536
+_SHORT_URLS = ShortUrls()
 _START_CHECK_SECONDS = 0.005
 _LAST_WORDS_SECONDS = 10.0
 
@@ -259,9 +260,11 @@ class _Server(uvicorn.Server):
 
 
 def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
+    logging.getLogger("uvicorn.access").addFilter(_SHORT_URLS)  # a filter that is there is not added again
     return uvicorn.Config(
         app,
         http=Connection,
+        backlog=accepted_at_once(),
         h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
@@ -281,6 +284,7 @@ async def _run(
     announce: bool,
 ) -> None:
     host, port = listener.getsockname()[:2]
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(_START_CHECK_SECONDS)  # who reads the line may connect at once

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import PagerunnerError
 from pagerunner.server.chat.plan import ChatOptions
-from pagerunner.server.errors import HttpError, error_body
+from pagerunner.server.errors import HttpError, error_body, short
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
 from pagerunner.server.protocol.answers import Usage
@@ -71,7 +71,7 @@ class Service:
         """Raise HttpError 404 for a model that isn't served here."""
         if model and model not in self.model_names:
             raise HttpError(
-                404, f"The model {model!r} is not served here; there is {', '.join(self.model_names)}.", "model"
+                404, f"The model {short(model)!r} is not served here; there is {', '.join(self.model_names)}.", "model"
             )
 
     async def prompt(self, given: str | list[int], add_special_tokens: bool | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 _NONE = -1
 
@@ -17,7 +18,7 @@ class StopAutomaton:
     has one successor, which lies in arrays: a request may bring 65,536 characters.
     """
 
-    __slots__ = ("_code", "_others", "_target", "depth", "fail", "firsts", "longest")
+    __slots__ = ("__weakref__", "_code", "_others", "_target", "depth", "fail", "firsts", "longest")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._code = array("l", [_NONE])  # of the character that leads to `_target`
@@ -85,9 +86,20 @@ class StopAutomaton:
                 self.longest[state] = self.longest[self.fail[state]]
 
 
+_live: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+
+
+def automaton(strings: tuple[str, ...]) -> StopAutomaton:
+    """The automaton of these strings. Whoever holds it spares every StopFinder of the same strings making it: that takes
+    milliseconds for a thousand characters."""
+    found = _live.get(strings)
+    return found if found is not None else _recent(strings)
+
+
 @lru_cache(maxsize=32)
-def _automaton(strings: tuple[str, ...]) -> StopAutomaton:
-    return StopAutomaton(strings)
+def _recent(strings: tuple[str, ...]) -> StopAutomaton:
+    made = _live[strings] = StopAutomaton(strings)
+    return made
 
 
 class StopFinder:
@@ -97,7 +109,7 @@ class StopFinder:
     __slots__ = ("_automaton", "_held", "_include", "_state")
 
     def __init__(self, strings: tuple[str, ...], include_stop_str_in_output: bool) -> None:
-        self._automaton = _automaton(strings)
+        self._automaton = automaton(strings)
         self._include = include_stop_str_in_output
         self._state = 0
         self._held = ""

@@ -192,6 +192,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     def _normalise(self) -> None:
         put = msgspec.structs.force_setattr
         put(self, "stop", as_strings("stop", self.stop, "MAX_STOP_STRINGS"))
+        length = sum(map(len, self.stop or ()))
+        at_most(length, "MAX_STOP_CHARS", "stop", f"has {length} characters in all")
         put(self, "bad_words", as_strings("bad_words", self.bad_words, "MAX_BAD_WORDS"))
         put(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
         put(self, "top_k", max(self.top_k, 0))

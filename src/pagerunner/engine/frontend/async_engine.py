@@ -23,8 +23,9 @@ from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.engine.startup.hub import fetch_checkpoint
-from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from pagerunner.models.configs.pooling import Pooler
+from pagerunner.text.stop_strings import automaton
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Pooling, RequestOutput, SamplingParams
@@ -36,6 +37,8 @@ Result = TypeVar("Result")
 
 _INLINE_CHARS = 4_096
 """Texts up to this length are tokenised at once; longer ones in a thread."""
+_CHARS_OF_A_STOP_CHAR = 8
+"""A character of a stop string takes as long as this many of a prompt."""
 _TEXT_THREADS = 4
 _LARGE_CHARS = 500_000
 """Texts longer than this are tokenised one after another: each takes 300 bytes of memory a character."""
@@ -171,12 +174,20 @@ class AsyncEngine:
             raise EngineDeadError(str(death))
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
+        self._check_queue(params.n, 0)
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
-        requests = await self._text_work(
-            (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words or ())),
-            lambda: inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
+        stop = tuple(params.stop or ())
+        size = len(text) if isinstance(text, str) else 0
+        size += sum(map(len, params.bad_words or ())) + _CHARS_OF_A_STOP_CHAR * sum(map(len, stop))
+        # What the output will be searched with is made there too, and held until the output has it.
+        requests, _held = await self._text_work(
+            size,
+            lambda: (
+                inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
+                automaton(stop) if stop else None,
+            ),
         )
         if self._stopped:  # meanwhile
             raise EngineDeadError("The server is shutting down and takes no more requests.")
@@ -206,6 +217,7 @@ class AsyncEngine:
 
         Raises:
             InvalidRequestError: this request can never run.
+            QueueFullError: too many requests wait already.
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever.
         """
@@ -346,6 +358,7 @@ class AsyncEngine:
 
     def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
         try:
+            self._check_queue(len(requests), len(requests) * len(requests[0].prompt_token_ids))
             message = wire.Add.of(requests)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
@@ -357,6 +370,20 @@ class AsyncEngine:
             self._desk.progress.dropped(stream.sequence_ids)
             raise
         return stream
+
+    def _check_queue(self, count: int, tokens: int) -> None:
+        """Raise QueueFullError when too much waits for its first token. An empty queue takes any request."""
+        progress = self._desk.progress
+        for queued, more, name, what in (
+            (progress.queued, count, "MAX_QUEUED_REQUESTS", "answers"),
+            (progress.queued_tokens, tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
+        ):
+            most = getattr(limits, name)
+            if queued and queued + more > most:
+                raise QueueFullError(
+                    f"The queue is full: {queued} {what} wait for their first token, and with this request's {more} there "
+                    f"would be more than {most} {limits.knob(name)}. Try again later."
+                )
 
     def _receive(self, message: wire.FromCore) -> None:
         self._send_abort(self._desk.receive(message))

@@ -10,10 +10,11 @@ from pagerunner.types import EngineRequest, RequestUpdate
 
 
 class _Sequence:
-    __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "request", "tokens")
+    __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "queued", "request", "tokens")
 
     def __init__(self, request: EngineRequest, arrival: float) -> None:
         self.request = request
+        self.queued = True
         self.arrival = arrival
         self.admitted = self.first_token = self.last_token = 0.0
         self.cached_tokens = self.tokens = 0
@@ -25,6 +26,7 @@ class ProgressMeter:
     def __init__(self, observer: EngineObserver) -> None:
         self._observer = observer
         self._sequences: dict[str, _Sequence] = {}
+        self.queued = self.queued_tokens = 0  # sequences without a first token, and their prompts' tokens
         self._progress_at = time.monotonic()
 
     @property
@@ -49,6 +51,8 @@ class ProgressMeter:
             self.touch()
         for request in requests:
             self._sequences[request.request_id] = _Sequence(request, arrival)
+            self.queued += 1
+            self.queued_tokens += len(request.prompt_token_ids)
             self._observer.on_started(request)
 
     def dropped(self, sequence_ids: Iterable[str]) -> None:
@@ -56,6 +60,7 @@ class ProgressMeter:
         for sequence_id in sequence_ids:
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None:
+                self._leave_queue(sequence)
                 self._observer.on_dropped(sequence.request)
 
     def stopped(self, sequence_id: str) -> None:
@@ -80,6 +85,7 @@ class ProgressMeter:
             count = len(update.new_token_ids)
             if count or update.pooled is not None:
                 if sequence.tokens == 0:
+                    self._leave_queue(sequence)
                     sequence.first_token = now
                     sequence.admitted = update.admitted_time
                     sequence.cached_tokens = update.num_cached_tokens
@@ -97,7 +103,14 @@ class ProgressMeter:
         if prompt or generated:
             self._observer.on_step(prompt, cached, generated)
 
+    def _leave_queue(self, sequence: _Sequence) -> None:
+        if sequence.queued:
+            sequence.queued = False
+            self.queued -= 1
+            self.queued_tokens -= len(sequence.request.prompt_token_ids)
+
     def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:
+        self._leave_queue(sequence)
         self._observer.on_finished(
             FinishedSequence(
                 sequence.request,
