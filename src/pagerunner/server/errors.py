@@ -70,9 +70,10 @@ def error_response(error: Exception) -> Response:
     """The answer for an error."""
     body = error_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if body.error.code == 401 else {}
-    if body.error.code == 429 or isinstance(error, HttpError) and error.retry:
+    later = isinstance(error, HttpError) and error.retry
+    if later or body.error.code == 429:
         headers["Retry-After"] = _RETRY_SECONDS
-    if body.error.code in (408, 413, 431):
+    if later or body.error.code in (408, 413, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
     return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")
 
