@@ -51,6 +51,7 @@ DIFFERS = {
     "--cudagraph-capture-sizes": "numbers separated by commas",
     "--attention-backend": "`auto`, `triton`, `torch_ref` or `flashinfer`; mostly `auto`",
     "--generation-config": "`auto` or `vllm`; not a directory",
+    "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",

@@ -36,6 +36,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     the largest of them in tokens.
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/configs/pooling.py).
     `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field that is not there.
+    `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see engine/structured_output/options.py).
     `kv_cache_metrics_sample` is the share of pages of which is measured how long they stay, 0 for none.
     `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
     """
@@ -72,6 +73,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     chat_template: str | None = None
     pooler_config: str | dict[str, Any] | None = None
     hf_overrides: str | dict[str, Any] | None = None
+    structured_outputs_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
     kv_cache_metrics_sample: float = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
-from pagerunner import StructuredOutputsParams, limits
-from pagerunner.engine.structured_output import grammar_door
+from pagerunner import SamplingParams, StructuredOutputsParams, limits
+from pagerunner.engine.structured_output import grammar, grammar_door
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.engine.structured_output.options import read_structured_outputs_config
+from pagerunner.errors import ConfigError, InvalidRequestError, RequestFailedError
 from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.types import EngineRequest, Grammar
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +224,61 @@ def test_a_tokenizer_that_llguidance_does_not_know(checkpoint: Path) -> None:
     for name in "ab":
         with pytest.raises(InvalidRequestError, match="tokenizer"):
             door.check(regex(name))
+
+
+def test_compact_json_by_default(checkpoint: Path) -> None:
+    door = GrammarDoor(Tokenizer.from_path(checkpoint).to_json(), 512, [0], disable_any_whitespace=True)
+    compact = door.check(StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True))
+    assert door.check(StructuredOutputsParams(json={"type": "object"})) == compact
+    assert door.check(StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=" ?")) != compact
+    door.close()
+    assert read_structured_outputs_config(
+        '{"backend": "guidance", "disable_any_whitespace": true}'
+    ).disable_any_whitespace
+    assert not read_structured_outputs_config(None).disable_any_whitespace
+    for bad in ("{", '{"backend": "xgrammar"}', {"nope": 1}, '{"disable_any_whitespace": 3}'):
+        with pytest.raises(ConfigError, match="structured_outputs_config must be JSON"):
+            read_structured_outputs_config(bad)
+
+
+def test_what_nobody_waits_for_is_not_compiled_in_the_core_either(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that were aborted leave the queue of the core's compilers; small grammars have compilers of their own."""
+    gate, compiled = threading.Event(), []
+    compile_ = grammar.compile_grammar
+
+    def slowly(tokenizer: Any, text: str) -> Any:
+        compiled.append(text)
+        if len(text) > 4_096:
+            gate.wait(20)
+        return compile_(tokenizer, text)
+
+    monkeypatch.setattr(grammar, "compile_grammar", slowly)
+    data = Tokenizer.from_path(checkpoint).to_json()
+    guides = grammar.Guides(lambda: grammar.guide_tokenizer(data, 512, [0]))
+
+    def guide(text: str) -> grammar.GrammarGuide:
+        lark = json.dumps({"grammars": [{"lark_grammar": f'start: "{text}"'}]})
+        return guides(
+            EngineRequest(
+                request_id=text[:20],
+                prompt_token_ids=[5],
+                params=SamplingParams(),
+                seed=0,
+                max_tokens=9,
+                grammar=Grammar(lark),
+            )
+        )
+
+    large = [guide(f"{number}" * 5_000) for number in range(6)]
+    for one in large[2:]:
+        one.close()
+    quick = guide("quick")
+    quick.wait(20)
+    assert quick.ready and quick.error is None
+    again = guide("5" * 5_000)
+    gate.set()
+    again.wait(20)
+    assert again.error is None and again.mask is not None
+    assert len(compiled) == 4, "two that had begun, the small one, and the one that came back"

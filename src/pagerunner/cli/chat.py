@@ -39,7 +39,14 @@ def build_parser() -> Parser:
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(
-        parser, without=("served_model_name", "enable_sleep_mode", "pooler_config", "kv_cache_metrics_sample")
+        parser,
+        without=(
+            "served_model_name",
+            "enable_sleep_mode",
+            "pooler_config",
+            "structured_outputs_config",
+            "kv_cache_metrics_sample",
+        ),
     )
     add_common_options(parser)
     return parser

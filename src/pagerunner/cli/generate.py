@@ -39,7 +39,14 @@ def build_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_options(parser, max_tokens=128)
     add_engine_options(
-        parser, without=("served_model_name", "enable_sleep_mode", "pooler_config", "kv_cache_metrics_sample")
+        parser,
+        without=(
+            "served_model_name",
+            "enable_sleep_mode",
+            "pooler_config",
+            "structured_outputs_config",
+            "kv_cache_metrics_sample",
+        ),
     )
     add_common_options(parser)
     return parser

@@ -46,6 +46,7 @@ ENGINE_HELP: dict[str, str] = {
     "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
     "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
     "hf_overrides": 'fields to replace in config.json: JSON such as {"rope_theta": 1000000}; null passes a field over',
+    "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
     "disable_log_stats": "log no statistics",
     "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
 }
@@ -59,6 +60,7 @@ BENCH_EXCLUDED: frozenset[str] = frozenset(
         "generation_config",
         "chat_template",
         "pooler_config",
+        "structured_outputs_config",
         "kv_cache_metrics_sample",
     }
 )

@@ -21,6 +21,8 @@ from pagerunner.server.errors import HttpError
 Body = TypeVar("Body")
 Result = TypeVar("Result")
 _LARGE_BODY = 256 * 1024
+_ORDINARY_BODY = 64 * 1024
+"""A body up to this size is received even when many large ones fill the bound that they have together."""
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 _LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
@@ -63,7 +65,7 @@ async def read_body(request: Request) -> bytes:
             _in_flight.size += len(piece)
             if len(body) > limit:
                 raise too_long
-            if _in_flight.size > limits.MAX_BODIES_BYTES:
+            if _in_flight.size > limits.MAX_BODIES_BYTES and len(body) > _ORDINARY_BODY:
                 raise HttpError(
                     503,
                     f"More than {limits.MAX_BODIES_BYTES} bytes of request bodies are being received "

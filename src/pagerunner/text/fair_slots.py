@@ -34,8 +34,8 @@ class FairSlots:
             self._waiting.pop(number, None)
 
     def take(self, source: str) -> bool:
-        """Take a place if one is free and nobody waits for it."""
-        if not self.free or self._waiting:
+        """Take a place if one is free; then nobody waits for one."""
+        if not self.free:
             return False
         self.free -= 1
         self._held[source] += 1
@@ -47,8 +47,9 @@ class FairSlots:
         self._held[source] -= 1
         if not self._held[source]:
             del self._held[source]
-        if self._waiting:
-            number = min(self._waiting, key=lambda one: (self._held[self._waiting[one][0]], one))
+        there = [number for number, (_, given) in self._waiting.items() if not given.done()]  # others are leaving
+        if there:
+            number = min(there, key=lambda one: (self._held[self._waiting[one][0]], one))
             source, given = self._waiting.pop(number)
             self.free -= 1
             self._held[source] += 1

@@ -8,6 +8,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
+from pagerunner.engine.structured_output.options import read_structured_outputs_config
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.pooling import Pooler, read_pooler
@@ -50,7 +51,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model.eos_token_ids,
-            grammars=None if tokenizer is None else _grammar_door(tokenizer, model),
+            grammars=None if tokenizer is None else _grammar_door(tokenizer, model, args),
             seed=args.seed,
         ),
         outputs=OutputProcessor(tokenizer),
@@ -59,8 +60,12 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
     )
 
 
-def _grammar_door(tokenizer: Tokenizer, model: ModelConfig) -> GrammarDoor:
-    return GrammarDoor(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
+def _grammar_door(tokenizer: Tokenizer, model: ModelConfig, args: EngineArgs) -> GrammarDoor:
+    size = max(model.vocab_size, tokenizer.vocab_size)
+    config = read_structured_outputs_config(args.structured_outputs_config)
+    return GrammarDoor(
+        tokenizer.to_json(), size, model.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace
+    )
 
 
 def _default_params(model: ModelConfig, source: str) -> SamplingParams:

@@ -61,10 +61,18 @@ class _Job:
 class GrammarDoor:
     """Checks structured outputs for one tokenizer (its tokenizer.json), model vocabulary and end tokens.
 
-    Safe to use from several threads and event loops.
+    With `disable_any_whitespace` JSON is compact unless a request names its own `whitespace_pattern`. Safe to use from several threads and event loops.
     """
 
-    def __init__(self, tokenizer_json: str, size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        disable_any_whitespace: bool = False,
+    ) -> None:
+        self._compact = disable_any_whitespace
         self._setup = msgspec.json.encode(Setup(tokenizer_json, size, list(eos_token_ids)))
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -112,6 +120,9 @@ class GrammarDoor:
                 self._process.kill()
 
     def _join(self, wanted: StructuredOutputsParams, source: str) -> _Job | Grammar:
+        is_json = wanted.json is not None or bool(wanted.json_object)
+        if self._compact and is_json and wanted.whitespace_pattern is None:
+            wanted = msgspec.structs.replace(wanted, disable_any_whitespace=True)
         try:
             line = msgspec.json.encode(wanted)
         except (TypeError, ValueError, RecursionError) as error:

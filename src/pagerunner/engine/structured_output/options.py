@@ -1,0 +1,33 @@
+"""What a server's structured outputs are by default: vLLM's `--structured-outputs-config`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from pagerunner.errors import ConfigError
+
+
+class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The names are vLLM's.
+
+    `disable_any_whitespace` makes all JSON compact. There is one `backend`, llguidance, so that nothing falls back to another
+    one (`disable_fallback`).
+    """
+
+    backend: Literal["auto", "guidance"] = "auto"
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+
+
+def read_structured_outputs_config(option: str | dict[str, Any] | None) -> StructuredOutputsConfig:
+    """The option, given as a mapping or JSON. Raises ConfigError when it isn't such JSON."""
+    try:
+        if isinstance(option, str):
+            return msgspec.json.decode(option, type=StructuredOutputsConfig)
+        return msgspec.convert(option or {}, type=StructuredOutputsConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f'structured_outputs_config must be JSON such as {{"disable_any_whitespace": true}}: {error}.'
+        ) from None
