@@ -55,8 +55,9 @@ def run(namespace: argparse.Namespace) -> int:
     from pagerunner.server.batch import BatchEndedError, answer_all, read_requests
 
     source = Path(namespace.input_file)
-    answers = _open_answers(namespace, source)
+    _check_words(namespace, source)
     names = {request.custom_id for request in read_requests(source)}
+    answers = _open_answers(namespace)
     known = frozenset(answers.answered)
     todo = (request for request in read_requests(source) if request.custom_id not in known)
     total, left = len(names), len(names - known)
@@ -83,19 +84,23 @@ def run(namespace: argparse.Namespace) -> int:
     return _INTERRUPTED if interrupted else 0
 
 
-def _open_answers(namespace: argparse.Namespace, source: Path) -> AnswerFile | AnswerStream:
-    from pagerunner.server.batch import AnswerFile, AnswerStream, check_files
+def _check_words(namespace: argparse.Namespace, source: Path) -> None:
+    from pagerunner.server.batch import check_files
 
     if namespace.input_file == "-":
         raise ConfigError("-i is read twice, which standard input can't be; name a file.")
+    to_stdout = namespace.output_file == "-"
+    if to_stdout and namespace.retry_errors:
+        raise ConfigError("--retry-errors needs the answers of earlier runs, so a file as -o, not standard output.")
+    check_files(source, None if to_stdout else Path(namespace.output_file))
+
+
+def _open_answers(namespace: argparse.Namespace) -> AnswerFile | AnswerStream:
+    from pagerunner.server.batch import AnswerFile, AnswerStream
+
     if namespace.output_file == "-":
-        if namespace.retry_errors:
-            raise ConfigError("--retry-errors needs the answers of earlier runs, so a file as -o, not standard output.")
-        check_files(source)
         return AnswerStream(sys.stdout.buffer)
-    target = Path(namespace.output_file)
-    check_files(source, target)
-    return AnswerFile(target, retry_errors=namespace.retry_errors)
+    return AnswerFile(Path(namespace.output_file), retry_errors=namespace.retry_errors)
 
 
 def _count(done: set[str], left: int) -> str:
