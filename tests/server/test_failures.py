@@ -286,7 +286,11 @@ def test_a_signal_while_loading_stops_at_once(text_side: Path, monkeypatch: pyte
     set_options(monkeypatch, load_seconds=60)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(text_side), "30"], env=env) as process:
-        time.sleep(1.5)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 30
+        while not children.read_text().strip():  # the core's process: signals are handled before it is started
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
 
