@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pagerunner.bench.runner import latency, throughput
+from pagerunner.bench.runner import Draws, latency, throughput
 from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
 from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.types import CompletionOutput, RequestOutput
@@ -109,6 +109,22 @@ def test_throughput_uses_fresh_prompts_each_round_and_reports_the_last():
     measured = [prompts[0]["prompt_token_ids"] for prompts in llm.prompts[1:]]
     assert measured == [workload("W1", 4096, salt)[0].prompt_token_ids for salt in range(3)]
     assert report.output_tokens_per_second == pytest.approx(128 / report.elapsed)
+
+
+def test_tokens_are_drawn_as_asked():
+    class Asked(Instant):
+        def generate(self, prompts, sampling_params=None, use_tqdm=True):
+            asked.append(sampling_params[0])
+            return super().generate(prompts, sampling_params, use_tqdm)
+
+    asked = []
+    for draws in (Draws(), Draws(0.7, 0.95, 20)):
+        throughput(Asked(), lambda salt: workload("W1", 4096), label="x", repetitions=1, warmups=0, draws=draws)
+    assert [(one.temperature, one.top_p, one.top_k, one.ignore_eos) for one in asked] == [
+        (0.0, 1.0, 0, True),
+        (0.7, 0.95, 20, True),
+    ]
+    assert [Draws().text(), Draws(0.7, 0.95, 20).text()] == ["greedy", "temperature 0.7, top-p 0.95, top-k 20"]
 
 
 def test_a_run_that_stopped_early_gives_no_rate():

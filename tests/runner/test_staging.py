@@ -33,6 +33,15 @@ def test_rows_entries_and_ranges_are_all_in_one_buffer() -> None:
     assert not step.stores_all
 
 
+def test_settings_and_positions_of_sampled_rows_come_with_the_step() -> None:
+    rows = [StepRow(5, 10, 1, [], True), StepRow(2, 0, 4, [7, 8, 9, 6], False), StepRow(0, 3, 2, [4], True)]
+    step = Staging("cpu", 3).stage(rows, {9: 90}, [], [(96, 16, 255)], {20: -5, 21: 6, 23: 2**62})
+    assert step.sampled_positions_S.tolist() == [10, 4]
+    assert (step.setting_places_N.tolist(), step.settings_N.tolist()) == ([20, 21, 23], [-5, 6, 2**62])
+    assert step.table_entries_N.tolist() == [90] and step.fills is not None
+    assert Staging("cpu", 3).stage(rows[:1], {}, [], []).num_settings == 0
+
+
 def test_a_decode_step_sends_no_token_rows() -> None:
     rows = [StepRow(slot, slot + 3, 1, [], True) for slot in (4, 1)]
     step = Staging("cpu", 2).stage(rows, {}, [], [])

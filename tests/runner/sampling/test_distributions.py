@@ -38,7 +38,17 @@ def test_filter(kwargs: dict) -> None:
     assert_follows(draw_many(torch.tensor(LOGITS), params), reference_probabilities(LOGITS, params))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"top_p": 0.7}, {"top_k": 300}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"top_p": 0.7},
+        {"top_k": 300},
+        {"top_k": 40, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 300, "top_p": 0.9, "temperature": 3.0},
+    ],
+)
 def test_filter_over_a_large_vocabulary(kwargs: dict) -> None:
     logits = (torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 2.5).tolist()
     params = SamplingParams(**kwargs)

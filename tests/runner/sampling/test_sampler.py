@@ -218,3 +218,45 @@ def test_siblings_share_their_allowed_tokens_as_long_as_one_holds_them() -> None
     assert gone() is None, "nothing is kept for requests that have ended"
     with pytest.raises(InvalidRequestError, match="allowed_token_ids holds token id 100"):
         ids.tensor((5, 100))
+
+
+def test_more_odd_rows_than_are_changed_at_once_keep_their_own_ways() -> None:
+    """Penalised, reporting and plain rows in one step of over a hundred."""
+    kinds = [
+        SamplingParams(temperature=0, logit_bias={9: 99.0}),
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logprobs=1, allowed_token_ids=[3, 4]),
+    ]
+    sampler = one_sampler(V, *kinds * 40)
+    batch = logits(160)
+    tokens, found = sample(sampler, batch.clone(), list(range(160)), [3] * 160).read()
+    best = batch.argmax(-1).tolist()
+    assert tokens[0::4] == [9] * 40 and tokens[1::4] == best[1::4] and tokens[2::4] == best[2::4]
+    assert set(tokens[3::4]) == {3, 4}
+    assert [entry is not None for entry in found] == [False, True, False, True] * 40
+    raw = torch.log_softmax(batch, -1)
+    for row in (1, 3, 65, 67, 157, 159):
+        entry = found[row]
+        assert entry is not None and entry.token_id == tokens[row]
+        assert entry.logprob == pytest.approx(raw[row, tokens[row]].item(), abs=1e-5)
+        assert entry.top_ids == batch[row].topk(2 if row % 4 == 1 else 1).indices.tolist()
+
+
+def test_only_rows_that_ask_for_more_are_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagerunner.runner.sampling import sampler as module
+
+    rows: list[int] = []
+    original = module.sample
+    monkeypatch.setattr(module, "sample", lambda x, *more: rows.append(len(x)) or original(x, *more))
+    sampler = one_sampler(
+        V, SamplingParams(), SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=1), SamplingParams(top_k=3)
+    )
+    fill(sampler, 3, SamplingParams(min_tokens=2, stop_token_ids=[5], max_tokens=9), seed=3)
+    for position, expected in ((3, [4, 3]), (4, [4, 3]), (5, [4, 2])):  # reported rows come with those that change
+        rows.clear()
+        sample(sampler, logits(4), [0, 1, 2, 3], [position] * 4)
+        assert rows == expected
+    fill(sampler, 1, SamplingParams(top_p=0.5), seed=1)
+    rows.clear()
+    assert not sample(sampler, logits(4), [0, 1, 2, 3], [6] * 4).again and rows == [4]
