@@ -141,6 +141,15 @@ def test_a_call_s_scores_have_the_layer_s_sinks() -> None:
     assert backend.calls[0].scores.sinks_H is step.sinks and layer.scores.sinks_H is None
 
 
+def test_sinks_are_never_given_to_a_backend_that_does_not_declare_them() -> None:
+    case = Case(ROWS, 16, 2, 2, 8, sinks=True)
+    step, backend = make_step(case), FakeBackend(Capabilities(forms=HEADS, scores=frozenset({SOFTCAP})))
+    layer = PagedAttention(0, step.scale)
+    with pytest.raises(RuntimeError, match="Layer 0 has sinks, which fake doesn't compute"):
+        layer(step.q, step.k, step.v, make_batch(step, case, backend), step.sinks)
+    assert not backend.calls
+
+
 class OneQuery(FakeBackend):
     name = "one_query"
 

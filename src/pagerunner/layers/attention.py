@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from pagerunner.attention.calls import AttentionCall, Heads, Projection
-from pagerunner.batch import ForwardBatch, KVPages
+from pagerunner.attention.capability import SINKS
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages
 from pagerunner.layers.linear import FusedLinear
 from pagerunner.ops.norm import qk_norm_
 from pagerunner.ops.paged_attention import HeadPrep, Scores
@@ -42,7 +43,7 @@ class PagedAttention:
         pages = batch.kv[self.layer_index]
         assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
         group = batch.groups[pages.group]
-        scores = self.scores if sinks_H is None else self.scores._replace(sinks_H=sinks_H)
+        scores = self.scores if sinks_H is None else self._with_sinks(sinks_H, group)
         inputs = Heads(q_THD, k_TKD, v_TKD)
         out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores))
         return out
@@ -63,11 +64,20 @@ class PagedAttention:
         assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
         group = batch.groups[pages.group]
         capabilities = group.backend.capabilities
-        scores = self.scores if sinks_H is None else self.scores._replace(sinks_H=sinks_H)
+        scores = self.scores if sinks_H is None else self._with_sinks(sinks_H, group)
         inputs = Projection(qkv_TND, prep) if capabilities.projection else prepared(qkv_TND, prep)
         alone = wanted if capabilities.wanted else None
         out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores, alone))
         return out if wanted is alone else out.index_select(0, wanted)
+
+    def _with_sinks(self, sinks_H: torch.Tensor, group: GroupBatch) -> Scores:
+        """A bug of ours ends here: the model's config didn't name sinks, so a backend was chosen that would ignore them."""
+        if SINKS not in group.backend.capabilities.scores:
+            raise RuntimeError(
+                f"Layer {self.layer_index} has sinks, which {group.backend.name} doesn't compute; `attention_scores` of the "
+                "model's config must name them."
+            )
+        return self.scores._replace(sinks_H=sinks_H)
 
 
 def prepared(qkv_TND: torch.Tensor, prep: HeadPrep) -> Heads:
