@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint, make_config, make_weights, write_safetensors
-from pagerunner.errors import CheckpointError
+from pagerunner.errors import CapacityError, CheckpointError
 from pagerunner.models.checkpoint.loader import (
     ALIGNMENT,
+    THREADS,
     Model,
     build_model,
     dummy_weights,
@@ -21,6 +25,7 @@ from pagerunner.models.checkpoint.loader import (
     materialize,
     weights_bytes,
 )
+from pagerunner.models.checkpoint.staging import ThreadStagers
 from pagerunner.models.configs.reader import read_model_config
 
 
@@ -197,3 +202,52 @@ def test_shards_and_single_files_hold_the_same(tmp_path: Path) -> None:
     write_safetensors(tmp_path, weights, shards=4)
     names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
     assert names == weights.keys()
+
+
+def test_copies_run_side_by_side_and_few_are_begun_ahead(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", shards=3, tokenizer=False)
+    model, _ = build(path)
+    together, most, threads, lock = [0], [0], set(), threading.Lock()
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+            threads.add(threading.get_ident())
+        time.sleep(0.005)
+        target.copy_(source)
+        with lock:
+            together[0] -= 1
+
+    load_weights(model, path, copy=slow)
+    assert 1 < most[0] <= THREADS and len(threads) <= THREADS and threading.get_ident() not in threads
+    want = make_weights(make_config("llama"))
+    assert all(torch.equal(tensor, want[name]) for name, tensor in contents(model).items())
+
+
+def test_a_copy_that_fails_ends_the_load_and_leaves_no_thread(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    model, _ = build(path)
+
+    def broken(target: torch.Tensor, source: torch.Tensor) -> None:
+        raise CapacityError("the device is full")
+
+    with pytest.raises(CapacityError, match="the device is full"):
+        load_weights(model, path, copy=broken)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+def test_the_rate_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    model, _ = build(path)
+    with caplog.at_level(logging.INFO):
+        load_weights(model, path)
+    assert any(record.getMessage().endswith("GiB/s.") for record in caplog.records)
+
+
+def test_every_thread_has_page_locked_buffers_of_its_own(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", shards=2, tokenizer=False)
+    model, _ = build(path)
+    load_weights(model, path, copy=ThreadStagers(torch.device("cpu")))
+    want = make_weights(make_config("llama"))
+    assert all(torch.equal(tensor, want[name]) for name, tensor in contents(model).items())

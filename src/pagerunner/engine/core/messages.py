@@ -162,19 +162,27 @@ Answer = bool | MemoryState | LiveState | None
 
 
 class StartUp(msgspec.Struct, frozen=True):
-    """How a core came up: seconds by phase in order, and bytes of device memory by use (none on a CPU)."""
+    """How a core came up: seconds by phase in order, bytes of device memory by use (none on a CPU), bytes of weights read."""
 
     seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
+    loaded_bytes: int = 0
 
     @property
     def total(self) -> float:
         """Seconds of all phases."""
         return sum(self.seconds.values())
 
+    @property
+    def load_rate(self) -> float:
+        """Bytes of weights a second while they were read; 0 where none were."""
+        return self.loaded_bytes / max(self.seconds.get("weights", 0.0), 1e-9)
+
     def text(self) -> str:
         """One line of seconds, and one of memory where it was measured."""
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        if self.loaded_bytes:
+            phases += f"; weights at {human_bytes(round(self.load_rate))}/s"
         lines = [f"start-up took {self.total:.2f} s: {phases}"]
         if self.memory:
             lines.append("device memory: " + ", ".join(f"{n} {human_bytes(size)}" for n, size in self.memory.items()))

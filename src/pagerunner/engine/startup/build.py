@@ -36,7 +36,7 @@ from pagerunner.models.checkpoint.loader import (
     materialize,
     weights_bytes,
 )
-from pagerunner.models.checkpoint.staging import PinnedStager, copy_now
+from pagerunner.models.checkpoint.staging import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.arena import Arena, CpuArena
@@ -209,13 +209,14 @@ def _load_model(
             dummy_weights(model, config.seed)
             return
         device = torch.device(config.device)
-        copy = PinnedStager(device) if device.type == "cuda" else copy_now
+        copy = ThreadStagers(device) if device.type == "cuda" else copy_now
         load_weights(model, Path(config.model_path), progress, copy)
 
     with meter.phase("weights"):
         weights = arena.reserve("weights", weights_bytes(model))
         materialize(model, weights)
         fill_weights()
+    meter.loaded_bytes = 0 if config.load_format == "dummy" else weights.nbytes
     return model, weights, fill_weights
 
 

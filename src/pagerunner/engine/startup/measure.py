@@ -24,6 +24,7 @@ class StartMeter:
         self._driver = driver
         self._seconds: dict[str, float] = {}
         self._taken: dict[str, int] = {}
+        self.loaded_bytes = 0
         self._free = 0
         if driver is not None:
             self._free = driver.memory()[0] if free_before is None else free_before
@@ -59,7 +60,7 @@ class StartMeter:
         memory = dict(self._taken)
         if self._driver is not None:
             memory["free"] = self._driver.memory()[0]
-        return StartUp(dict(self._seconds), memory)
+        return StartUp(dict(self._seconds), memory, self.loaded_bytes)
 
     def _out_of_memory(self, phase: str, reason: str) -> str:
         gc.collect()

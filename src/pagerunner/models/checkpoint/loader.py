@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +31,8 @@ from pagerunner.models.registry import FAMILIES
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
+THREADS = min(4, os.cpu_count() or 1)
+"""Threads that copy weights: enough to read from a disk and fill page-locked buffers at once."""
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -120,7 +126,9 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
 
     Scales of fp8 keys and values are no weights: `kv_scales` reads them.
 
-    `progress(done, total)` is called with bytes of the files' tensors. `copy` brings a tensor to where its weight is.
+    Files are mapped and looked through in order; `THREADS` threads copy, so that what a file holds is read while other
+    parts are on their way to the device. `progress(done, total)` is called with bytes of the files' tensors, from the caller's
+    thread. `copy` brings a tensor to where its weight is; threads call it at the same time.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape; named.
@@ -130,31 +138,32 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
-    done, pending, extra = 0, dict(targets), []
+    started = time.perf_counter()
+    pending, extra = dict(targets), []
     filled: dict[str, str] = {}
     scales: list[str] = []
     unused: list[str] = []
-    for file in files:
-        for name, tensor in _tensors(file, files[file]):
-            name = _own_name(name, targets, stacked)
-            if name in filled:
-                raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
-            filled[name] = file.name
-            target = pending.pop(name, None)
-            if target is None and name in stacked:
-                target = _take_stacked(pending, *stacked[name])
-            if target is not None:
-                _check_tensor(file, name, tensor, target)
-                copy(target, tensor)
-            elif name.startswith(model.unused_tensors):
-                unused.append(name)
-            elif place_of(name) is not None:
-                scales.append(name)
-            elif not _is_derived(name):
-                extra.append((file, name, tensor if name == "lm_head.weight" else None))
-            done += tensor.nbytes
-            if progress is not None:
-                progress(min(done, total), total)
+    with _Copies(copy, lambda done: progress(min(done, total), total) if progress is not None else None) as copies:
+        for file in files:
+            for name, tensor in _tensors(file, files[file]):
+                name = _own_name(name, targets, stacked)
+                if name in filled:
+                    raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
+                filled[name] = file.name
+                target = pending.pop(name, None)
+                if target is None and name in stacked:
+                    target = _take_stacked(pending, *stacked[name])
+                if target is not None:
+                    _check_tensor(file, name, tensor, target)
+                    copies.add(target, tensor)
+                elif name.startswith(model.unused_tensors):
+                    unused.append(name)
+                elif place_of(name) is not None:
+                    scales.append(name)
+                elif not _is_derived(name):
+                    extra.append((file, name, tensor if name == "lm_head.weight" else None))
+                if target is None:
+                    copies.count(tensor.nbytes)
     if scales:
         logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
     for file, name, tied in extra:
@@ -169,6 +178,46 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(unused), unused[0])
     if progress is not None:
         progress(total, total)
+    seconds = time.perf_counter() - started
+    logger.info("%s: %.2f GiB in %.2f s, %.2f GiB/s.", directory, total / 2**30, seconds, total / 2**30 / seconds)
+
+
+class _Copies:
+    """Copies made by threads, of which only a few are begun ahead; `done` is told the bytes that are finished.
+
+    Leaving the context waits for all, and raises what went wrong in one; after an error none is left running.
+    """
+
+    def __init__(self, copy: CopyWeight, done: Callable[[int], None]) -> None:
+        self._copy, self._done, self._bytes = copy, done, 0
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+        self._begun: deque[tuple[Future[None], int]] = deque()
+
+    def __enter__(self) -> _Copies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while kind is None and self._begun:
+                self._finish()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin a copy, once there is a thread for it soon."""
+        while len(self._begun) >= 2 * THREADS:
+            self._finish()
+        self._begun.append((self._pool.submit(self._copy, target, source), source.nbytes))
+
+    def count(self, size: int) -> None:
+        """Bytes that nobody copies."""
+        self._bytes += size
+        self._done(self._bytes)
+
+    def _finish(self) -> None:
+        future, size = self._begun.popleft()
+        future.result()
+        self.count(size)
 
 
 def _own_name(name: str, targets: Container[str], stacked: Container[str]) -> str:

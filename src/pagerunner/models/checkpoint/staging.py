@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
 
-BUFFER_BYTES = 64 * 2**20
+BUFFER_BYTES = 32 * 2**20
 
 
 class CopyWeight(Protocol):
@@ -59,3 +60,19 @@ class PinnedStager:
             event = torch.cuda.Event()
             event.record()
             self._sent[index] = event
+
+
+class ThreadStagers:
+    """A PinnedStager for each thread that copies, all in the order of the stream that is current here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._own = threading.local()
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See CopyWeight."""
+        if not hasattr(self._own, "stager"):
+            self._own.stager = PinnedStager(self._device)
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            self._own.stager(target, source)
