@@ -10,7 +10,8 @@ import pytest
 
 from helpers.checkpoints import CHAT_TEMPLATE, make_checkpoint, write_tokenizer
 from pagerunner.errors import CheckpointError, InvalidRequestError
-from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 
 TEXTS = [
     "",
@@ -197,3 +198,21 @@ def test_bad_messages_are_the_requests_error(tmp_path: Path) -> None:
             ours.apply_chat_template(messages)
     with pytest.raises(InvalidRequestError, match="continue_final_message"):
         ours.apply_chat_template(CHAT, continue_final_message=True)
+
+
+def test_a_tokenizer_of_another_form_says_how_to_convert_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_path(tmp_path)
+    for words in ("has tokenizer.model, but no tokenizer.json", "AutoTokenizer.from_pretrained(", "save_pretrained"):
+        assert words in str(caught.value)
+
+
+def test_the_tokenizers_end_token_ends_a_sequence_too(tmp_path):
+    path = make_checkpoint(tmp_path, "llama", eos_token_id=[7, 9], generation_config={"eos_token_id": [9, 11]})
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": {"content": "<|im_end|>"}}))
+    tokenizer = Tokenizer.from_path(path)
+    ends = end_token_ids(read_model_config(path).eos_token_ids, tokenizer)
+    assert ends == (7, 9, 11, tokenizer.token_to_id("<|im_end|>"))
+    assert end_token_ids((7,), None) == (7,)

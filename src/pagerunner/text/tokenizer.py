@@ -49,9 +49,7 @@ class Tokenizer:
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(
-                f"{directory} has no tokenizer.json; give a tokenizer directory, or skip_tokenizer_init."
-            )
+            raise CheckpointError(_no_tokenizer(directory))
         try:
             backend = TokenizersTokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for any fault in the file
@@ -187,6 +185,27 @@ def _require_text(text: object) -> None:
             f"prompt holds a lone surrogate at character {error.start}, which is not valid Unicode text.",
             param="prompt",
         ) from None
+
+
+def end_token_ids(model: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end a sequence: those of config.json and generation_config.json, and the tokenizer's end token.
+
+    Published files don't always agree: some have the end of a text in config.json, and the end of a turn in the tokenizer.
+    """
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys([*model, *([] if own is None else [own])]))
+
+
+def _no_tokenizer(directory: Path) -> str:
+    """What to do about a missing tokenizer.json."""
+    others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (directory / name).is_file()]
+    if not others:
+        return f"{directory} has no tokenizer.json; give a tokenizer directory, or skip_tokenizer_init."
+    return (
+        f"{directory} has {others[0]}, but no tokenizer.json, which is the one form that is read. Convert it once, with "
+        f"transformers installed: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(DIRECTORY); then give that "
+        "directory as tokenizer."
+    )
 
 
 def _optional_json(file: Path) -> dict[str, Any]:

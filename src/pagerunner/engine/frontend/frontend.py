@@ -13,7 +13,7 @@ from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.pooling import Pooler, read_pooler
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 from pagerunner.types import SamplingParams
 
 
@@ -50,7 +50,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
             tokenizer,
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=model.eos_token_ids,
+            eos_token_ids=end_token_ids(model.eos_token_ids, tokenizer),
             grammars=None if tokenizer is None else _grammar_door(tokenizer, model, args),
             seed=args.seed,
         ),
@@ -61,11 +61,10 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
 
 
 def _grammar_door(tokenizer: Tokenizer, model: ModelConfig, args: EngineArgs) -> GrammarDoor:
+    ends = end_token_ids(model.eos_token_ids, tokenizer)
     size = max(model.vocab_size, tokenizer.vocab_size)
     config = read_structured_outputs_config(args.structured_outputs_config)
-    return GrammarDoor(
-        tokenizer.to_json(), size, model.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace
-    )
+    return GrammarDoor(tokenizer.to_json(), size, ends, disable_any_whitespace=config.disable_any_whitespace)
 
 
 def _default_params(model: ModelConfig, source: str) -> SamplingParams:

@@ -54,7 +54,7 @@ from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.guided import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.text.tokenizer import Tokenizer
+from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -154,7 +154,8 @@ def _make_guides(resolved: Resolved) -> MakeGuide | None:
 
     def load() -> LLTokenizer:
         tokenizer = Tokenizer.from_path(config.tokenizer_path)
-        return guide_tokenizer(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
+        ends = end_token_ids(model.eos_token_ids, tokenizer)
+        return guide_tokenizer(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), ends)
 
     return Guides(load)
 
