@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pagerunner.memory.grant import Grant
-from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain
+from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex
+from pagerunner.memory.rules import GroupRule
+from pagerunner.memory.slabs import SlabPool
+from pagerunner.memory.step_work import StepWork
 
 PromptKey = tuple[str, bytes, tuple[int, ...]]
 
@@ -42,9 +45,65 @@ class Forks:
             if not holders:
                 del self._holders[key]
 
+    def find(
+        self, key: PromptKey, tokens: int, rules: Sequence[GroupRule], index: PrefixIndex, epoch: int
+    ) -> tuple[list[tuple[int, list[int]]], int] | None:
+        """By group the first number and the pages of what position `tokens` of this prompt reads, and the plan that computes
+        the last of them; None if no running request has all.
+        """
+        for holder, plan in self.holders(key):
+            if holder.epoch != epoch:
+                continue
+            found = [_pages_of(holder, group, rule, index, tokens) for group, rule in enumerate(rules)]
+            whole = [pages for pages in found if pages is not None]
+            if len(whole) == len(rules):
+                return whole, plan
+        return None
+
     def holders(self, key: PromptKey) -> Iterator[tuple[Grant, int]]:
         """Requests with this prompt and the plans that computed it, the latest first: a window moves past a prompt."""
         return reversed(self._holders.get(key, {}).items())
 
     def __len__(self) -> int:
         return len(self._keys)
+
+
+def _pages_of(
+    holder: Grant, group: int, rule: GroupRule, index: PrefixIndex, tokens: int
+) -> tuple[int, list[int]] | None:
+    """The holder's pages of what position `tokens` reads, and the first one's number; None if it hasn't all any more.
+
+    Complete ones that it has given back may still be in the index.
+    """
+    first, stop = rule.span(tokens, tokens)
+    pages = holder.pages[group][first:stop]
+    if HOLE in pages:
+        for number in range(first, min(stop, rule.complete(tokens))):
+            if pages[number - first] == HOLE:
+                page = index.find(group, rule.key(holder.chain, number))
+                pages[number - first] = HOLE if page is None else page
+    return (first, pages) if len(pages) == stop - first and HOLE not in pages else None
+
+
+def pages_to_copy(grant: Grant, group: int, pool: SlabPool, index: PrefixIndex) -> list[int]:
+    """Numbers of the borrowed pages that others hold or may find; the other ones are the grant's own by now."""
+    pages = grant.pages[group]
+    return [
+        number
+        for number in grant.borrowed[group]
+        if pool.num_holders(group, pages[number]) > 1 or index.holds(group, pages[number])
+    ]
+
+
+def replace_borrowed(
+    grant: Grant, group: int, numbers: Sequence[int], fresh: Sequence[int], pool: SlabPool, work: StepWork
+) -> None:
+    """Copy borrowed pages into `fresh` ones: the grant is about to write to them."""
+    pages = grant.pages[group]
+    for number, page in zip(numbers, fresh, strict=True):
+        work.copy(group, pages[number], page)
+        pool.release(group, (pages[number],))
+        pages[number] = page
+    if numbers:
+        grant.sent[group] = min(grant.sent[group], numbers[0])
+    grant.reserve[group] -= len(grant.borrowed[group])

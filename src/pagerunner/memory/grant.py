@@ -1,7 +1,8 @@
-"""What the manager gives out and says: a running request's pages, a refusal's numbers."""
+"""What the manager gives out and says: a running request's pages, promises of more, a refusal's numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagerunner.memory.prefix import PrefixChain
@@ -46,6 +47,34 @@ class Grant:
         self.next_save = FOREVER  # where the next snapshot is due
         self.saves: list[tuple[int, int]] = []  # snapshots (position, page) that it holds itself
         self.turn: tuple[int, int] = (0, HOLE)  # the latest snapshot of the text it generates
+
+
+class Promises:
+    """Pages by group that running requests don't hold and may still take: `by_group` is what others must leave."""
+
+    def __init__(self, groups: int) -> None:
+        self.by_group = [0] * groups
+
+    def update(self, grant: Grant) -> None:
+        """The grant's reserve, or what it holds, has changed."""
+        for group, reserve in enumerate(grant.reserve):
+            left = max(reserve - grant.held[group], 0)
+            self.by_group[group] += left - grant.promise[group]
+            grant.promise[group] = left
+
+    def withdraw(self, grant: Grant) -> None:
+        """The grant takes nothing any more."""
+        for group, promise in enumerate(grant.promise):
+            self.by_group[group] -= promise
+
+    def beside(self, needs: Sequence[int], grant: Grant | None = None) -> list[int]:
+        """What must be there to hand out `needs` and keep every promise; the grant's own promise covers its needs first."""
+        if grant is None:
+            return [promised + need for promised, need in zip(self.by_group, needs, strict=True)]
+        return [
+            promised + max(need - own, 0)
+            for promised, need, own in zip(self.by_group, needs, grant.promise, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import lcm
 
-from pagerunner.memory.forks import Forks, prompt_key
-from pagerunner.memory.grant import HOLE, Grant, Refusal, fill
+from pagerunner.memory.forks import Forks, pages_to_copy, prompt_key, replace_borrowed
+from pagerunner.memory.grant import HOLE, Grant, Promises, Refusal, fill
+from pagerunner.memory.moves import PageMoves
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
-from pagerunner.memory.snapshots import Snapshots
+from pagerunner.memory.snapshots import make_snapshots
+from pagerunner.memory.step_work import StepWork
 from pagerunner.types import PageCopy, StateSave, TableWrite
-
-UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
 
 
 class KVManager:
@@ -56,20 +56,16 @@ class KVManager:
         self._lookup_order = sorted(
             range(groups), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
         )
-        states = [number for number, rule in enumerate(self._rules) if rule.snapshots]
-        assert len(states) <= 1, "all recurrent layers share one group"
-        self._state = states[0] if states else -1  # the group of recurrent layers
         self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
-        self._lists_fresh = [group.zero_fresh or list_fresh_pages for group in plan.groups]
-        self._fresh: list[dict[int, None]] = [{} for _ in range(groups)]  # pages handed out since the last take_fresh
-        self._copies: list[PageCopy] = []
         self._grants: dict[Grant, None] = {}
-        self._dirty: dict[Grant, None] = {}  # grants with table entries to send
         self._swollen: dict[Grant, int] = {}  # grants with pages that no position from .. on reads
-        self._promised = [0] * groups
-        self._snapshots = Snapshots(
-            self._state, plan, self.pool, self.index, self._promised, keep=enable_prefix_caching
+        self._promises = Promises(groups)
+        self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)
+        self._moves = PageMoves(plan, self.pool, self._grants, self._work)
+        self._snapshots = make_snapshots(
+            plan, self.pool, self.index, self._promises, self._work, keep=enable_prefix_caching
         )
+        self._forks_prompts = not any(rule.snapshots for rule in self._rules)
         self._epoch = 0
         self._plans = 0  # that were ended
         self._forks = Forks()
@@ -113,7 +109,7 @@ class KVManager:
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
-            if self._state >= 0 and self._snapshots.is_planned(chain, hit, hit_limit):
+            if self._snapshots.is_planned(chain, hit, hit_limit):
                 self.awaits_snapshot = True
                 return None
         fork = min(hit_limit, prompt_len)
@@ -125,31 +121,33 @@ class KVManager:
         lent = [len(numbers) for numbers in grant.borrowed] or [0] * len(self._rules)
         taken = [count - others for count, others in zip(grant.held, lent, strict=True)]
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
-        wanted = [need + promised for need, promised in zip(needs, self._promised, strict=True)]
+        wanted = self._promises.beside(needs)
         self._grants[grant] = None
         fits = self.pool.slack(wanted) >= 0 or self._make_room_for(wanted)
-        lost = fits and hit > 0 and self._state >= 0 and self._snapshots.find(chain, hit) == HOLE
+        lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
         if not fits or lost:
             del self._grants[grant]
-            self._dirty.pop(grant, None)
+            self._work.drop(grant)
             for group, pages in enumerate(grant.pages):
                 self.pool.release(group, pages[grant.first[group] :][::-1])
-            # Making room may have cost the very snapshot; what else was a hit is of no use then.
-            return self.admit(slot, chain, tokens, hit_limit, shares=shares) if lost else None
+            if not lost:
+                return None
+            # Making room has cost the very snapshot; what else was a hit is of no use then.
+            return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
         grant.cached_tokens = hit
         if hit and self.sampler is not None:
             self.sampler.used(grant.pages)
         for group in range(len(self._rules)):
             grant.reserve[group] = taken[group] + needs[group] + lent[group]
             grant.published[group] = len(grant.pages[group]) - lent[group]
-        if hit and self._state >= 0:
-            self._continue_from_snapshot(grant, hit)
-        self._update_promises(grant)
+        if hit:
+            self._snapshots.restore(grant, hit)
+        self._promises.update(grant)
         if shares:
             grant.next_publish = min(map(_next_publish, self._rules, grant.published))
             self._plan_marks(grant, hit)
         grant.capacity = hit
-        self._dirty[grant] = None
+        self._work.send_table(grant)
         return grant
 
     def _find_hit(self, grant: Grant, limit: int) -> int:
@@ -164,7 +162,7 @@ class KVManager:
     def _take_hit(self, grant: Grant, hit: int) -> None:
         """Put the pages of a hit into the grant."""
         for group, rule in enumerate(self._rules):
-            if group == self._state or not hit:
+            if rule.snapshots or not hit:
                 continue
             start, stop = rule.hit_span(hit)
             found = self.index.pages[group]
@@ -176,30 +174,7 @@ class KVManager:
         grant.pages[group] = [HOLE] * first + pages
         grant.first[group] = first
         grant.held[group] = len(pages)
-
-    def _continue_from_snapshot(self, grant: Grant, hit: int) -> None:
-        """Hand out the request's state page, filled with the snapshot after `hit` tokens.
-
-        The snapshot need not outlive this: in a full pool its own page may become the state.
-        """
-        group = self._state
-        source = self._snapshots.find(grant.chain, hit)
-        self.pool.touch(group, source)
-        fresh = self.pool.allocate([int(number == group) for number in range(len(self._rules))])
-        assert fresh is not None, "admission made sure of this page"
-        (page,) = fresh[group]
-        if page != source:
-            offset = self.plan.page_offset
-            self._copies.append(PageCopy(group, offset(group, source), offset(group, page)))
-        self._fresh[group].pop(page, None)
-        grant.pages[group] = [page]
-        grant.held[group] = 1
-
-    def _update_promises(self, grant: Grant) -> None:
-        for group, reserve in enumerate(grant.reserve):
-            left = max(reserve - grant.held[group], 0)
-            self._promised[group] += left - grant.promise[group]
-            grant.promise[group] = left
+        self._moves.placed(grant, group, first, pages)
 
     def count_query(self, grant: Grant) -> None:
         """Count a request's first look into the prefix index, in tokens."""
@@ -220,7 +195,7 @@ class KVManager:
 
         Not where layers have recurrent state, which is past the prompt's last token then. Siblings copy its snapshot.
         """
-        if self._state < 0 and grant.epoch == self._epoch:
+        if self._forks_prompts and grant.epoch == self._epoch:
             self._forks.offer(prompt_key(parent_id, grant.chain, prompt), grant, self._plans)
 
     def must_wait(self, grant: Grant) -> bool:
@@ -232,49 +207,17 @@ class KVManager:
 
         Pages that the rest of their unit may make different are borrowed: they become the grant's own in `grow`.
         """
-        chain = grant.chain
-        for holder, plan in self._forks.holders(prompt_key(parent_id, chain, prompt)):
-            found = [self._pages_of(holder, group, chain, tokens) for group in range(len(self._rules))]
-            if holder.epoch != self._epoch or not all(found):
-                continue
-            for group, (first, pages) in enumerate(filter(None, found)):
-                self._hold(grant, group, first, pages)
-                stop = first + len(pages)
-                grant.borrowed.append(range(min(max(self._rules[group].complete(tokens), first), stop), stop))
-            grant.starts = plan + 1 if any(grant.borrowed) else 0
-            return True
-        return False
-
-    def _pages_of(self, holder: Grant, group: int, chain: PrefixChain, tokens: int) -> tuple[int, list[int]] | None:
-        """The holder's pages of what position `tokens` reads, and the first one's number; None if it hasn't all any more.
-
-        Complete ones that it has given back may still be in the index.
-        """
-        rule, index = self._rules[group], self.index.pages[group]
-        first, stop = rule.span(tokens, tokens)
-        pages = holder.pages[group][first:stop]
-        if HOLE in pages:
-            for number in range(first, min(stop, rule.complete(tokens))):
-                if pages[number - first] == HOLE:
-                    pages[number - first] = index.get(rule.key(chain, number), HOLE)
-        return (first, pages) if len(pages) == stop - first and HOLE not in pages else None
-
-    def _to_copy(self, grant: Grant, group: int) -> list[int]:
-        """Numbers of the borrowed pages that others hold or may find; the other ones are the grant's own by now."""
-        refs, keys, pages = self.pool.refs[group], self.index.keys[group], grant.pages[group]
-        return [number for number in grant.borrowed[group] if refs[pages[number]] > 1 or pages[number] in keys]
-
-    def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
-        """Copy borrowed pages into `fresh` ones: the grant is about to write to them."""
-        offset, pages = self.plan.page_offset, grant.pages[group]
-        for number, page in zip(numbers, fresh, strict=True):
-            self._copies.append(PageCopy(group, offset(group, pages[number]), offset(group, page)))
-            self._fresh[group].pop(page, None)
-            self.pool.release(group, (pages[number],))
-            pages[number] = page
-        if numbers:
-            grant.sent[group] = min(grant.sent[group], numbers[0])
-        grant.reserve[group] -= len(grant.borrowed[group])
+        key = prompt_key(parent_id, grant.chain, prompt)
+        found = self._forks.find(key, tokens, self._rules, self.index, self._epoch)
+        if found is None:
+            return False
+        groups, plan = found
+        for group, (first, pages) in enumerate(groups):
+            self._hold(grant, group, first, pages)
+            stop = first + len(pages)
+            grant.borrowed.append(range(min(max(self._rules[group].complete(tokens), first), stop), stop))
+        grant.starts = plan + 1 if any(grant.borrowed) else 0
+        return True
 
     # -- growth
 
@@ -291,51 +234,72 @@ class KVManager:
             self.version += any(grant.promise)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
-        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))] if grant.borrowed else []
-        marks = grant.marks
-        while True:
-            wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
-            needs = [count for count, _ in wanted]
-            if copied:
-                needs = [count + len(numbers) for count, numbers in zip(needs, copied, strict=True)]
-            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
-                break
-            if self._has_room(grant, needs):
-                break
-            if self._shortens:
-                end = start + max((end - start) // 2, SHORT_CHUNK)
-            elif marks:
-                marks = []  # what later requests would like to find
-            else:
-                break
+        copied = [pages_to_copy(grant, group, self.pool, self.index) for group in range(len(grant.borrowed))]
+        end, wanted, needs = self._fitting(grant, start, end, copied)
         fresh = self.pool.allocate(needs)
         if fresh is None:
             if not self._make_room_for(needs):
                 return 0
             fresh = self.pool.allocate(needs)
             assert fresh is not None
-        capacity = FOREVER
-        if copied:
-            for group, numbers in enumerate(copied):
-                self._replace_borrowed(grant, group, numbers, fresh[group][: len(numbers)])
-                del fresh[group][: len(numbers)]
-            grant.borrowed = []
-        for group, pages in enumerate(fresh):
-            held = grant.pages[group]
-            if wanted[group][1]:
-                fill(held, pages, wanted[group][1])
-            else:
-                held += pages
-            grant.held[group] += len(pages)
-            if self._lists_fresh[group]:
-                self._fresh[group].update(dict.fromkeys(pages))
-            capacity = min(capacity, self._rules[group].capacity(len(held)))
-        self._update_promises(grant)
-        grant.capacity = capacity
+        for group, numbers in enumerate(copied):
+            own = fresh[group][: len(numbers)]
+            del fresh[group][: len(numbers)]
+            replace_borrowed(grant, group, numbers, own, self.pool, self._work)
+            for number, page in zip(numbers, own, strict=True):
+                self._moves.placed(grant, group, number, (page,))
+        grant.borrowed = []
+        self._append(grant, fresh, [parts for _, parts in wanted])
         if self._forgetting:
             self._swollen[grant] = end
-        self._dirty[grant] = None
+        self._work.send_table(grant)
         return end
+
+    def _fitting(
+        self, grant: Grant, start: int, end: int, copied: Sequence[Sequence[int]]
+    ) -> tuple[int, list[tuple[int, list[range]]], list[int]]:
+        """How far the grant can grow at once: the end, and by group what `_wanted` says and how many pages are needed.
+
+        Where memory is short, steps of groups that forget are halved down to `SHORT_CHUNK` tokens, and where that can't be,
+        pages are given up that later requests would have liked to find.
+        """
+        marks = grant.marks
+        while True:
+            wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
+            needs = [count for count, _ in wanted]
+            for group, numbers in enumerate(copied):
+                needs[group] += len(numbers)
+            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
+                break
+            if self.pool.slack(self._promises.beside(needs, grant)) >= 0:
+                break
+            if self._shortens:
+                end = start + max((end - start) // 2, SHORT_CHUNK)
+            elif marks:
+                marks = []
+            else:
+                break
+        return end, wanted, needs
+
+    def _append(self, grant: Grant, fresh: Sequence[list[int]], parts: Sequence[list[range]]) -> None:
+        """Put fresh pages behind those that the grant has: as the numbers of `parts`, where a group has any."""
+        capacity = FOREVER
+        for group, pages in enumerate(fresh):
+            held = grant.pages[group]
+            if parts[group]:
+                taken = 0
+                for part in parts[group]:
+                    self._moves.placed(grant, group, part.start, pages[taken : taken + len(part)])
+                    taken += len(part)
+                fill(held, pages, parts[group])
+            else:
+                self._moves.placed(grant, group, len(held), pages)
+                held += pages
+            grant.held[group] += len(pages)
+            self._work.add_fresh(group, pages)
+            capacity = min(capacity, self._rules[group].capacity(len(held)))
+        self._promises.update(grant)
+        grant.capacity = capacity
 
     def _wanted(self, grant: Grant, group: int, end: int, marks: Sequence[int]) -> tuple[int, list[range]]:
         """How many more pages the positions below `end` and hits at `marks` need, and which, if not simply the next ones."""
@@ -353,18 +317,6 @@ class KVManager:
                 parts.append(range(first, last))
             there = max(there, last)
         return sum(map(len, parts)), [*parts, range(stop, stop)]
-
-    def _has_room(self, grant: Grant, needs: Sequence[int]) -> bool:
-        """Whether these pages can be had without touching what was promised to others."""
-        return (
-            self.pool.slack(
-                [
-                    promised + max(need - own, 0)
-                    for promised, need, own in zip(self._promised, needs, grant.promise, strict=True)
-                ]
-            )
-            >= 0
-        )
 
     def _trim(self, grant: Grant, group: int, first: int) -> int:
         """Give back the pages before `first`, which no position from here on reads; how many there were."""
@@ -405,18 +357,14 @@ class KVManager:
 
         From here on, pages that only this plan's rows read can be handed out: the next plan runs after it.
         """
-        saves: list[StateSave] = []
         self._plans += 1
-        if self._state >= 0:
-            for number, (grant, start, end) in enumerate(rows):
-                if end >= grant.next_save:
-                    current = grant.epoch == self._epoch
-                    self.version += self._snapshots.take(saves, number, grant, start, end, current=current)
+        saves, unplanned = self._snapshots.take_all(rows, self._epoch)
+        self.version += unplanned
         for grant, end in self._swollen.items():
             for group in self._forgetting:
                 # A page for a page, as in decoding, makes no room for anybody.
                 self.version += self._trim(grant, group, self._rules[group].span(end, end + 1)[0]) > 1
-            self._update_promises(grant)
+            self._promises.update(grant)
         self._swollen.clear()
         return saves
 
@@ -427,8 +375,7 @@ class KVManager:
         cell = self.hit_granularity
         wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
         grant.marks = sorted(mark for mark in wanted if mark > hit)
-        if self._state >= 0:
-            self._snapshots.plan(grant, hit)
+        self._snapshots.plan(grant, hit)
 
     # -- the end
 
@@ -437,25 +384,21 @@ class KVManager:
         for group, pages in enumerate(grant.pages):
             held = [page for page in pages[grant.first[group] :] if page != HOLE]
             self.pool.release(group, held[::-1])
-            self._promised[group] -= grant.promise[group]
-        for _, page in grant.saves:
-            self.pool.release(self._state, (page,))
-        if self._state >= 0:
-            self._snapshots.unplan(grant, FOREVER)
+        self._promises.withdraw(grant)
+        self._snapshots.release(grant)
         self._forks.withdraw(grant)
         del self._grants[grant]
-        self._dirty.pop(grant, None)
+        self._work.drop(grant)
         self._swollen.pop(grant, None)
         self.version += 1
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
         """What was computed of this chain from position `start` on is wrong: nobody may find it any more."""
         for group, rule in enumerate(self._rules):
-            found = self.index.pages[group]
             known = len(chain.hashes) * UNIT_TOKENS
             pages = range(rule.complete(start), rule.complete(known))
             for number in range(start // UNIT_TOKENS, known // UNIT_TOKENS) if rule.snapshots else pages:
-                page = found.get(rule.key(chain, number))
+                page = self.index.find(group, rule.key(chain, number))
                 if page is not None and not self.pool.evict(group, page):
                     self.index.forget(group, page)
 
@@ -471,77 +414,34 @@ class KVManager:
 
     def take_table_writes(self) -> list[TableWrite]:
         """Page table entries that the device doesn't have yet."""
-        writes: list[TableWrite] = []
-        for grant in self._dirty:
-            for group, pages in enumerate(grant.pages):
-                first = max(grant.sent[group], grant.first[group])
-                if first < len(pages):
-                    entries = self.plan.table_entries(group, pages[first:])
-                    writes.append(TableWrite(group, grant.slot, first, entries))
-                    grant.sent[group] = len(pages)
-        self._dirty.clear()
-        return writes
+        return self._work.take_table_writes()
 
     def take_fresh(self) -> list[list[int]]:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""
-        if not any(self._fresh):
-            return []
-        offset = self.plan.page_offset
-        fresh = [[offset(group, page) for page in pages] for group, pages in enumerate(self._fresh)]
-        self._fresh = [{} for _ in fresh]
-        return fresh
+        return self._work.take_fresh()
 
     def take_copies(self) -> list[PageCopy]:
         """Page moves decided since the last call; they must run in this order, before anything else touches pages."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._work.take_copies()
 
     # -- moves
 
+    def begin_step(self) -> None:
+        """A plan is in the making: pages may be moved again, and are, if they lie too scattered."""
+        self.version += self._moves.unfinished
+        self._moves.begin_step()
+        self.version += self._moves.tidy()
+
+    @property
+    def moves_unfinished(self) -> bool:
+        """Whether something didn't fit only because this step may move no more pages: the next one moves on."""
+        return self._moves.unfinished
+
     def _make_room_for(self, needs: Sequence[int]) -> bool:
         """Do without snapshots in the making, then move pages together, if that makes room for `needs`."""
-        if self._state >= 0 and self._snapshots.drop(self._grants) and self.pool.slack(needs) >= 0:
+        if self._snapshots.drop(self._grants) and self.pool.slack(needs) >= 0:
             return True
-        return self._compact_for(needs)
-
-    def _compact_for(self, needs: Sequence[int]) -> bool:
-        """Move pages together if that makes room for `needs`. With one group it never can: any page will do."""
-        pool = self.pool
-        packed = (-(-(used + need) // count) for used, need, count in zip(pool.used, needs, pool.per_slab, strict=True))
-        if len(needs) == 1 or sum(packed) > pool.num_slabs:
-            return False
-        self._apply_moves(pool.compact())
-        return True
-
-    def tidy(self) -> None:
-        """Keep fragmentation low: once it is above `UNTIDY`, pages are moved together until half of that is left."""
-        if self.pool.fragmentation > UNTIDY:
-            self._apply_moves(self.pool.tidy(UNTIDY / 2))
-            self.version += 1
-
-    def _apply_moves(self, moves: list[tuple[int, int, int]]) -> None:
-        moved: list[dict[int, int]] = [{} for _ in self._rules]
-        for group, source, target in moves:
-            moved[group][source] = target
-            fresh = self._fresh[group]
-            fresh.pop(target, None)
-            if source in fresh:  # nothing was written to it yet
-                del fresh[source]
-                fresh[target] = None
-            else:
-                offset = self.plan.page_offset
-                self._copies.append(PageCopy(group, offset(group, source), offset(group, target)))
-        for grant in self._grants:
-            for group, targets in enumerate(moved):
-                if targets:
-                    pages = grant.pages[group]
-                    pages[:] = [targets.get(page, page) for page in pages]
-                    grant.sent[group] = 0
-            if self._state >= 0:
-                targets = moved[self._state]
-                grant.saves = [(position, targets.get(page, page)) for position, page in grant.saves]
-                grant.turn = (grant.turn[0], targets.get(grant.turn[1], grant.turn[1]))
-            self._dirty[grant] = None
+        return self._moves.make_room_for(needs)
 
     # -- numbers
 
@@ -563,14 +463,14 @@ class KVManager:
             for grant in self._grants:
                 pages = [page for page in grant.pages[group][grant.first[group] :] if page != HOLE]
                 assert len(pages) == grant.held[group], f"group {group}: pages held"
-                pages += [page for _, page in grant.saves] if group == self._state else []
+                pages += [page for _, page in grant.saves] if self._rules[group].snapshots else []
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1
             assert counts == refs, f"group {group}: grants hold {counts}, the pool counts {refs}"
             promised = sum(grant.promise[group] for grant in self._grants)
-            assert promised == self._promised[group], "promises"
-        if self._state >= 0:
-            self._snapshots.check(self._grants)
+            assert promised == self._promises.by_group[group], "promises"
+        self._snapshots.check(self._grants)
+        self._moves.check()
 
 
 def _next_publish(rule: GroupRule, published: int) -> int:

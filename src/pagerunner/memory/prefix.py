@@ -104,6 +104,14 @@ class PrefixIndex:
         self.pages: list[dict[PageKey, int]] = [{} for _ in range(num_groups)]
         self.keys: list[dict[int, PageKey]] = [{} for _ in range(num_groups)]
 
+    def find(self, group: int, key: PageKey) -> int | None:
+        """The page that holds the content."""
+        return self.pages[group].get(key)
+
+    def holds(self, group: int, page: int) -> bool:
+        """Whether the page's content is findable."""
+        return page in self.keys[group]
+
     def publish(self, group: int, key: PageKey, page: int) -> None:
         """Make a page findable. Of two pages with equal content the first stays; the second is not indexed."""
         if self.pages[group].setdefault(key, page) == page:

@@ -11,10 +11,13 @@ free in a slab that nobody owns: a pool of a hundred million pages is made at on
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
 from pagerunner.memory.prefix import PrefixIndex
+
+Move = tuple[int, int, int, int]
+"""(group, source, target, holders): what page `source` of the group held is to be in page `target`, for that many holders."""
 
 _LISTED = 4_096  # free slabs, and free pages of a huge slab, that are listed at a time
 
@@ -169,6 +172,10 @@ class SlabPool:
     def free_in_slabs(self, group: int) -> int:
         """Free pages in slabs that the group occupies: other groups can't have them."""
         return self._owned[group] * self.per_slab[group] - self.used[group] - len(self.cached[group])
+
+    def num_holders(self, group: int, page: int) -> int:
+        """How many hold the page, 0 if nobody does."""
+        return self.refs[group].get(page, 0)
 
     def shared(self, group: int) -> int:
         """Pages of the group that several hold."""
@@ -341,62 +348,99 @@ class SlabPool:
 
     # -- moving
 
-    def compact(self) -> list[tuple[int, int, int]]:
-        """Empty as many slabs as possible by moving pages in use. Returns the moves (group, source, target), in order.
+    def gather(self, needs: Sequence[int], most: int) -> list[Move]:
+        """Empty slabs by moving pages in use, one slab after another, until `needs` can be had. The moves, in order.
 
-        A target was free or cached. The caller must copy the bytes and correct whoever holds the page ids.
+        The slab with the fewest pages in use comes first, of the groups whose other slabs hold all that they have and need.
+        At most `most` pages are moved; a slab may be left half empty. Targets were free or, where no page is, cached. The
+        caller must copy the bytes and correct whoever holds the page ids.
         """
-        moves: list[tuple[int, int, int]] = []
-        for group, per_slab in enumerate(self.per_slab):
-            spread = sorted(
-                (slab for slab, owner in sorted(self.owner.items()) if owner == group and self._slab_used[slab]),
-                key=lambda slab: self._slab_used[slab],
-                reverse=True,
-            )
-            keep = -(-self.used[group] // per_slab)
-            targets = [
-                page
-                for slab in spread[:keep]
-                for page in range(slab * per_slab, (slab + 1) * per_slab)
-                if page not in self.refs[group]
-            ]
-            sources = [
-                page
-                for slab in spread[keep:]
-                for page in range(slab * per_slab, (slab + 1) * per_slab)
-                if page in self.refs[group]
-            ]
-            for source, target in zip(sources, targets, strict=False):
-                self._move(group, source, target)
-                moves.append((group, source, target))
+        moves: list[Move] = []
+        spreads: dict[int, _Spread] = {}
+        while len(moves) < most and self.slack(needs) < 0:
+            best: _Spread | None = None
+            for group, (count, need) in enumerate(zip(self.per_slab, needs, strict=True)):
+                if self.used[group] + need <= (self._busy[group] - 1) * count:
+                    spread = spreads.get(group) or spreads.setdefault(group, self._spread(group))
+                    if best is None or self._slab_used[spread.source] < self._slab_used[best.source]:
+                        best = spread
+            if best is None:
+                break
+            moves += self._empty(best, most - len(moves))
         return moves
 
-    def tidy(self, most: float) -> list[tuple[int, int, int]]:
-        """Empty the slabs that are used least until fragmentation is at most `most`; moves as those of `compact`.
+    def tidy(self, target: float, most: int) -> tuple[list[Move], int]:
+        """Empty the slabs that are used least until fragmentation is at most `target`. Moves as those of `gather`, and how
+        much other work it was, in moves.
 
         Only free pages are targets; cached pages of an emptied slab are evicted.
         """
-        moves: list[tuple[int, int, int]] = []
-        while self.fragmentation > most:
+        moves: list[Move] = []
+        spreads: dict[int, _Spread] = {}
+        other_work = 0
+        while len(moves) + other_work < most and self.fragmentation > target:
             group = max(range(len(self.per_slab)), key=lambda group: self.free_in_slabs(group) // self.per_slab[group])
-            per_slab, used = self.per_slab[group], self._slab_used
-            ranked = sorted(self._open[group], key=lambda slab: used[slab])
-            pages = range(ranked[0] * per_slab, (ranked[0] + 1) * per_slab)
-            sources = [page for page in pages if page in self.refs[group]]
-            free = (page for slab in ranked[:0:-1] for page in sorted(self._slab_free[slab]))
-            moved = list(zip(sources, islice(free, len(sources)), strict=True))
-            for page in pages:
-                self.evict(group, page)
-            for source, target in moved:
-                self._move(group, source, target)
-                moves.append((group, source, target))
+            spread = spreads.get(group) or spreads.setdefault(group, self._spread(group, free_only=True))
+            slab = spread.source
+            moves += self._empty(spread, most - len(moves) - other_work)
+            if not self._slab_used.get(slab):
+                other_work += 1 + self.per_slab[group] // 8
+                if slab in self.owner:
+                    self._evict_slab(slab)
+        return moves, other_work
+
+    def _spread(self, group: int, *, free_only: bool = False) -> _Spread:
+        used, full = self._slab_used, self.per_slab[group]
+        slabs = (
+            self._open[group] if free_only else [s for s, g in self.owner.items() if g == group and 0 < used[s] < full]
+        )
+        order = sorted(slabs, key=used.__getitem__)
+        spread = _Spread(group, order)
+        spread.places = self._places(spread, free_only)
+        return spread
+
+    def _places(self, spread: _Spread, free_only: bool) -> Iterator[int]:
+        """Pages that can take others, those of the fullest slabs first; none of slabs that are being emptied."""
+        for at in range(len(spread.order) - 1, -1, -1):
+            if at <= spread.at:
+                break
+            free = self._slab_free[spread.order[at]]
+            while free and at > spread.at:
+                yield free[-1]
+        if free_only:
+            return
+        cached, per_slab = self.cached[spread.group], self.per_slab[spread.group]
+        for at in range(len(spread.order) - 1, -1, -1):
+            if self._slab_used[spread.order[at]] == per_slab:
+                continue
+            first = spread.order[at] * per_slab
+            for page in [page for page in range(first, first + per_slab) if page in cached]:
+                if at <= spread.at:
+                    return
+                yield page
+
+    def _empty(self, spread: _Spread, most: int) -> list[Move]:
+        """Move up to `most` pages out of the slab that is next; when it is empty, the one after it is next."""
+        group, slab = spread.group, spread.source
+        refs, per_slab = self.refs[group], self.per_slab[group]
+        moves: list[Move] = []
+        for source in [page for page in range(slab * per_slab, (slab + 1) * per_slab) if page in refs][:most]:
+            target = next(spread.places)
+            self._move(group, source, target)
+            moves.append((group, source, target, refs[target]))
+        if not self._slab_used.get(slab):
+            spread.at += 1
         return moves
 
     def _move(self, group: int, source: int, target: int) -> None:
         self.evict(group, target)
         slab = target // self.per_slab[group]
-        self._slab_free[slab].remove(target)
-        if not self._slab_free[slab]:
+        free = self._slab_free[slab]
+        if free[-1] == target:
+            free.pop()
+        else:
+            free.remove(target)
+        if not free:
             del self._open[group][slab]
         self._mark_used(group, slab, 1)
         self.refs[group][target] = self.refs[group][source]
@@ -443,3 +487,20 @@ class SlabPool:
             assert (slab in self._idle[group]) == (used == 0), "idle slabs"
             busy += used > 0
         assert busy == self._busy[group], "busy slabs"
+
+
+class _Spread:
+    """One group's slabs while pages move: `order` from the emptiest to the fullest, emptied up to position `at`."""
+
+    __slots__ = ("at", "group", "order", "places")
+
+    def __init__(self, group: int, order: list[int]) -> None:
+        self.group = group
+        self.order = order
+        self.at = 0
+        self.places: Iterator[int] = iter(())
+
+    @property
+    def source(self) -> int:
+        """The slab that is emptied next."""
+        return self.order[self.at]

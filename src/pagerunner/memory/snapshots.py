@@ -8,31 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.grant import HOLE, Grant, Promises
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.slabs import SlabPool
+from pagerunner.memory.step_work import StepWork
 from pagerunner.types import StateSave
 
 TURN_TOKENS = 64  # while text is generated, its latest snapshot is about that many tokens old at most
 
 
 class Snapshots:
-    """Decides about the snapshots of group `group`, in the manager's `pool` and `index`.
+    """The snapshots of a plan whose group `group` holds recurrent state. They take pages that no running request was promised.
 
-    `promised[g]` is the number of pages of group g that running requests were promised and don't hold yet. Snapshots take only pages
-    beyond those. With `keep`, a snapshot stays cached when all requests that could use it have ended; without, it goes with them.
+    With `keep` a snapshot stays in the prefix index when the requests that may use it now have ended.
     """
 
     def __init__(
-        self, group: int, plan: MemoryPlan, pool: SlabPool, index: PrefixIndex, promised: list[int], *, keep: bool
+        self,
+        group: int,
+        plan: MemoryPlan,
+        pool: SlabPool,
+        index: PrefixIndex,
+        promises: Promises,
+        work: StepWork,
+        *,
+        keep: bool,
     ) -> None:
         self._group = group
         self._plan = plan
         self._pool = pool
         self._index = index
-        self._promised = promised
+        self._promises = promises
+        self._work = work
         self._keep = keep
         self._planned: dict[tuple[int, PageKey], int] = {}  # what running requests will take
         self._one = [int(other == group) for other in range(len(plan.groups))]
@@ -41,7 +50,30 @@ class Snapshots:
 
     def find(self, chain: PrefixChain, tokens: int) -> int:
         """The page with the state after `tokens` tokens, or HOLE."""
-        return self._index.pages[self._group].get(chain.hashes[tokens // UNIT_TOKENS - 1], HOLE)
+        page = self._index.find(self._group, chain.hashes[tokens // UNIT_TOKENS - 1])
+        return HOLE if page is None else page
+
+    def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
+        """Whether the snapshot after `tokens` tokens, which a request was to continue from, is gone."""
+        return self.find(chain, tokens) == HOLE
+
+    def restore(self, grant: Grant, hit: int) -> None:
+        """Hand out the request's state page, filled with the snapshot after `hit` tokens.
+
+        The snapshot need not outlive this: in a full pool its own page may become the state.
+        """
+        group = self._group
+        source = self.find(grant.chain, hit)
+        self._pool.touch(group, source)
+        fresh = self._pool.allocate(self._one)
+        assert fresh is not None, "admission made sure of this page"
+        (page,) = fresh[group]
+        if page == source:
+            self._work.keep(group, page)
+        else:
+            self._work.copy(group, source, page)
+        grant.pages[group] = [page]
+        grant.held[group] = 1
 
     def plan(self, grant: Grant, hit: int) -> None:
         """A new request, which has the state after `hit` tokens, will take a snapshot at each of its marks."""
@@ -67,7 +99,16 @@ class Snapshots:
         grant.marks = [mark for mark in grant.marks if mark > end]
         return len(grant.marks) < before
 
-    def take(self, saves: list[StateSave], row: int, grant: Grant, start: int, end: int, *, current: bool) -> bool:
+    def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
+        """The snapshots of a plan's rows (grant, start, end), and how many rows won't take any more of those planned."""
+        saves: list[StateSave] = []
+        unplanned = 0
+        for number, (grant, start, end) in enumerate(rows):
+            if end >= grant.next_save:
+                unplanned += self._take(saves, number, grant, start, end, current=grant.epoch == epoch)
+        return saves, unplanned
+
+    def _take(self, saves: list[StateSave], row: int, grant: Grant, start: int, end: int, *, current: bool) -> bool:
         """Decide the snapshots of plan row `row` over [start, end): they take what nobody has and nobody was promised, or are
         left out. Not `current` grants began before the index was cleared and take none. Whether any were planned.
         """
@@ -91,11 +132,11 @@ class Snapshots:
         group, pool = self._group, self._pool
         unit = position // UNIT_TOKENS
         hashes = grant.chain.hashes
-        if unit <= len(hashes) and hashes[unit - 1] in self._index.pages[group]:
+        if unit <= len(hashes) and self._index.find(group, hashes[unit - 1]) is not None:
             return
         if is_turn:
             self._drop_turn(grant)
-        if pool.slack([one + promised for one, promised in zip(self._one, self._promised, strict=True)]) < 0:
+        if pool.slack(self._promises.beside(self._one)) < 0:
             return
         pages = pool.allocate(self._one)
         assert pages is not None
@@ -112,7 +153,7 @@ class Snapshots:
         unit = position // UNIT_TOKENS
         if page == HOLE or unit > len(grant.chain.hashes):
             return
-        if self._index.pages[group].get(grant.chain.hashes[unit - 1]) == page:
+        if self._index.find(group, grant.chain.hashes[unit - 1]) == page:
             self._pool.evict(group, page)
         grant.turn = (0, HOLE)
 
@@ -125,7 +166,7 @@ class Snapshots:
             known = unit <= len(hashes)
             if known and current:
                 self._index.publish(group, hashes[unit - 1], page)
-            if known and (self._keep or page not in self._index.keys[group]):
+            if known and (self._keep or not self._index.holds(group, page)):
                 self._pool.release(group, (page,))
             else:
                 kept.append((position, page))
@@ -144,6 +185,12 @@ class Snapshots:
             grant.saves = []
         return dropped
 
+    def release(self, grant: Grant) -> None:
+        """The request ends: what it holds itself is given back, what it planned is not taken."""
+        for _, page in grant.saves:
+            self._pool.release(self._group, (page,))
+        self.unplan(grant, FOREVER)
+
     def check(self, grants: Iterable[Grant]) -> None:
         """Recount. Raises AssertionError when what is planned isn't what `grants` will take."""
         planned: dict[tuple[int, PageKey], int] = {}
@@ -152,3 +199,50 @@ class Snapshots:
                 key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
                 planned[key] = planned.get(key, 0) + 1
         assert planned == self._planned, "planned snapshots"
+
+
+class NoSnapshots(Snapshots):
+    """Stands in where no layer has recurrent state: nothing is planned, taken or lost."""
+
+    def __init__(self) -> None:
+        pass
+
+    def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
+        """Never."""
+        return False
+
+    def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
+        """Never."""
+        return False
+
+    def restore(self, grant: Grant, hit: int) -> None:
+        """There is no state."""
+
+    def plan(self, grant: Grant, hit: int) -> None:
+        """There is nothing to take."""
+
+    def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
+        """None."""
+        return [], 0
+
+    def publish(self, grant: Grant, current: bool) -> None:
+        """There are none."""
+
+    def drop(self, grants: Iterable[Grant]) -> bool:
+        """There are none."""
+        return False
+
+    def release(self, grant: Grant) -> None:
+        """There is nothing to give back."""
+
+    def check(self, grants: Iterable[Grant]) -> None:
+        """There is nothing to count."""
+
+
+def make_snapshots(
+    plan: MemoryPlan, pool: SlabPool, index: PrefixIndex, promises: Promises, work: StepWork, *, keep: bool
+) -> Snapshots:
+    """The snapshots of the plan's recurrent group, if it has one."""
+    states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
+    assert len(states) <= 1, "all recurrent layers share one group"
+    return Snapshots(states[0], plan, pool, index, promises, work, keep=keep) if states else NoSnapshots()

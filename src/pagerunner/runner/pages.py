@@ -10,6 +10,7 @@ from pagerunner.batch import KVPages, LatentPages, LayerMemory, StatePages
 from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.specs import SCALE_BYTES, LatentKV, RecurrentState
 from pagerunner.ops.pages import copy_pages, fill_pages
+from pagerunner.runner.copy_launches import copy_launches
 from pagerunner.runner.staging import StagedStep, Triple
 from pagerunner.types import PageCopy
 
@@ -161,13 +162,7 @@ class Pages:
 
     def copies(self, copies: Sequence[PageCopy]) -> list[list[Triple]]:
         """Copies as (source, target, bytes), divided into launches: within one, the order of copies doesn't matter."""
-        launches: list[list[Triple]] = []
-        for copy in copies:
-            new = (copy.source, copy.target, self._groups[copy.group].page_bytes)
-            if not launches or any(_depends(new, old) for old in launches[-1]):
-                launches.append([])
-            launches[-1].append(new)
-        return launches
+        return copy_launches((copy.source, copy.target, self._groups[copy.group].page_bytes) for copy in copies)
 
     def fills(self, fresh: Sequence[Sequence[int]]) -> list[Triple]:
         """What fresh pages (byte offsets by group) are filled with, as (offset, bytes, value).
@@ -191,18 +186,3 @@ class Pages:
             copy_pages(self._bytes, copies_N3, most_bytes)
         if step.fills is not None:
             fill_pages(self._bytes, *step.fills)
-
-
-def _depends(new: Triple, old: Triple) -> bool:
-    """Whether one copy writes what the other reads or writes."""
-    source, target, size = new
-    old_source, old_target, old_size = old
-
-    def meet(first: int, first_size: int, second: int, second_size: int) -> bool:
-        return first < second + second_size and second < first + first_size
-
-    return (
-        meet(source, size, old_target, old_size)
-        or meet(target, size, old_source, old_size)
-        or meet(target, size, old_target, old_size)
-    )

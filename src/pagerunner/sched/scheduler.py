@@ -171,13 +171,20 @@ class Scheduler:
         """The next step, or None if there is nothing to run or `max_in_flight` plans are under way."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
-        self.manager.tidy()
+        plan = self._next_plan()
+        while plan is None and self.manager.moves_unfinished:  # with nothing to run, nobody waits for the moves
+            plan = self._next_plan()
+        return plan
+
+    def _next_plan(self) -> StepPlan | None:
+        self.manager.begin_step()
         rows: list[StepRow] = []
         sequences: list[Sequence] = []
         admitted: list[SlotInit] = []
         preempted = self._preemptions
         budget = self._schedule_running(self.max_num_batched_tokens, rows, sequences)
-        if preempted == self._preemptions and self._waiting and self._free_slots:
+        may_admit = preempted == self._preemptions and not self.manager.moves_unfinished
+        if may_admit and self._waiting and self._free_slots:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
         if not rows:
             return None
@@ -216,7 +223,9 @@ class Scheduler:
             grant = sequence.grant
             assert grant is not None
             if end > grant.capacity and not (end := self._grow(sequence, grant, start, end)):
-                break
+                if sequence.grant is None:
+                    break
+                continue
             budget -= end - start
             if start >= sequence.refill and sequence.guide is None:
                 sequence.scheduled = end
@@ -229,8 +238,12 @@ class Scheduler:
         return budget
 
     def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
-        """`KVManager.grow`, if need be with others' pages; 0 if the sequence itself was preempted."""
+        """`KVManager.grow`, if need be with others' pages; 0 if the sequence itself was preempted, or waits for a step because
+        enough pages can be moved together, but not in this step.
+        """
         while not (found := self.manager.grow(grant, start, end)):
+            if self.manager.moves_unfinished:
+                return 0
             # Rows already in this plan belong to sequences before this one, so the victim has none.
             self._preempt(victim := self._running.pop())
             if victim is sequence:

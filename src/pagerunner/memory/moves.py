@@ -1,0 +1,126 @@
+"""Moves pages together, so that scattered pages don't keep slabs from groups that need one.
+
+Example: a slab has 10 pages. Group A has 3 pages in each of 4 slabs. Group B needs a page and no slab is free. The pages of
+one of A's slabs move into holes of the other three, and B gets that slab.
+
+Every step may move `MOVES_PER_STEP` pages and no more, whatever the pool looks like: moving a page costs the host some 10
+microseconds in all, and the step waits for it. What is left to be moved is moved by the steps after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.slabs import Move, SlabPool
+from pagerunner.memory.step_work import StepWork
+
+MOVES_PER_STEP = 64
+UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
+_SLOT = 1 << 32  # a page's place is slot * _SLOT + its number in the slot's sequence
+
+
+class PageMoves:
+    """Moves pages of the pool, and corrects the `grants` that hold them and what the step carries.
+
+    `unfinished`: pages that are wanted would fit if more pages were moved than this step may move.
+    """
+
+    def __init__(self, plan: MemoryPlan, pool: SlabPool, grants: Mapping[Grant, None], work: StepWork) -> None:
+        self._pool = pool
+        self._grants = grants
+        self._work = work
+        self._snapshots = [group.rule.snapshots for group in plan.groups]
+        self._never = len(plan.groups) == 1  # any free page will do
+        self._left = MOVES_PER_STEP
+        self._places: list[dict[int, int]] = [{} for _ in plan.groups]  # by group and page, where it was last put
+        self._by_slot: dict[int, Grant] = {}
+        self.unfinished = False
+
+    def begin_step(self) -> None:
+        """A new step may move as many pages as any."""
+        self._left = MOVES_PER_STEP
+        self.unfinished = False
+
+    def placed(self, grant: Grant, group: int, first: int, pages: Sequence[int]) -> None:
+        """`pages` are the grant's pages `first` .. now."""
+        if not self._never:
+            self._by_slot[grant.slot] = grant
+            base = grant.slot * _SLOT + first
+            self._places[group].update(zip(pages, range(base, base + len(pages)), strict=True))
+
+    def tidy(self) -> bool:
+        """Keep fragmentation low: while it is above `UNTIDY`, empty slabs until half of that is left. Whether any page moved."""
+        if self._pool.fragmentation <= UNTIDY:
+            return False
+        moves, evicted = self._pool.tidy(UNTIDY / 2, self._left)
+        self._apply(moves, evicted)
+        return True
+
+    def make_room_for(self, needs: Sequence[int]) -> bool:
+        """Empty as many slabs as it takes to hand out `needs[group]` pages of every group; whether they can be had now."""
+        pool = self._pool
+        packed = (-(-(used + need) // count) for used, need, count in zip(pool.used, needs, pool.per_slab, strict=True))
+        if self._never or sum(packed) > pool.num_slabs:
+            return False
+        self._apply(pool.gather(needs, self._left))
+        fits = pool.slack(needs) >= 0
+        self.unfinished = self.unfinished or not fits
+        return fits
+
+    def _apply(self, moves: Sequence[Move], more_work: int = 0) -> None:
+        self._left = max(self._left - len(moves) - more_work, 0)
+        for group, source, target, holders in moves:
+            places = self._places[group]
+            self._replace(group, source, target, holders)
+            place = places.pop(source, None)
+            if place is not None:
+                places[target] = place
+            self._work.move(group, source, target)
+
+    def _replace(self, group: int, source: int, target: int, holders: int) -> None:
+        """Put `target` where grants have `source`."""
+        for grant, number in self.holders(group, source, holders):
+            grant.pages[group][number] = target
+            self._work.send_entry(grant, group, number)
+        if self._snapshots[group]:
+            for grant in self._grants:
+                grant.saves = [(position, target if page == source else page) for position, page in grant.saves]
+                if grant.turn[1] == source:
+                    grant.turn = (grant.turn[0], target)
+
+    def holders(self, group: int, page: int, count: int) -> list[tuple[Grant, int]]:
+        """The grants that have the page among their pages, at most `count` of them, and its number there.
+
+        Requests that share a page have it at the same number: they share everything before it too.
+        """
+        place = self._places[group].get(page)
+        if place is not None:
+            slot, number = divmod(place, _SLOT)
+            last = self._by_slot.get(slot)
+            if count == 1 and last is not None and last in self._grants and _has(last, group, number, page):
+                return [(last, number)]
+            found = [(grant, number) for grant in self._grants if _has(grant, group, number, page)]
+            if len(found) == count:
+                return found
+        return [
+            (grant, number)
+            for grant in self._grants
+            for number, other in enumerate(grant.pages[group])
+            if other == page
+        ]
+
+    def check(self) -> None:
+        """Recount. Raises AssertionError where the holders of a page aren't found."""
+        for group, snapshots in enumerate(self._snapshots):
+            held = [{page for page in grant.pages[group] if page >= 0} for grant in self._grants]
+            for page, count in self._pool.refs[group].items():
+                expected = sum(page in pages for pages in held)
+                found = self.holders(group, page, count)
+                assert len(found) == expected and (expected == count or snapshots), f"holders of page {page}"
+
+
+def _has(grant: Grant, group: int, number: int, page: int) -> bool:
+    pages = grant.pages[group]
+    return number < len(pages) and pages[number] == page
