@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from pagerunner.bench.memory_models import ModelMemory, gemma3_27b, qwen35_27b
+from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory
 from pagerunner.memory.prefix import PrefixChain, chain_seed
 from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState, Spec, WindowKV
+from pagerunner.runner.copy_launches import copy_launches
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepResult
 
@@ -165,6 +168,67 @@ def lookup() -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def moves(model: ModelMemory, steps: int = 3_000) -> tuple[float, int, int]:
+    """A pool of 60 GiB while requests of four lengths come and go, `steps` times: the most milliseconds of the host that one
+    step spent on moving pages (processor time), the most moves of a step, and all moves.
+    """
+    plan = plan_memory(
+        model.specs,
+        page_tokens=16,
+        budget_bytes=60 << 30,
+        max_model_len=32_768,
+        model_max_len=model.length,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+    )
+    manager = KVManager(plan)
+    spent = 0.0
+
+    def timed(move: Callable[..., bool]) -> Callable[..., bool]:
+        def run(*needs: object) -> bool:
+            nonlocal spent
+            start = time.process_time()
+            try:
+                return move(*needs)
+            finally:
+                spent += time.process_time() - start
+
+        return run
+
+    mover = manager._moves
+    for name in ("tidy", "make_room_for"):
+        setattr(mover, name, timed(getattr(mover, name)))
+    generator = random.Random(1)
+    running: list[Grant] = []
+    slots = set(range(256))
+    worst, most, total = 0.0, 0, 0
+    for _ in range(steps):
+        spent = 0.0
+        manager.begin_step()
+        leaves = bool(running) and (generator.random() < 0.48 or not slots)
+        tokens = [generator.randrange(50_000) for _ in range(generator.choice((200, 2_000, 8_000, 20_000)))]
+        grant = None if leaves else manager.admit(min(slots), manager.chain(), tokens, len(tokens) - 1)
+        if grant is not None:
+            slots.discard(grant.slot)
+            running.append(grant)
+            end = 0
+            while end < len(tokens) and (grown := manager.grow(grant, end, min(len(tokens), end + 8192))):
+                end = grown
+                manager.end_plan([])
+            manager.publish(grant, tokens, end)
+        elif running:
+            manager.release(gone := running.pop(generator.randrange(len(running))))
+            slots.add(gone.slot)
+        copies = manager.take_copies()
+        manager.take_fresh()
+        manager.take_table_writes()
+        start = time.process_time()
+        copy_launches([(copy.source, copy.target, plan.groups[copy.group].page_bytes) for copy in copies])
+        worst = max(worst, spent + time.process_time() - start)
+        most, total = max(most, len(copies)), total + len(copies)
+    return worst * 1e3, most, total
+
+
 def main() -> None:
     """Print every figure."""
     gc.disable()
@@ -185,6 +249,9 @@ def main() -> None:
     print(f"64K prefill in 8K steps, evicting:        {best(lambda: prefill(True)):8.2f} ms")
     print(f"64K prefill, evicting, with its hashing:  {best(lambda: prefill(True, False)):8.2f} ms")
     print(f"admit a 64K prompt that is all cached:    {best(lookup):8.2f} ms")
+    for model in (qwen35_27b(), gemma3_27b()):
+        worst, most, total = moves(model)
+        print(f"moving pages, {model.name}: at most {worst:.2f} ms and {most} pages a step, {total:,} pages in all")
 
 
 if __name__ == "__main__":

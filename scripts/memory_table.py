@@ -18,7 +18,7 @@ from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan, plan_memory, smallest_plan
 from pagerunner.memory.prefix import PrefixChain, chain_seed
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StateSave, StepResult
 

@@ -6,7 +6,8 @@ import json
 from dataclasses import replace
 
 from helpers.plans import one_group, two_groups
-from pagerunner.memory.report import human_bytes, plan_json, plan_table
+from pagerunner.memory.report import plan_json, plan_table
+from pagerunner.memory.units import human_bytes
 
 
 def test_human_bytes() -> None:

@@ -14,11 +14,13 @@ from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory import manager, rules
+from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import HOLE, Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
+from pagerunner.memory.snapshots import Snapshots
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import (
     EngineRequest,
@@ -399,17 +401,23 @@ class _SavesAnotherPosition(KVManager):
         return [save._replace(position=max(save.position - 16, kept[save.row][1] + 1)) for save in saves]
 
 
+class _ZeroingSnapshots(Snapshots):
+    def restore(self, grant: Grant, hit: int) -> None:
+        super().restore(grant, hit)
+        self._work.add_fresh(self._group, grant.pages[self._group])
+
+
 class _ZeroesTheCopy(KVManager):
-    def _continue_from_snapshot(self, grant: Grant, hit: int) -> None:
-        super()._continue_from_snapshot(grant, hit)
-        self._fresh[self._state][grant.pages[self._state][0]] = None
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self._snapshots.__class__ = _ZeroingSnapshots
 
 
 class _SharesTheSnapshot(KVManager):
     """Continues in the snapshot's own page: whoever hits next finds a later state."""
 
     def take_copies(self) -> list[PageCopy]:
-        return [copy for copy in super().take_copies() if copy.group != self._state]
+        return [copy for copy in super().take_copies() if copy.group != self._snapshots._group]
 
 
 class _WritesIntoBorrowedPages(KVManager):
@@ -438,16 +446,37 @@ class _KeepsTheBorrowedEntry(KVManager):
 class _ZeroesTheBorrowedCopy(KVManager):
     def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
         super()._replace_borrowed(grant, group, numbers, fresh)
-        self._fresh[group].update(dict.fromkeys(fresh))
+        self._work._fresh[group].update(dict.fromkeys(fresh))
+
+
+class _CarelessForks(Forks):
+    def find(self, key: Any, tokens: int, rules: Any, index: Any, epoch: int) -> Any:
+        for holder, plan in self.holders(key):
+            found = []
+            for group, kept in enumerate(rules):
+                first, stop = kept.span(tokens, tokens)
+                there = [page for page in holder.pages[group] if page != HOLE]
+                if len(there) >= stop - first:
+                    found.append((first, there[: stop - first]))
+            if len(found) == len(rules) and holder.epoch == epoch:
+                return found, plan
+        return None
 
 
 class _BorrowsWhatIsGone(KVManager):
     """A window has moved past the prompt, or its last page went on with the sibling's text: any page will do."""
 
-    def _pages_of(self, holder: Grant, group: int, chain: PrefixChain, tokens: int) -> tuple[int, list[int]] | None:
-        first, stop = self._rules[group].span(tokens, tokens)
-        there = [page for page in holder.pages[group] if page != HOLE]
-        return (first, there[: stop - first]) if len(there) >= stop - first else None
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self._forks = _CarelessForks()
+
+
+class _MovesWithoutTheTable(KVManager):
+    """A page is moved, but the table still names its old place."""
+
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self._work.send_entry = lambda grant, group, number: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -459,6 +488,7 @@ class _BorrowsWhatIsGone(KVManager):
         (_KeepsTheBorrowedEntry, ("latent-4",)),
         (_ZeroesTheBorrowedCopy, ("full",)),
         (_BorrowsWhatIsGone, ("full", "window-40")),
+        (_MovesWithoutTheTable, ("full", "latent-4", "window-40")),
         (_TrimsTooMuch, ("full", "window-40")),
         (_TrimsTooMuch, ("chunked-50",)),
         (_WritesIntoHoles, ("full", "window-5")),

@@ -22,7 +22,7 @@ from pagerunner.cli.options import (
 )
 from pagerunner.cli.session import demo_model_path, find_model, note, one_model
 from pagerunner.errors import ConfigError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 
 if TYPE_CHECKING:
     from pagerunner.engine.startup.resolve import Resolved

@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 
 if TYPE_CHECKING:
     from pagerunner.memory.planner import MemoryPlan

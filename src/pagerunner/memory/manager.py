@@ -219,6 +219,16 @@ class KVManager:
         grant.starts = plan + 1 if any(grant.borrowed) else 0
         return True
 
+    def _to_copy(self, grant: Grant, group: int) -> list[int]:
+        """Numbers of the borrowed pages that the grant must copy before it writes to them."""
+        return pages_to_copy(grant, group, self.pool, self.index)
+
+    def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
+        """Copy borrowed pages into `fresh` ones: the grant is about to write to them."""
+        replace_borrowed(grant, group, numbers, fresh, self.pool, self._work)
+        for number, page in zip(numbers, fresh, strict=True):
+            self._moves.placed(grant, group, number, (page,))
+
     # -- growth
 
     def grow(self, grant: Grant, start: int, end: int) -> int:
@@ -234,7 +244,7 @@ class KVManager:
             self.version += any(grant.promise)
         for group in self._forgetting:
             self._trim(grant, group, self._rules[group].span(start, end)[0])
-        copied = [pages_to_copy(grant, group, self.pool, self.index) for group in range(len(grant.borrowed))]
+        copied = [self._to_copy(grant, group) for group in range(len(grant.borrowed))]
         end, wanted, needs = self._fitting(grant, start, end, copied)
         fresh = self.pool.allocate(needs)
         if fresh is None:
@@ -245,9 +255,7 @@ class KVManager:
         for group, numbers in enumerate(copied):
             own = fresh[group][: len(numbers)]
             del fresh[group][: len(numbers)]
-            replace_borrowed(grant, group, numbers, own, self.pool, self._work)
-            for number, page in zip(numbers, own, strict=True):
-                self._moves.placed(grant, group, number, (page,))
+            self._replace_borrowed(grant, group, numbers, own)
         grant.borrowed = []
         self._append(grant, fresh, [parts for _, parts in wanted])
         if self._forgetting:

@@ -16,7 +16,7 @@ from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.slabs import Move, SlabPool
 from pagerunner.memory.step_work import StepWork
 
-MOVES_PER_STEP = 64
+MOVES_PER_STEP = 32
 UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
 _SLOT = 1 << 32  # a page's place is slot * _SLOT + its number in the slot's sequence
 
@@ -66,7 +66,7 @@ class PageMoves:
             return False
         self._apply(pool.gather(needs, self._left))
         fits = pool.slack(needs) >= 0
-        self.unfinished = self.unfinished or not fits
+        self.unfinished = self.unfinished or not fits and self._left == 0
         return fits
 
     def _apply(self, moves: Sequence[Move], more_work: int = 0) -> None:

@@ -14,10 +14,10 @@ from math import gcd, lcm
 
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS
-from pagerunner.memory.report import human_bytes
 from pagerunner.memory.rules import GroupRule, make_rule
 from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
 from pagerunner.memory.specs import Spec
+from pagerunner.memory.units import human_bytes
 
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
 MAX_ALIGNMENT_WASTE = 0.02  # of a compressed group's page; above it the page takes more slots

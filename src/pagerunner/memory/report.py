@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pagerunner.memory.planner import MemoryPlan
-
-
-def human_bytes(size: int) -> str:
-    """A byte count with a binary unit: 1536 -> "1.50 KiB"."""
-    if size < 1024:
-        return f"{size} B"
-    value = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1024 or unit == "TiB":
-            break
-    return f"{value:.2f} {unit}"
+from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.units import human_bytes
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from pagerunner.errors import CapacityError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 
 Tag = Literal["weights", "kv"]
 TAGS: tuple[Tag, ...] = ("weights", "kv")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pagerunner.errors import CapacityError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.runner.arena import NAMES, Tag
 from pagerunner.runner.cuda_driver import Driver, OutOfDeviceMemory
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.errors import CapacityError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 256 * 2**20

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from pagerunner.errors import CapacityError, ConfigError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import first_line, out_of_memory
 from pagerunner.runner.arena import TAGS, Arena, Tag
 from pagerunner.runner.host_copy import HostCopy

@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import EngineRequest
-
-if TYPE_CHECKING:
-    from pagerunner.sched.request import Sequence
+from pagerunner.sched.guide import MakeGuide
+from pagerunner.sched.request import Sequence
 
 GRACE_SECONDS = 0.001
 """How long a step waits, in all, for masks of running sequences that are about to be known. Most take a tenth of that."""
-
-
-class Guide(Protocol):
-    """Follows one sequence. It works in the background: after `advance` it isn't `ready` until the next mask is."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the other properties can be read without waiting; also when compiling took too long."""
-
-    @property
-    def mask(self) -> bytes | None:
-        """A bit per token, lowest first; None where everything is allowed. Only while `error` is None and not `finished`."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the text is complete and nothing can follow."""
-
-    @property
-    def error(self) -> str | None:
-        """Why the grammar can't be followed."""
-
-    def advance(self, token_ids: list[int]) -> None:
-        """The sequence got these tokens. The guide must be ready."""
-
-    def wait(self, seconds: float) -> None:
-        """Return when it is ready, or after that time."""
-
-    def close(self) -> None:
-        """The sequence has ended; what the guide still does is for nobody."""
-
-
-MakeGuide = Callable[[EngineRequest], Guide]
 
 
 class GuidedSequences:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.prefix import PrefixChain
-from pagerunner.sched.guided import Guide
+from pagerunner.sched.guide import Guide
 from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
 
 

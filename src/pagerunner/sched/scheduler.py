@@ -21,7 +21,8 @@ from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
-from pagerunner.sched.guided import GuidedSequences, MakeGuide
+from pagerunner.sched.guide import MakeGuide
+from pagerunner.sched.guided import GuidedSequences
 from pagerunner.sched.live import MAX_WAITING, LiveRequest, Wait, live_request
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence

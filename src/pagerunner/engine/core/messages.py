@@ -24,7 +24,7 @@ from pagerunner.errors import (
     RequestFailedError,
 )
 from pagerunner.memory.ownership import MemoryState
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.sched.live import Wait
 from pagerunner.sched.stats import SchedulerStats as SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate

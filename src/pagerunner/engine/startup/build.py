@@ -26,8 +26,9 @@ from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import MemoryPlan
-from pagerunner.memory.report import human_bytes, plan_table
+from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
+from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.loader import (
     Model,
     build_model,
@@ -52,7 +53,7 @@ from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import LastTokens, PageTables
-from pagerunner.sched.guided import MakeGuide
+from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 

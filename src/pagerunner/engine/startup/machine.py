@@ -13,7 +13,7 @@ import torch
 
 from pagerunner.attention.capability import OLDEST_DEVICE
 from pagerunner.errors import ConfigError
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.ops.dispatch import has_triton
 

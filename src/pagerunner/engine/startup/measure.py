@@ -11,7 +11,7 @@ from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.errors import CapacityError
 from pagerunner.memory.planner import MemoryPlan, refit
-from pagerunner.memory.report import human_bytes
+from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.cuda_driver import Driver
 

@@ -16,8 +16,8 @@ from pagerunner.engine.startup.machine import DeviceMemory, available_memory, de
 from pagerunner.engine.startup.stored_weights import stored_bytes
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.planner import MemoryPlan, plan_memory
-from pagerunner.memory.report import human_bytes
 from pagerunner.memory.specs import Spec
+from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes

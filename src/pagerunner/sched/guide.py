@@ -1,0 +1,40 @@
+"""What the scheduler needs of whoever follows a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pagerunner.types import EngineRequest
+
+
+class Guide(Protocol):
+    """Follows one sequence. It works in the background: after `advance` it isn't `ready` until the next mask is."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the other properties can be read without waiting; also when compiling took too long."""
+
+    @property
+    def mask(self) -> bytes | None:
+        """A bit per token, lowest first; None where everything is allowed. Only while `error` is None and not `finished`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing can follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can't be followed."""
+
+    def advance(self, token_ids: list[int]) -> None:
+        """The sequence got these tokens. The guide must be ready."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is ready, or after that time."""
+
+    def close(self) -> None:
+        """The sequence has ended; what the guide still does is for nobody."""
+
+
+MakeGuide = Callable[[EngineRequest], Guide]
