@@ -404,7 +404,7 @@ class _SavesAnotherPosition(KVManager):
 class _ZeroingSnapshots(Snapshots):
     def restore(self, grant: Grant, hit: int) -> None:
         super().restore(grant, hit)
-        self._work.add_fresh(self._group, grant.pages[self._group])
+        self._work._fresh[self._group][grant.pages[self._group][0]] = None
 
 
 class _ZeroesTheCopy(KVManager):
@@ -471,14 +471,6 @@ class _BorrowsWhatIsGone(KVManager):
         self._forks = _CarelessForks()
 
 
-class _MovesWithoutTheTable(KVManager):
-    """A page is moved, but the table still names its old place."""
-
-    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
-        super().__init__(plan, **options)
-        self._work.send_entry = lambda grant, group, number: None  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize(
     ("broken", "kinds"),
     [
@@ -488,7 +480,6 @@ class _MovesWithoutTheTable(KVManager):
         (_KeepsTheBorrowedEntry, ("latent-4",)),
         (_ZeroesTheBorrowedCopy, ("full",)),
         (_BorrowsWhatIsGone, ("full", "window-40")),
-        (_MovesWithoutTheTable, ("full", "latent-4", "window-40")),
         (_TrimsTooMuch, ("full", "window-40")),
         (_TrimsTooMuch, ("chunked-50",)),
         (_WritesIntoHoles, ("full", "window-5")),
