@@ -11,7 +11,10 @@ import pytest
 
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.chat.plan import ChatOptions, ChatPlan
+from pagerunner.server.chat.options import ChatOptions
+from pagerunner.server.chat.plan import ChatPlan
+from pagerunner.server.chat.turn import read_whole
+from pagerunner.server.endpoints.chat import chat_turn
 from pagerunner.server.params import chat_params
 from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.text.chat_template import ChatTemplate
@@ -29,14 +32,13 @@ def tool(name: str, node: Any = NODE) -> dict[str, Any]:
 
 def planned(options: ChatOptions, tail: str = "", **fields: Any) -> tuple[ChatPlan, SamplingParams]:
     request = msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
-    params = chat_params(request, SamplingParams())
-    plan = ChatPlan(request, options, params.structured_outputs)
+    plan = ChatPlan(chat_turn(request, chat_params(request, SamplingParams())), options)
 
     async def decode(token_ids: Any) -> str:
         return tail
 
     asyncio.run(plan.see_prompt(decode, [1, 2, 3]))
-    return plan, plan.adjust(params)
+    return plan, plan.adjust(plan._turn.params)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_grammar_begins_behind_the_reasoning(parser: str | None, tail: str, 
 )
 def test_where_reasoning_begins(parser: str, tail: str, text: str, reasoning: str | None) -> None:
     plan, _ = planned(ChatOptions(reasoning_parser=parser), tail)
-    found = plan.new_parser().message(text)
+    found = read_whole(plan.new_reader(), text)
     assert (found.reasoning or None) == reasoning
     assert found.content == ("b" if reasoning else text)
 
@@ -98,9 +100,15 @@ def test_templates_get_tools_and_effort() -> None:
     assert plan.template_tools == [{"type": "function", "function": {"name": "f", "description": "d"}}]
     assert planned(AUTO)[0].template_tools is None
     plan, _ = planned(ChatOptions(reasoning_parser="openai_gptoss"), reasoning_effort="low")
-    assert plan.template_kwargs == {"reasoning_effort": "low"}
-    with pytest.raises(InvalidRequestError, match="reasoning_effort"):
-        planned(AUTO, reasoning_effort="low")
+    assert plan.template_options({"reasoning_effort", "enable_thinking"}) == {
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+    }
+    assert planned(AUTO, reasoning_effort="low")[0].template_options({"enable_thinking"}) == {"enable_thinking": True}
+    assert planned(AUTO, reasoning_effort="none")[0].template_options({"enable_thinking"}) == {"enable_thinking": False}
+    own = planned(AUTO, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True, "mood": 1})[0]
+    assert own.template_options({"enable_thinking", "reasoning_effort"}) == {"enable_thinking": True}
+    assert own.template_options({"messages"}) == {}  # a template that reads none of it: vLLM's clients send it anyway
 
 
 def test_special_tokens_stay_where_calls_are_made_of_them() -> None:

@@ -66,7 +66,7 @@ def test_counts_reach_the_metrics(pooling_server: RunningServer) -> None:
         ({"input": [[1]] * 3000}, "input", 400),
         ({"input": ""}, "prompt", 400),
         ({"input": [10**9]}, "prompt", 400),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", 400),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", 400),
         ({"model": "other"}, "model", 404),
         ({"nonsense": 1}, "nonsense", 400),
         ({"input": [[5], [fake_core.FAIL_ONE, fake_core.BREAK_ADD]]}, None, 500),

@@ -56,7 +56,7 @@ def test_prompt_logprobs_keep_ids_ranks_and_texts() -> None:
 def test_errors_name_the_field_and_its_place() -> None:
     decoder = msgspec.json.Decoder(ChatRequest)
     for body, param in (
-        (b'{"messages": [{"role": "user", "content": "a", "x": 1}]}', "messages[0].x"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "x": 1}', "x"),
         (b'{"messages": [{"role": 3, "content": "a"}]}', "messages[0].role"),
         (b'{"zzz": 1}', "zzz"),
         (b"{}", "messages"),

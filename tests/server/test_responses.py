@@ -9,9 +9,14 @@ from typing import Any
 import openai
 import pytest
 
-from helpers.serving import MODEL, RunningServer
+from helpers.fake_core import OPTIONS_VARIABLE
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner.config import EngineArgs
 from pagerunner.text.tokenizer import Tokenizer
 
+LOGPROBS = "message.output_text.logprobs"
+FUNCTION: Any = {"type": "function", "name": "weather", "description": "d", "strict": True}
+FUNCTION["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 RAW = {"skip_special_tokens": False, "ignore_eos": True}
 EVENTS_BEFORE = [
     "response.created",
@@ -144,15 +149,19 @@ def test_async_streams_at_once(server: RunningServer, tokenizer: Tokenizer) -> N
         assert text == tokenizer.decode([ids[i % len(ids)] for i in range(20)], skip_special_tokens=False)
 
 
-def test_an_answer_that_is_ended_midway_says_so_in_its_last_event(server: RunningServer) -> None:
-    stream = server.openai().responses.create(
-        model=MODEL, input="hello", max_output_tokens=2000, stream=True, extra_body=RAW
-    )
-    events = iter(stream)
-    assert [next(events).type for _ in range(5)] == [*EVENTS_BEFORE, "response.output_text.delta"]
-    server.post("/sleep?mode=abort")
-    server.post("/wake_up")
-    *_, last = events
+def test_an_answer_that_is_ended_midway_says_so_in_its_last_event(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPTIONS_VARIABLE, '{"step_seconds": 0.02}')  # 2,000 tokens would take 40 seconds
+    with running_server(EngineArgs(model=str(text_side))) as slow:
+        stream = slow.openai().responses.create(
+            model=MODEL, input="hello", max_output_tokens=2000, stream=True, extra_body=RAW
+        )
+        events = iter(stream)
+        assert [next(events).type for _ in range(5)] == [*EVENTS_BEFORE, "response.output_text.delta"]
+        slow.post("/sleep?mode=abort")
+        slow.post("/wake_up")
+        *_, last = events
     assert last.type == "response.failed" and last.response.error is not None
     assert last.response.error.code == "server_error" and last.response.output_text
 
@@ -160,14 +169,21 @@ def test_an_answer_that_is_ended_midway_says_so_in_its_last_event(server: Runnin
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "furious"}}, "reasoning.effort"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"tools": [FUNCTION]}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [FUNCTION], "tool_choice": "required", "include": [LOGPROBS]}, "include"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 99}, "top_logprobs"),
@@ -176,10 +192,14 @@ def test_an_answer_that_is_ended_midway_says_so_in_its_last_event(server: Runnin
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
-        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
         ({"input": 5}, "input"),
     ],

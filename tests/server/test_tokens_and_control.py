@@ -47,8 +47,8 @@ def test_tokenizer_info_is_what_lm_eval_looks_for(server: RunningServer, tokeniz
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
-        ("/tokenize", {"messages": USER, "chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": USER, "tools": [{}]}, "tools[0].type"),
+        ("/tokenize", {"messages": USER, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": USER, "tools": [{}]}, "tools[0].function"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/detokenize", {"tokens": [2048]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -111,7 +111,11 @@ def test_a_clients_id_is_a_label(server: RunningServer) -> None:
     headers = {"X-Request-Id": "mine"}
     answers = [server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers) for _ in range(2)]
     assert [answer.headers["x-request-id"] for answer in answers] == ["mine"] * 2
-    assert len({answer.json()["id"] for answer in answers}) == 2
+    assert [answer.json()["id"] for answer in answers] == ["cmpl-mine"] * 2  # as in vLLM; the engine has ids of its own
+    named = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "other"})
+    assert named.json()["id"] == "cmpl-other"
+    long = server.post("/v1/completions", {"prompt": "a"}, headers={"X-Request-Id": "x" * 300})
+    assert long.status_code == 400 and "256" in long.json()["error"]["message"]
     stream = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}, headers=headers)
     assert stream.headers["x-request-id"] == "mine"
     assert "x-request-id" not in server.get("/health").headers

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pagerunner.server.chat.plan import AnswerParser
+from pagerunner.server.chat.reader import Answer, AnswerReader
 from pagerunner.server.chat.reasoning import Thinking
 from pagerunner.server.chat.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
-from pagerunner.server.chat.tool_parsers.stream import StreamParser
+from pagerunner.server.chat.tool_parsers.stream import Arguments, StreamParser
+from pagerunner.server.chat.turn import read_whole
 
 B, b, S, e, E = (
     "<｜tool▁calls▁begin｜>",
@@ -69,13 +70,18 @@ CASES: list[tuple[str, str, str | None, str | None, list[Any]]] = [
     ("openai", f"<|channel|>commentary<|message|>I'll look.<|end|><|start|>assistant{HARMONY_CALL}", None, "I'll look.", [F]),
     ("openai", "just text", None, "just text", []),
     ("openai", "<|channel|>final", None, "<|channel|>final", []),
-    ("openai", "<|channel|>commentary to=functions.f<|message|>oops<|call|>", None, "<|channel|>commentary to=functions.f<|message|>oops<|call|>", []),
+    ("openai", "<|channel|>commentary to=functions.f<|message|>oops<|call|>", None, None, [("f", "oops")]),
     ("named", ' {"a": 1}', None, None, [F]),
     ("named", "", None, "", []),
-    ("named", '{"a": ', None, '{"a": ', []),
+    ("named", '{"a": ', None, None, [("f", '{"a": ')]),
     ("required", f'[{{"name": "f", "parameters": {{"a": 1}}}}, {{"name": "g", "parameters": {g_json}}}]', None, None, [F, G]),
     ("required", "no", None, "no", []),
-    ("required", '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "par', None, ' {"name": "g", "par', [F]),
+    ("required", '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "par', None, None, [F]),
+    ("required", '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {"b', None, None, [F, ("g", '{"b')]),
+    ("required", '[{"name": "f", "parameters": {"a": 1}}', None, None, [F]),
+    ("required", '[ {"na', None, "", []),
+    ("required", "[", None, "", []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', None, None, [("f", '{"a": [1, ')]),
     ("think", "<think>\nWhy?\n\nSo.\n</think>\n\nBecause. \n", "Why?\n\nSo.", "Because. \n", []),
     ("think", "<think>\n\n</think>\n\nYes", None, "Yes", []),
     ("think", " I <think> so</think>", None, " I <think> so</think>", []),
@@ -86,69 +92,82 @@ CASES: list[tuple[str, str, str | None, str | None, list[Any]]] = [
 ]  # fmt: skip
 
 
-def parser(kind: str, **options: Any) -> AnswerParser:
-    return AnswerParser([MAKE[kind]()], **{"field": "reasoning", "one_call": False, "chosen": True} | options)
+def parser(kind: str, **options: Any) -> AnswerReader:
+    return AnswerReader([MAKE[kind]()], **options)
 
 
-def streamed(kind: str, pieces: list[str], **options: Any) -> tuple[str | None, str | None, list[Any]]:
-    reader = parser(kind, **options)
-    reasoning = content = None
-    calls: list[list[str]] = []
+def said(kind: str, pieces: list[str], **options: Any) -> list[tuple[str, str, str]]:
+    """The blocks of an answer that comes in these pieces, put together from what a stream is told."""
+    reader, answer = parser(kind, **options), Answer()
+    blocks: list[list[str]] = []
     for number, piece in enumerate(pieces):
-        delta = reader.delta(piece, last=number == len(pieces) - 1)
-        if isinstance(delta.reasoning, str):
-            reasoning = (reasoning or "") + delta.reasoning
-        if isinstance(delta.content, str):
-            content = (content or "") + delta.content
-        for call in delta.tool_calls or ():
-            if isinstance(call.id, str):
-                assert call.index == len(calls) and call.type == "function"
-                calls.append([call.function.name, ""])
-            calls[call.index][1] += call.function.arguments
-    return reasoning, content, [tuple(call) for call in calls]
+        for change in answer.add(reader.read(piece, last=number == len(pieces) - 1)):
+            if change.kind == "open":
+                assert change.index == len(blocks)
+                blocks.append([change.block.kind, change.block.name, ""])
+            elif change.kind == "grow":
+                assert change.index == len(blocks) - 1 and change.piece
+                blocks[-1][2] += change.piece
+    assert blocks == [[block.kind, block.name, block.text] for block in answer.blocks]
+    return [(kind, name, text) for kind, name, text in blocks]
+
+
+def decoded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 @pytest.mark.parametrize(("kind", "text", "reasoning", "content", "calls"), CASES)
 def test_whole_answers(kind: str, text: str, reasoning: str | None, content: str | None, calls: list[Any]) -> None:
     reader = parser(kind)
-    found = reader.message(text)
-    got = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls or ()]
+    found = read_whole(reader, text)
+    got = [(call.name, decoded(call.text)) for call in found.calls]
     assert (found.reasoning or None, found.content, got) == (reasoning, content, calls)
     assert reader.finish_reason("stop") == ("tool_calls" if calls else "stop")
     assert reader.finish_reason("length") == "length"
 
 
 @pytest.mark.parametrize(("kind", "text", "reasoning", "content", "calls"), CASES)
-def test_streams_say_the_same_whatever_the_cuts(
+def test_streams_say_the_same_as_whole_answers_whatever_the_cuts(
     kind: str, text: str, reasoning: str | None, content: str | None, calls: list[Any]
 ) -> None:
-    one = streamed(kind, [text])
-    assert streamed(kind, [*text, ""]) == one
-    random_ = random.Random(len(text))
-    for _ in range(20):
-        cuts = sorted(random_.randint(0, len(text)) for _ in range(4))
-        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert streamed(kind, pieces) == one
-    if calls and all(json.loads(call[1]) == want[1] for call, want in zip(one[2], calls, strict=False)):
-        assert [call[0] for call in one[2]][: len(calls)] == [name for name, _ in calls]
+    for options in ({}, {"one_call": True}, {"shows_thoughts": False}):
+        whole = [(block.kind, block.name, block.text) for block in read_whole(parser(kind, **options), text).blocks]
+        assert said(kind, [text], **options) == whole
+        assert said(kind, [*text, ""], **options) == whole
+        random_ = random.Random(len(text))
+        for _ in range(20):
+            cuts = sorted(random_.randint(0, len(text)) for _ in range(4))
+            pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert said(kind, pieces, **options) == whole
+
+
+@pytest.mark.parametrize("kind", ["named", "required"])
+def test_a_forced_call_that_is_cut_is_never_shown_as_text(kind: str) -> None:
+    text = (
+        g_json if kind == "named" else f'[{{"name": "g", "parameters": {g_json}}}, {{"name": "f", "parameters": {{}}}}]'
+    )
+    for length in range(len(text)):
+        found = read_whole(parser(kind), text[:length])
+        assert not found.content and all(call.name for call in found.calls)
+        assert length < 30 or found.calls  # a call that has begun is told, with the arguments that there are
 
 
 def test_arguments_come_in_pieces_and_before_the_call_ends() -> None:
     reader = parser("hermes")
-    reader.delta('<tool_call>{"name": "f", "arguments": {', last=False)
-    delta = reader.delta('"city": "Par', last=False)
-    assert delta.tool_calls[0].function.arguments == '"city": "Par'
-    assert delta.content is not None and not delta.content
+    reader.read('<tool_call>{"name": "f", "arguments": {', last=False)
+    events = reader.read('"city": "Par', last=False)
+    assert all(isinstance(event, Arguments) for event in events)
+    assert "".join(event.text for event in events) == '"city": "Par'
 
 
 def test_only_the_first_call_and_no_reasoning_where_that_is_asked() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
-    assert len(parser("hermes").message(text).tool_calls) == 2
-    assert len(parser("hermes", one_call=True).message(text).tool_calls) == 1
-    assert not parser("think", field=None).message("<think>a</think>b").reasoning
-    both = parser("think", field="both").message("<think>a</think>b")
-    assert (both.reasoning, both.reasoning_content) == ("a", "a")
-    assert not parser("think", field="reasoning_content").message("<think>a</think>b").reasoning
+    assert len(read_whole(parser("hermes"), text).calls) == 2
+    assert len(read_whole(parser("hermes", one_call=True), text).calls) == 1
+    assert not read_whole(parser("think", shows_thoughts=False), "<think>a</think>b").reasoning
 
 
 PIECES = [
@@ -163,9 +182,7 @@ def test_no_text_raises_and_cuts_never_matter(kind: str) -> None:
     random_ = random.Random(7)
     for _ in range(400):
         pieces = random_.choices(PIECES, k=random_.randint(1, 14))
-        one = streamed(kind, ["".join(pieces)])
-        assert streamed(kind, pieces) == one
-        parser(kind).message("".join(pieces))
+        assert said(kind, pieces) == said(kind, ["".join(pieces)])
 
 
 LONG = [
@@ -180,6 +197,6 @@ def test_time_grows_with_the_text(kind: str) -> None:
     for unit in LONG:
         text = ('{"a": ' if unit in ("1", "\\", '"') else "") + unit * (100_000 // len(unit))
         started = time.process_time()
-        parser(kind).message(text)
-        streamed(kind, [text[at : at + 32] for at in range(0, len(text), 32)])
+        read_whole(parser(kind), text)
+        said(kind, [text[at : at + 32] for at in range(0, len(text), 32)])
         assert time.process_time() - started < 4, unit

@@ -18,7 +18,7 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
-from pagerunner.server.chat.plan import ChatOptions
+from pagerunner.server.chat.options import ChatOptions
 
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 PARAMETERS["additionalProperties"] = False

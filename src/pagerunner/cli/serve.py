@@ -68,7 +68,7 @@ def run(namespace: argparse.Namespace) -> int:
     args, _ = resolve_model(namespace)
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from pagerunner.server.chat.plan import ChatOptions
+    from pagerunner.server.chat.options import ChatOptions
     from pagerunner.server.launch import run_server
 
     return run_server(

@@ -18,6 +18,7 @@ from pagerunner.server.endpoints.chat import ChatEndpoint
 from pagerunner.server.endpoints.completions import CompletionsEndpoint
 from pagerunner.server.endpoints.control import QUERIES, Control
 from pagerunner.server.endpoints.embeddings import EmbeddingRequest, EmbeddingsEndpoint
+from pagerunner.server.endpoints.messages import MessagesEndpoint
 from pagerunner.server.endpoints.responses import ResponsesEndpoint
 from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from pagerunner.server.errors import HttpError, error_response, one_line, short
@@ -27,14 +28,14 @@ from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import CONTENT_TYPE, Metrics
 from pagerunner.server.page_routes import FILE_PATHS, page_routes
 from pagerunner.server.protocol.answers import ModelCard, ModelList
+from pagerunner.server.protocol.messages import CountTokensRequest, MessagesRequest
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.server.protocol.responses import ResponsesRequest
-from pagerunner.server.service import Service, json_response
+from pagerunner.server.service import LABEL_HEADER, Service, json_response
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-LABEL_HEADER = "X-Request-Id"
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -78,6 +79,9 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, A
     route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest, client)
     route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest, client)
     route("/v1/responses", ResponsesEndpoint(service), "POST", ResponsesRequest, client)
+    messages = MessagesEndpoint(service)
+    route("/v1/messages", messages, "POST", MessagesRequest, client)
+    route("/v1/messages/count_tokens", messages.count_tokens, "POST", CountTokensRequest, client)
     route("/v1/embeddings", EmbeddingsEndpoint(service), "POST", EmbeddingRequest, client)
     tokens = Tokens(service)
     route("/tokenize", tokens.tokenize, "POST", TokenizeRequest, client)
@@ -126,21 +130,22 @@ async def _answer(handler: Handler, request: Request) -> Response:
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except (HttpError, PagerunnerError) as error:
-        response = error_response(error)
+        response = error_response(error, request.url.path)
         what = (request.method, short(one_line(request.url.path)), response.status_code, one_line(str(error)))
         logger.warning("%s %s is refused with status %d: %s", *what)
         return response
     except Exception as error:  # whatever it is, it must end this request only
         label = request.headers.get(LABEL_HEADER, "none")
         logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, short(request.url.path), label)
-        return error_response(HttpError(500, f"The server failed to answer: {type(error).__name__}."))
+        failure = HttpError(500, f"The server failed to answer: {type(error).__name__}.")
+        return error_response(failure, request.url.path)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{short(request.method)} {short(request.url.path)}: {error.detail}."
-    response = error_response(HttpError(error.status_code, message))
+    response = error_response(HttpError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.responses import Response
 
@@ -27,6 +29,15 @@ _TYPES = {
     431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -66,16 +77,25 @@ def error_body(error: Exception) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, _TYPES.get(status, "Error"), param, status))
 
 
-def error_response(error: Exception) -> Response:
-    """The answer for an error."""
+def anthropic_body(error: Exception) -> dict[str, Any]:
+    """The body for an error of /v1/messages, as Anthropic's clients read it."""
+    detail = error_body(error).error
+    kind = _ANTHROPIC_TYPES.get(detail.code, "invalid_request_error" if detail.code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": detail.message}}
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """The answer for an error of a request to `path`."""
     body = error_body(error)
-    headers = {"WWW-Authenticate": "Bearer"} if body.error.code == 401 else {}
+    status = body.error.code
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     later = isinstance(error, HttpError) and error.retry
-    if later or body.error.code == 429:
+    if later or status == 429:
         headers["Retry-After"] = _RETRY_SECONDS
-    if later or body.error.code in (408, 413, 431):
+    if later or status in (408, 413, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return Response(msgspec.json.encode(body), body.error.code, headers, media_type="application/json")
+    shown = anthropic_body(error) if path.startswith(_ANTHROPIC_PATH) else body
+    return Response(msgspec.json.encode(shown), status, headers, media_type="application/json")
 
 
 def short(text: str, most: int = 100) -> str:

@@ -84,7 +84,7 @@ class Gate:
             SOURCE.set(self._source(scope))
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -131,12 +131,16 @@ class Gate:
             return None
         scheme, _, key = _header(headers, b"authorization").partition(b" ")
         bearer = scheme.lower() == b"bearer"
+        if not bearer and (own := _header(headers, b"x-api-key")):  # Anthropic's clients
+            key, bearer = own, True
         if admin and not self._admin and (self._open or (bearer and _is_one(key, self._api))):
             return HttpError(403, "This is a control endpoint, and the server was started without --admin-key.")
         if bearer and _is_one(key, self._admin if admin else self._api):
             return None
         which = "the admin key" if admin and self._admin else "a valid API key"
-        return HttpError(401, f"This endpoint asks for {which}: send it as 'Authorization: Bearer KEY'.")
+        return HttpError(
+            401, f"This endpoint asks for {which}: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        )
 
 
 def access_of(app: Starlette, scope: Scope) -> Access:

@@ -24,7 +24,7 @@ from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.frontend.async_engine import STALL_SECONDS, AsyncEngine
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
-from pagerunner.server.chat.plan import ChatOptions
+from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, on_loop_error
 from pagerunner.server.gate import Keys
 from pagerunner.server.live import LatencyTap, LiveFeed

@@ -13,7 +13,9 @@ from pagerunner.types import Logprob
 Position = dict[int, Logprob]
 
 
-def _text(token_id: int, entry: Logprob) -> str:
+def _text(token_id: int, entry: Logprob, as_ids: bool = False) -> str:
+    if as_ids:
+        return f"token_id:{token_id}"
     return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token_id}"
 
 
@@ -22,16 +24,21 @@ def _best(position: Position, count: int) -> list[tuple[int, Logprob]]:
     return sorted(ranked, key=lambda item: item[1].rank or 0)[:count]
 
 
-def chat_logprobs(token_ids: Sequence[int], positions: Sequence[Position], top: int) -> ChatLogprobs:
-    """The chat format: for every token its log-probability and the `top` most likely tokens."""
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position], top: int, as_ids: bool = False
+) -> ChatLogprobs:
+    """The chat format: for every token its log-probability and the `top` most likely tokens.
+
+    With `as_ids` a token's text is "token_id:" and its number (return_tokens_as_token_ids).
+    """
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = position[token_id]
-        text = _text(token_id, chosen)
-        best = [
-            TopLogprob(_text(other, entry), entry.logprob, list(_text(other, entry).encode()))
-            for other, entry in _best(position, top)
-        ]
+        text = _text(token_id, chosen, as_ids)
+        best = []
+        for other, entry in _best(position, top):
+            shown = _text(other, entry, as_ids)
+            best.append(TopLogprob(shown, entry.logprob, list(shown.encode())))
         content.append(TokenLogprob(text, chosen.logprob, list(text.encode()), best))
     return ChatLogprobs(content)
 
@@ -39,8 +46,9 @@ def chat_logprobs(token_ids: Sequence[int], positions: Sequence[Position], top: 
 class CompletionLogprobsWriter:
     """Writes the completions format for one text, piece by piece: offsets go on where the last piece ended."""
 
-    def __init__(self, top: int) -> None:
+    def __init__(self, top: int, as_ids: bool = False) -> None:
         self._top = top
+        self._as_ids = as_ids
         self._offset = 0
 
     def write(self, token_ids: Sequence[int], positions: Sequence[Position | None]) -> CompletionLogprobs:
@@ -50,7 +58,7 @@ class CompletionLogprobsWriter:
         """
         out = CompletionLogprobs([], [], [], [])
         for token_id, position in zip(token_ids, positions, strict=True):
-            text = f"token_id:{token_id}" if position is None else _text(token_id, position[token_id])
+            text = f"token_id:{token_id}" if position is None else _text(token_id, position[token_id], self._as_ids)
             self._append(out, text, token_id, position)
         return out
 
@@ -59,7 +67,7 @@ class CompletionLogprobsWriter:
     ) -> CompletionLogprobs:
         """A prompt's tokens; `first_text` is the text of its first one, for which no entry exists."""
         out = CompletionLogprobs([], [], [], [])
-        self._append(out, first_text, token_ids[0], None)
+        self._append(out, f"token_id:{token_ids[0]}" if self._as_ids else first_text, token_ids[0], None)
         rest = self.write(token_ids[1:], positions[1:])
         for name in out.__struct_fields__:
             getattr(out, name).extend(getattr(rest, name))
@@ -76,9 +84,8 @@ class CompletionLogprobsWriter:
         out.token_logprobs.append(position[token_id].logprob)
         best: dict[str, float] = {}
         for other, entry in _best(position, self._top):
-            best.setdefault(
-                _text(other, entry), entry.logprob
-            )  # of tokens with one text, such as half characters, the best
+            # Of tokens with one text, such as half characters, the best.
+            best.setdefault(_text(other, entry, self._as_ids), entry.logprob)
         best.setdefault(text, position[token_id].logprob)
         out.top_logprobs.append(best)
 

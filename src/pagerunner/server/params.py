@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
-from pagerunner.types import SamplingParams, StructuredOutputsParams, show
+from pagerunner.types import SamplingParams, StructuredOutputsParams
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _RESERVED_KWARGS = frozenset(
-    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools", "documents")
+    ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools")
 )
 _SAME_NAME = (
     "allowed_token_ids",
@@ -104,24 +105,40 @@ def stream_options(request: CompletionRequest | ChatRequest) -> StreamOptions:
     return request.stream_options
 
 
-def template_kwargs(given: dict[str, Any] | None, known: frozenset[str]) -> dict[str, Any]:
-    """The variables a client sets for the chat template. Raises InvalidRequestError for one that isn't its to set, or
-    that the template, which reads the names in `known`, wouldn't look at."""
-    allowed = known - _RESERVED_KWARGS
-    for name in given or ():
-        if name in _RESERVED_KWARGS:
+def check_template_kwargs(given: Collection[str], special_tokens: Collection[str]) -> None:
+    """Raise InvalidRequestError for a variable of the chat template that isn't a client's to set."""
+    for name in given:
+        if name in _RESERVED_KWARGS or name in special_tokens:
             raise InvalidRequestError(f"chat_template_kwargs may not set {name}.", param="chat_template_kwargs")
-        if name not in allowed:
-            raise InvalidRequestError(
-                f"chat_template_kwargs sets {show(name)}, which this model's chat template doesn't read; it reads "
-                f"{', '.join(sorted(allowed)) or 'none'}.",
-                param="chat_template_kwargs",
-            )
-    return given or {}
+
+
+def truncated(
+    prompt: list[int], keep: int | None, side: str | None, max_model_len: int, max_tokens: int | None
+) -> list[int]:
+    """A prompt's tokens as truncate_prompt_tokens=`keep` leaves them: the last ones, with `side` "right" the first ones.
+
+    -1 keeps as many as leave room for `max_tokens` generated ones. Raises InvalidRequestError when `keep` is no such number.
+    """
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(max_model_len - (max_tokens or 1), 1)
+    if not 1 <= keep <= max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1 (as many as fit) or in [1, {max_model_len}] (max_model_len), got {keep}.",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[:keep] if side == "right" else prompt[-keep:]
 
 
 def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) -> dict[str, Any]:
     check_supported(request)
+    if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens=false is not supported with skip_special_tokens=false: special tokens are written "
+            "as the tokenizer writes them.",
+            param="spaces_between_special_tokens",
+        )
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs is not available with stream=true.", param="prompt_logprobs")
     values = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}

@@ -16,26 +16,32 @@ from starlette.responses import Response
 
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import PagerunnerError
-from pagerunner.server.chat.plan import ChatOptions
+from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
-from pagerunner.types import Pooling, RequestOutput, SamplingParams
+from pagerunner.types import Pooling, RequestOutput, SamplingParams, show
 
 logger = logging.getLogger(__name__)
 
+LABEL_HEADER = "X-Request-Id"
+_MAX_ID_CHARS = 256
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One call's identity in its answer: a fresh id, seconds since 1970, the model as the client named it."""
+    """One call's identity in its answer: an id, seconds since 1970, the model as the client named it.
+
+    `engine_id` is fresh; in `id` a client may have named its call, which others may do, too.
+    """
 
     id: str
     created: int
     model: str
+    engine_id: str
 
 
 class Queued(Protocol):
@@ -62,17 +68,31 @@ class Service:
         self.model_root = model_root
         self.created = int(time.time())
 
-    def begin(self, prefix: str, model: str | None) -> Call:
-        """A new call. Raises HttpError 404 for a model that isn't served here."""
+    def begin(self, prefix: str, model: str | None, http: Request, request_id: str | None = None) -> Call:
+        """A new call, which the client may have named in the header X-Request-Id or in its body.
+
+        Raises:
+            HttpError: 404 for a model that isn't served here, 400 for a name that is too long.
+        """
         self.check_model(model)
-        return Call(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model or self.model_names[0])
+        fresh = uuid.uuid4().hex
+        name = http.headers.get(LABEL_HEADER) or request_id or fresh
+        if len(name) > _MAX_ID_CHARS:
+            raise HttpError(400, f"{LABEL_HEADER} has {len(name)} characters; at most {_MAX_ID_CHARS} are allowed.")
+        return Call(f"{prefix}-{name}", int(time.time()), model or self.model_names[0], f"{prefix}-{fresh}")
 
     def check_model(self, model: str | None) -> None:
         """Raise HttpError 404 for a model that isn't served here."""
         if model and model not in self.model_names:
             raise HttpError(
-                404, f"The model {short(model)!r} is not served here; there is {', '.join(self.model_names)}.", "model"
+                404, f"The model {short(model)!r} does not exist; there is {', '.join(self.model_names)}.", "model"
             )
+
+    async def token_ids(self, given: str | list[int], add_special_tokens: bool | None = None) -> list[int]:
+        """A text's token ids, or the ids that a client sent."""
+        if isinstance(given, str):
+            return await self.engine.encode(given, add_special_tokens=add_special_tokens is not False)
+        return given
 
     async def prompt(self, given: str | list[int], add_special_tokens: bool | None = None) -> dict[str, Any]:
         """A text or token ids as the engine takes them."""
@@ -96,7 +116,7 @@ class Service:
                 self.engine.generate(
                     prompt,
                     params,
-                    call.id if len(prompts) == 1 else f"{call.id}-{index}",
+                    call.engine_id if len(prompts) == 1 else f"{call.engine_id}-{index}",
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     pooling=pooling,

@@ -19,6 +19,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreCl
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
+from pagerunner.engine.frontend.input_processor import up_to_last_message
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
@@ -237,10 +238,13 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
+
+        With `continue_final_message` the prompt ends where the last message's text does, so that the answer goes on with it.
 
         Raises:
             InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
@@ -259,6 +263,8 @@ class AsyncEngine:
         if tools:
             options["tools"] = list(tools)
         text = await self._renderer.render(messages, options, SOURCE.get())
+        if continue_final_message:
+            text = up_to_last_message(text, messages)
         return await self._encode(text, add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -47,6 +47,26 @@ def check_text(text: str) -> None:
         raise InvalidRequestError(
             f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
         ) from None
+
+
+def up_to_last_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A rendered conversation up to the end of its last message's text, without the markup that closes the message.
+
+    Raises:
+        InvalidRequestError: the chat template doesn't show that text.
+    """
+    last = messages[-1].get("content") if messages else None
+    wanted = last.strip() if isinstance(last, str) else ""
+    at = text.rfind(wanted)
+    if not wanted or at < 0:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose text the chat template shows as it is.",
+            param="continue_final_message",
+        )
+    end = at + len(wanted)
+    trailing = len(last) - len(last.rstrip()) if isinstance(last, str) else 0
+    # Some templates strip a message, others show it as it is.
+    return text[: end + trailing] if trailing and text[end : end + trailing] == last[-trailing:] else text[:end]
 
 
 class InputProcessor:
@@ -216,8 +236,8 @@ class InputProcessor:
         # Length first: it costs nothing, whatever was sent.
         if len(token_ids) >= self._max_model_len:
             raise InvalidRequestError(
-                f"The prompt has {len(token_ids)} tokens, but prompt and answer together may have "
-                f"{self._max_model_len} (max_model_len), so a prompt at most {self._max_model_len - 1}.",
+                f"This model's maximum context length is {self._max_model_len} tokens, prompt and answer together "
+                f"(max_model_len), but the prompt has {len(token_ids)}; it may have at most {self._max_model_len - 1}.",
                 param="prompt",
             )
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import uuid
+
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagerunner.errors import InvalidRequestError
-from pagerunner.server.chat.plan import ChatPlan
+from pagerunner.server.chat.reader import Answer, AnswerReader
+from pagerunner.server.chat.tool_parsers.stream import Arguments, CallStart, Event, Text, Thought
+from pagerunner.server.chat.turn import ChatRun, ChatTurn, read_whole, run_chat
 from pagerunner.server.fanout import TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
-from pagerunner.server.params import chat_params, stream_options, template_kwargs
-from pagerunner.server.protocol.answers import ChatChoice, ChatChunk, ChatCompletion, ChatLogprobs, ChunkChoice, Delta
+from pagerunner.server.params import chat_params, stream_options
+from pagerunner.server.protocol.answers import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChunkChoice,
+    Delta,
+)
 from pagerunner.server.protocol.requests import ChatRequest
+from pagerunner.server.protocol.tools import FunctionCall, FunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
-from pagerunner.types import CompletionOutput, RequestOutput
+from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
@@ -30,64 +42,129 @@ class ChatEndpoint:
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
         request = decode_body(await read_body(http), _DECODER)
-        call = self._service.begin("chatcmpl", request.model)
-        params = chat_params(request, self._service.engine.default_sampling_params)
-        plan = ChatPlan(request, self._service.chat, params.structured_outputs)
+        call = self._service.begin("chatcmpl", request.model, http, request.request_id)
         usage = UsageReporter(stream_options(request))
-        token_ids = await self._render(request, plan)
-        await plan.see_prompt(self._service.engine.decode, token_ids)
-        params = plan.adjust(params)
-        outputs = self._service.run(call, [{"prompt_token_ids": token_ids}], params, request)
+        turn = chat_turn(request, chat_params(request, self._service.engine.default_sampling_params))
+        run = await run_chat(self._service, call, turn)
+        shape = _Shape(call, request, run, self._service.chat.reasoning_field)
         if request.stream:
-            return await streamed(http, outputs, _Writer(call, request, params.n, usage, plan))
-        [result] = await collected(http, outputs)
-        return json_response(_answer(call, request, result, plan))
+            return await streamed(http, run.outputs, _Writer(shape, usage))
+        [result] = await collected(http, run.outputs)
+        return json_response(shape.whole(result))
 
-    async def _render(self, request: ChatRequest, plan: ChatPlan) -> list[int]:
-        if not request.messages:
-            raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
-        kwargs = template_kwargs(plan.template_kwargs, self._service.engine.template_variables)
-        messages = [message.render(index) for index, message in enumerate(request.messages)]
-        return await self._service.engine.render_chat(
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            add_special_tokens=bool(request.add_special_tokens),
-            tools=plan.template_tools,
-            template_kwargs=kwargs,
+
+def chat_turn(request: ChatRequest, params: SamplingParams) -> ChatTurn:
+    """The conversation of a request."""
+    choice = request.tool_choice
+    hint = {} if request.verbosity is None else {"verbosity": request.verbosity}
+    return ChatTurn(
+        messages=[message.render(index) for index, message in enumerate(request.messages)],
+        params=params,
+        tools=request.tools or [],
+        tool_choice="named" if isinstance(choice, NamedToolChoice) else choice,
+        tool_name=choice.function.name if isinstance(choice, NamedToolChoice) else "",
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        shows_reasoning=request.include_reasoning is not False,
+        reasoning_effort=request.reasoning_effort,
+        template_kwargs={**hint, **(request.chat_template_kwargs or {})},
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        add_special_tokens=bool(request.add_special_tokens),
+        continue_final_message=bool(request.continue_final_message),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation_side=request.truncation_side,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+class _Shape:
+    """What a call wants in its choices, the same for streams and whole answers."""
+
+    def __init__(self, call: Call, request: ChatRequest, run: ChatRun, reasoning_field: str) -> None:
+        self.call = call
+        self.request = request
+        self.n = run.params.n
+        self._fields = ("reasoning", "reasoning_content") if reasoning_field == "both" else (reasoning_field,)
+        last = request.messages[-1]
+        self.role = last.role if request.add_generation_prompt is False else "assistant"
+        self.echo = last.render(len(request.messages) - 1)["content"] if request.echo and last.role == self.role else ""
+        self.readers = [run.new_reader() for _ in range(self.n)]
+
+    def whole(self, result: RequestOutput) -> ChatCompletion:
+        """The answer."""
+        request, call = self.request, self.call
+        counter = TokenCounter()
+        counter.add(0, result)
+        asked = request.prompt_logprobs is not None and result.prompt_logprobs is not None
+        return ChatCompletion(
+            id=call.id,
+            created=call.created,
+            model=call.model,
+            choices=[self._choice(output, self.readers[output.index]) for output in result.outputs],
+            usage=counter.usage(),
+            prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
+            prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
         )
 
+    def _choice(self, output: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+        message = self._message(read_whole(reader, output.text))
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            logprobs=self.logprobs(output),
+            finish_reason=reader.finish_reason(output.finish_reason),
+            stop_reason=output.stop_reason,
+            token_ids=list(output.token_ids) if self.request.return_token_ids else UNSET,
+        )
 
-def _logprobs(request: ChatRequest, output: CompletionOutput) -> ChatLogprobs | None:
-    if not request.logprobs:
-        return None
-    return chat_logprobs(output.token_ids, output.logprobs or [], request.top_logprobs or 0)
+    def _message(self, answer: Answer) -> AnswerMessage:
+        calls = [ToolCall(id=_call_id(), function=FunctionCall(one.name, one.text)) for one in answer.calls]
+        content = answer.content
+        return AnswerMessage(
+            content=self.echo + (content or "") if self.echo else content,
+            role=self.role,
+            tool_calls=calls or UNSET,
+            **self._reasoning(answer.reasoning),
+        )
+
+    def delta(self, events: list[Event]) -> Delta:
+        """What events of one answer add to its message."""
+        content: list[str] = []
+        thoughts: list[str] = []
+        calls: dict[int, ToolCallDelta] = {}
+        for event in events:
+            match event:
+                case Text(piece):
+                    content.append(piece)
+                case Thought(piece):
+                    thoughts.append(piece)
+                case CallStart(index, name):
+                    function = FunctionDelta(name=name, arguments="")
+                    calls[index] = ToolCallDelta(index=index, function=function, id=_call_id(), type="function")
+                case Arguments(index, piece):
+                    call = calls.setdefault(index, ToolCallDelta(index=index, function=FunctionDelta(arguments="")))
+                    call.function.arguments = f"{call.function.arguments}{piece}"
+        return Delta(
+            content="".join(content) if content else UNSET,
+            tool_calls=list(calls.values()) or UNSET,
+            **self._reasoning("".join(thoughts)),
+        )
+
+    def logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        """The log-probabilities of an output's tokens, if they were asked for."""
+        request = self.request
+        if not request.logprobs:
+            return None
+        as_ids = bool(request.return_tokens_as_token_ids)
+        return chat_logprobs(output.token_ids, output.logprobs or [], request.top_logprobs or 0, as_ids)
+
+    def _reasoning(self, thoughts: str) -> dict[str, str]:
+        return {name: thoughts for name in self._fields if thoughts}
 
 
-def _answer(call: Call, request: ChatRequest, result: RequestOutput, plan: ChatPlan) -> ChatCompletion:
-    counter = TokenCounter()
-    counter.add(0, result)
-    parsers = [plan.new_parser() for _ in result.outputs]
-    messages = [parser.message(output.text) for parser, output in zip(parsers, result.outputs, strict=True)]
-    asked = request.prompt_logprobs is not None and result.prompt_logprobs is not None
-    return ChatCompletion(
-        id=call.id,
-        created=call.created,
-        model=call.model,
-        choices=[
-            ChatChoice(
-                index=output.index,
-                message=message,
-                logprobs=_logprobs(request, output),
-                finish_reason=parser.finish_reason(output.finish_reason),
-                stop_reason=output.stop_reason,
-                token_ids=list(output.token_ids) if request.return_token_ids else UNSET,
-            )
-            for output, parser, message in zip(result.outputs, parsers, messages, strict=True)
-        ],
-        usage=counter.usage(),
-        prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
-        prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
-    )
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def _tells(choice: ChunkChoice) -> bool:
@@ -98,12 +175,9 @@ def _tells(choice: ChunkChoice) -> bool:
 class _Writer:
     """Every answer starts with a chunk that names the role; the text follows."""
 
-    def __init__(self, call: Call, request: ChatRequest, n: int, usage: UsageReporter, plan: ChatPlan) -> None:
-        self._call = call
-        self._request = request
-        self._n = n
+    def __init__(self, shape: _Shape, usage: UsageReporter) -> None:
+        self._shape = shape
         self._usage = usage
-        self._parsers = [plan.new_parser() for _ in range(n)]
         self._started = False
 
     def chunks(self, index: int, output: RequestOutput) -> list[ChatChunk]:
@@ -112,8 +186,8 @@ class _Writer:
         chunks: list[ChatChunk] = []
         if not self._started:
             self._started = True
-            chunks = [self._chunk([ChunkChoice(index=one, delta=Delta("assistant", ""))]) for one in range(self._n)]
-            if self._request.return_token_ids:
+            chunks = self._first()
+            if self._shape.request.return_token_ids:
                 chunks[0].prompt_token_ids = output.prompt_token_ids
         choices = [self._choice(one) for one in output.outputs]
         return chunks + [self._chunk([choice]) for choice in choices if self._usage.every_chunk or _tells(choice)]
@@ -126,19 +200,25 @@ class _Writer:
         chunk.usage = self._usage.total()
         return [chunk]
 
+    def _first(self) -> list[ChatChunk]:
+        shape = self._shape
+        deltas = [Delta(shape.role, "")] + ([Delta(content=shape.echo)] if shape.echo else [])
+        return [self._chunk([ChunkChoice(index=one, delta=delta)]) for one in range(shape.n) for delta in deltas]
+
     def _choice(self, output: CompletionOutput) -> ChunkChoice:
-        parser = self._parsers[output.index]
+        shape = self._shape
+        reader = shape.readers[output.index]
         return ChunkChoice(
             index=output.index,
-            delta=parser.delta(output.text, last=output.finish_reason is not None),
-            logprobs=_logprobs(self._request, output),
-            finish_reason=parser.finish_reason(output.finish_reason),
+            delta=shape.delta(reader.read(output.text, last=output.finish_reason is not None)),
+            logprobs=shape.logprobs(output),
+            finish_reason=reader.finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
-            token_ids=list(output.token_ids) if self._request.return_token_ids else UNSET,
+            token_ids=list(output.token_ids) if shape.request.return_token_ids else UNSET,
         )
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        call = self._call
+        call = self._shape.call
         return ChatChunk(
             id=call.id, created=call.created, model=call.model, choices=choices, usage=self._usage.in_chunk()
         )

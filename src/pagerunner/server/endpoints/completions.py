@@ -16,7 +16,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from pagerunner.server.params import completion_params, scores_only, stream_options
+from pagerunner.server.params import completion_params, scores_only, stream_options, truncated
 from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from pagerunner.server.protocol.requests import CompletionRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
@@ -34,10 +34,10 @@ class CompletionsEndpoint:
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
         request = decode_body(await read_body(http), _DECODER)
-        call = self._service.begin("cmpl", request.model)
+        call = self._service.begin("cmpl", request.model, http, request.request_id)
         params = completion_params(request, self._service.engine.default_sampling_params)
         options = stream_options(request)
-        prompts = await self._prompts(request)
+        prompts = await self._prompts(request, params)
         echoes = await self._echoes(request, prompts)
         outputs = self._service.run(call, prompts, params, request)
         if scores_only(request):
@@ -47,8 +47,13 @@ class CompletionsEndpoint:
             return await streamed(http, outputs, _Writer(call, shape, UsageReporter(options)))
         return json_response(_answer(call, shape, await collected(http, outputs)))
 
-    async def _prompts(self, request: CompletionRequest) -> list[dict[str, Any]]:
-        return [await self._service.prompt(one, request.add_special_tokens) for one in request.prompts()]
+    async def _prompts(self, request: CompletionRequest, params: SamplingParams) -> list[dict[str, Any]]:
+        keep, side, special = request.truncate_prompt_tokens, request.truncation_side, request.add_special_tokens
+        if keep is None:
+            return [await self._service.prompt(one, special) for one in request.prompts()]
+        longest = self._service.engine.max_model_len
+        found = [await self._service.token_ids(one, special) for one in request.prompts()]
+        return [{"prompt_token_ids": truncated(ids, keep, side, longest, params.max_tokens)} for ids in found]
 
     async def _echoes(self, request: CompletionRequest, prompts: list[dict[str, Any]]) -> list[_Echo]:
         if not request.echo:
@@ -59,7 +64,8 @@ class CompletionsEndpoint:
             ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else await engine.encode(prompt["prompt"])
             if not ids:
                 raise InvalidRequestError("The prompt is empty.", param="prompt")
-            text = given if isinstance(given, str) else await engine.decode(ids)
+            whole = isinstance(given, str) and request.truncate_prompt_tokens is None
+            text = given if isinstance(given, str) and whole else await engine.decode(ids)
             return _Echo(text, await engine.decode(ids[:1]))
 
         return list(await asyncio.gather(*map(echo, request.prompts(), prompts)))
@@ -94,7 +100,9 @@ class _Shape:
         request = self._request
         index = prompt * self.n + output.index
         first = index not in self._writers
-        writer = self._writers.setdefault(index, CompletionLogprobsWriter(request.logprobs or 0))
+        writer = self._writers.setdefault(
+            index, CompletionLogprobsWriter(request.logprobs or 0, bool(request.return_tokens_as_token_ids))
+        )
         text, logprobs = output.text, None
         if first and self._echoes:
             text = self._echoes[prompt].text + text

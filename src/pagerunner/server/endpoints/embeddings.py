@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +14,8 @@ from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.protocol.fields import Priority, Salt, Unsupported, check_supported
+from pagerunner.server.params import truncated
+from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
 from pagerunner.server.service import Service, collected, json_response
 from pagerunner.types import RequestOutput
@@ -31,7 +32,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     cache_salt: Salt | None = None
     priority: Priority | None = None
     user: str | None = None
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
@@ -47,8 +49,7 @@ class EmbeddingsEndpoint:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
         request = decode_body(await read_body(http), _DECODER)
         service = self._service
-        call = service.begin("embd", request.model)
-        check_supported(request)
+        call = service.begin("embd", request.model, http)
         pooler = service.engine.pooler
         if pooler is None:
             raise InvalidRequestError(
@@ -66,7 +67,7 @@ class EmbeddingsEndpoint:
             raise InvalidRequestError(
                 f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
             )
-        prompts = [await service.prompt(one, request.add_special_tokens) for one in inputs]
+        prompts = [await self._prompt(request, one) for one in inputs]
         results = await collected(http, service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind))
         vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
         as_text = request.encoding_format == "base64"
@@ -83,6 +84,15 @@ class EmbeddingsEndpoint:
         usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": cached}
         answer = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
         return json_response({**answer, "data": data, "usage": usage})
+
+    async def _prompt(self, request: EmbeddingRequest, given: str | list[int]) -> dict[str, Any]:
+        """One input as the engine takes it; unlike for generation, the first tokens are kept."""
+        service, keep = self._service, request.truncate_prompt_tokens
+        if keep is None:
+            return await service.prompt(given, request.add_special_tokens)
+        ids = await service.token_ids(given, request.add_special_tokens)
+        side = request.truncation_side or "right"
+        return {"prompt_token_ids": truncated(ids, keep, side, service.engine.max_model_len, None)}
 
 
 def _pooled(result: RequestOutput) -> list[float]:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
+from pagerunner.server.chat.turn import ChatTurn, prompt_of
 from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.params import template_kwargs
 from pagerunner.server.protocol.fields import Unsupported, check_supported
 from pagerunner.server.protocol.requests import ChatMessage
 from pagerunner.server.protocol.tools import Tool
@@ -29,7 +29,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     chat_template: Unsupported = None
-    continue_final_message: Unsupported = None
+    continue_final_message: bool | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=limits.MAX_TOOLS)] | None = None
 
 
@@ -68,13 +68,16 @@ class Tokens:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", param="prompt")
         if request.messages is not None:
-            ids = await engine.render_chat(
-                [message.render(index) for index, message in enumerate(request.messages)],
+            turn = ChatTurn(
+                messages=[message.render(index) for index, message in enumerate(request.messages)],
+                params=engine.default_sampling_params,
+                tools=request.tools or [],
+                template_kwargs=request.chat_template_kwargs or {},
                 add_generation_prompt=request.add_generation_prompt is not False,
                 add_special_tokens=bool(request.add_special_tokens),
-                tools=[msgspec.to_builtins(tool) for tool in request.tools or ()] or None,
-                template_kwargs=template_kwargs(request.chat_template_kwargs, engine.template_variables),
+                continue_final_message=bool(request.continue_final_message),
             )
+            ids = await prompt_of(service, turn)
         else:
             special = request.add_special_tokens is not False
             ids = await engine.encode(request.prompt or "", add_special_tokens=special)

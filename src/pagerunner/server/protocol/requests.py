@@ -13,6 +13,8 @@ from pagerunner.server.protocol.fields import Ignored, Priority, Salt, Unsupport
 from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
 from pagerunner.types import StructuredOutputsParams
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: counts so far in every chunk."""
@@ -76,6 +78,10 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     priority: Priority | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     # accepted: they don't change the answer, and are not even decoded
     metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
     prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
@@ -83,17 +89,25 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request_id: str | None = None
     safety_identifier: Ignored = msgspec.field(default_factory=msgspec.Raw)
     service_tier: Ignored = msgspec.field(default_factory=msgspec.Raw)
-    store: Ignored = msgspec.field(default_factory=msgspec.Raw)
+    session_id: Ignored = msgspec.field(default_factory=msgspec.Raw)
     user: Ignored = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
     best_of: Unsupported = None
+    ec_transfer_params: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
-    return_tokens_as_token_ids: Unsupported = None
-    spaces_between_special_tokens: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    prediction: Unsupported = None
+    repetition_detection: Unsupported = None
+    return_prompt_text: Unsupported = None
+    routed_experts_prompt_start: Unsupported = None
+    store: Unsupported = None
+    stream_interval: Unsupported = None
+    thinking_token_budget: Unsupported = None
     use_beam_search: Unsupported = None
+    vllm_xargs: Unsupported = None
+    watermarking: Unsupported = None
 
 
 class CompletionRequest(_Request):
@@ -124,37 +138,33 @@ def as_prompts(given: str | list[str | int | list[int]], param: str) -> list[str
     return cast("list[str | list[int]]", given)
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True):
     """One part of a message's content; only text is understood."""
 
     type: str
     text: str | None = None
-    file: Unsupported = None
-    image_url: Unsupported = None
-    input_audio: Unsupported = None
-    video_url: Unsupported = None
+    refusal: str | None = None
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """One message. Clients send an assistant's answer back with its empty fields, so those are declared."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: Unsupported = None
+    refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
 
     def render(self, index: int) -> dict[str, Any]:
         """The message as templates take it. Raises InvalidRequestError for what it can't say."""
         where = f"messages[{index}]"
-        for name in ("annotations", "audio", "function_call", "refusal"):
-            if getattr(self, name) not in (None, [], ""):
+        for name in ("audio", "function_call"):
+            if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{where}.{name} is not supported; messages hold text and tool calls.", where)
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
@@ -175,13 +185,16 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def _text(self, where: str) -> str:
         if isinstance(self.content, str):
             return self.content
-        if self.content is None and self.tool_calls:
-            return ""
+        if self.content is None and self.role == "assistant":  # it has called, thought or refused
+            return self.refusal or ""
         if self.content is None:
             raise InvalidRequestError(f"{where}.content is missing; give a text.", where)
         texts: list[str] = []
         for part in self.content:
-            if part.type != "text":
+            if part.type == "refusal" and part.refusal is not None:
+                texts.append(part.refusal)
+                continue
+            if part.type not in ("text", "input_text", "output_text"):
                 raise InvalidRequestError(
                     f"{where}.content holds a part of type {part.type!r}; this model takes text only.", where
                 )
@@ -204,14 +217,17 @@ class ChatRequest(_Request):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # refused unless neutral
     audio: Unsupported = None
     chat_template: Unsupported = None
-    continue_final_message: Unsupported = None
-    documents: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
+    media_io_kwargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
     modalities: Unsupported = None
-    prediction: Any = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None

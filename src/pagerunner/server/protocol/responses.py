@@ -1,83 +1,98 @@
-"""The bodies and events of /v1/responses, as OpenAI's clients parse them. Conventions are those of protocol.py."""
+"""The bodies and events of /v1/responses, as OpenAI's clients parse them. Conventions are those of fields.py."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
+from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.answers import TokenLogprob
 from pagerunner.server.protocol.fields import Priority, Salt, Unsupported
-from pagerunner.server.protocol.requests import StreamOptions
+from pagerunner.server.protocol.requests import ReasoningEffort, StreamOptions
+from pagerunner.server.protocol.tools import FunctionCall, FunctionSpec, Tool, ToolCall
+from pagerunner.types import StructuredOutputsParams, show
 
 LOGPROBS_ITEM = "message.output_text.logprobs"
-_PLAIN = {"type": "text"}
+INCLUDED = (LOGPROBS_ITEM, "reasoning.encrypted_content")
+"""What `include` may hold. Reasoning is never encrypted here: its text comes with its item."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
+    "context_management": ([],),
     "conversation": (),
-    "max_tool_calls": (),
-    "parallel_tool_calls": (True, False),
-    "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
-    "text": ({}, {"format": _PLAIN}, {"format": _PLAIN, "verbosity": "medium"}, {"verbosity": "medium"}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncation": ("disabled",),
 }
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class InputPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class InputPart(msgspec.Struct, kw_only=True):
     """One part of a message; only text is understood. An answer's own parts may be sent back as they came."""
 
     type: str
     text: str | None = None
-    annotations: Any = None
-    detail: Any = None
-    file_data: Any = None
-    file_id: Any = None
-    file_url: Any = None
-    filename: Any = None
-    image_url: Any = None
-    input_audio: Any = None
-    logprobs: Any = None
-    refusal: Any = None
+    refusal: str | None = None
 
 
-class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message. What other kinds of items have is declared, so that they are refused by name."""
+Content = str | list[InputPart]
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """One item of a conversation: a message, a call that the model made, what it gave, or reasoning."""
 
     type: str = "message"
     role: str | None = None
-    content: str | list[InputPart] | None = None
-    id: Any = None
-    phase: Any = None
-    status: Any = None
-    arguments: Any = None
-    call_id: Any = None
-    encrypted_content: Any = None
-    name: Any = None
-    output: Any = None
-    summary: Any = None
+    content: Content | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
 
-    def render(self, index: int) -> dict[str, Any]:
-        """The message as templates take it. Raises InvalidRequestError for anything but text."""
-        where = f"input[{index}]"
-        if self.type != "message":
-            raise InvalidRequestError(f"{where} is of type {self.type!r}; only messages are supported.", where)
-        if self.role is None or self.content is None:
-            raise InvalidRequestError(f"{where} needs a role and a content.", where)
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        texts: list[str] = []
-        for part in self.content:
-            if part.type not in ("input_text", "output_text", "text") or part.text is None:
-                raise InvalidRequestError(
-                    f"{where}.content holds a part of type {part.type!r}; this model takes text only.", where
-                )
-            texts.append(part.text)
-        return {"role": self.role, "content": "\n".join(texts)}
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """One entry of `tools`; only functions are understood."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """A `tool_choice` that names one function, or that allows some of the tools."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[FunctionTool] = []
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the text must be: any "text", a "json_object", or JSON by a "json_schema"."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The format of the text, and a hint about its length for templates that read it."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How long to think. Summaries may be asked for; the reasoning itself is what comes."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -89,12 +104,18 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=limits.MAX_TOOLS)] | None = None
     top_logprobs: int | None = None
     top_p: float | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     # sampling and the engine, under vLLM's names
     allowed_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None
@@ -109,12 +130,15 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     presence_penalty: float | None = None
     priority: Priority | None = None
     repetition_penalty: float | None = None
+    request_id: str | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     top_k: int | None = None
     # accepted: they don't change the answer
+    max_tool_calls: Any = None  # it limits tools that a server runs
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
@@ -122,25 +146,100 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     user: Any = None
     # refused unless neutral
     background: Unsupported = None
+    context_management: Unsupported = None
     conversation: Unsupported = None
-    max_tool_calls: Unsupported = None
-    parallel_tool_calls: Unsupported = None
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
-    reasoning: Unsupported = None
-    text: Unsupported = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
-    truncation: Unsupported = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation, instructions first. Raises InvalidRequestError for an empty one."""
+        """The conversation as templates take it, instructions first. Raises InvalidRequestError."""
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         if not self.input:
             raise InvalidRequestError("input is empty; give a text or at least one message.", param="input")
-        return messages + [item.render(index) for index, item in enumerate(self.input)]
+        for index, item in enumerate(self.input):
+            _append(messages, item, f"input[{index}]")
+        return messages
+
+    def functions(self) -> list[Tool]:
+        """The tools that may be called, in the form of the chat API. Raises InvalidRequestError for other kinds."""
+        found: list[Tool] = []
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type != "function" or not tool.name:
+                raise InvalidRequestError(
+                    f"tools[{index}] is of type {show(tool.type)}; this server runs no tools of its own, only functions "
+                    "with a name are supported.",
+                    param="tools",
+                )
+            spec = FunctionSpec(tool.name, tool.description, tool.parameters, tool.strict)
+            found.append(Tool(function=spec))
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+            allowed = {tool.name for tool in choice.tools}
+            found = [tool for tool in found if tool.function.name in allowed]
+        return found
+
+
+def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Add an item to the conversation. What an assistant thinks, says and calls in a row is one message of it."""
+    match item.type:
+        case "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequestError(f"{where} needs a role and a content.", where)
+            text = _text(item.content, f"{where}.content")
+            if item.role == "assistant":
+                last = _assistant(messages, new=_said)
+                last["content"] = text
+            else:
+                messages.append({"role": item.role, "content": text})
+        case "reasoning":
+            text = _text(item.content or item.summary or [], where)
+            if text:
+                last = _assistant(messages, new=lambda one: _said(one) or "reasoning" in one)
+                last |= {"reasoning": text, "reasoning_content": text, "thinking": text}
+        case "function_call":
+            if not item.call_id or not item.name or item.arguments is None:
+                raise InvalidRequestError(f"{where} needs a call_id, a name and arguments.", where)
+            call = ToolCall(id=item.call_id, function=FunctionCall(item.name, item.arguments))
+            last = _assistant(messages, new=lambda one: False)
+            last.setdefault("tool_calls", []).append(call.render(where))
+        case "function_call_output":
+            if not item.call_id or item.output is None:
+                raise InvalidRequestError(f"{where} needs a call_id and an output.", where)
+            content = _text(item.output, f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        case _:
+            raise InvalidRequestError(
+                f"{where} is of type {show(item.type)}; messages, reasoning, function_call and function_call_output are "
+                "supported, and nothing is kept that could be referred to.",
+                where,
+            )
+
+
+def _assistant(messages: list[dict[str, Any]], new: Any) -> dict[str, Any]:
+    """The assistant's message at the end of the conversation, a new one where `new` says so of the last."""
+    if not messages or messages[-1]["role"] != "assistant" or new(messages[-1]):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _said(message: dict[str, Any]) -> bool:
+    return bool(message["content"] or message.get("tool_calls"))
+
+
+def _text(content: Content, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content:
+        text = part.refusal if part.type == "refusal" else part.text
+        if (part.type not in _TEXT_PARTS and part.type != "refusal") or text is None:
+            raise InvalidRequestError(
+                f"{where} holds a part of type {show(part.type)}; this model takes text only.", where.split(".")[0]
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -152,14 +251,42 @@ class OutputText(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] = []
 
 
+class ReasoningText(msgspec.Struct, kw_only=True):
+    """The text of a reasoning."""
+
+    type: str = "reasoning_text"
+    text: str
+
+
 class OutputMessage(msgspec.Struct, kw_only=True):
-    """The one item of an answer."""
+    """What the model says."""
 
     type: str = "message"
     id: str
     status: str
     role: str = "assistant"
     content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True):
+    """What the model thinks."""
+
+    type: str = "reasoning"
+    id: str
+    status: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True):
+    """A call that the model makes."""
+
+    type: str = "function_call"
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
@@ -169,8 +296,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     status: str
+    background: bool = False
     model: str
-    output: list[OutputMessage] = []
+    output: list[OutputMessage | ReasoningItem | FunctionCallItem] = []
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None
@@ -178,11 +306,12 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     parallel_tool_calls: bool = True
     previous_response_id: None = None
+    reasoning: dict[str, Any] | UnsetType = UNSET
     store: bool = False
     temperature: float
-    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": _PLAIN})
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    text: TextConfig
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[FunctionTool] = []
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"

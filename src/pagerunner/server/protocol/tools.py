@@ -11,47 +11,48 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 
 
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class FunctionSpec(msgspec.Struct, omit_defaults=True):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MAX_TOOL_NAME_CHARS)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    returns: Any = msgspec.field(default=None, name="return")  # some templates show it
 
     def schema(self) -> dict[str, Any]:
         """A copy of the schema of the arguments; without one there are none."""
         return dict(self.parameters or {"type": "object", "properties": {}, "additionalProperties": False})
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class Tool(msgspec.Struct):
     """One entry of `tools`."""
 
-    type: Literal["function"]
     function: FunctionSpec
+    type: Literal["function"] = "function"
 
 
-class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionName(msgspec.Struct):
     """Which function."""
 
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class NamedToolChoice(msgspec.Struct):
     """A `tool_choice` that forces a call of one tool."""
 
-    type: Literal["function"]
     function: FunctionName
+    type: Literal["function"] = "function"
 
 
-class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionCall(msgspec.Struct):
     """A function's name and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct):
     """A call that the model made."""
 
     id: str

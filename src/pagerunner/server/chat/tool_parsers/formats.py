@@ -167,7 +167,8 @@ class Named(StreamParser):
 
 
 class Required(StreamParser):
-    """The whole answer is a JSON list of calls; a grammar makes it so."""
+    """The whole answer is a JSON list of calls; a grammar makes it so. Of a list that is cut, a call counts once its name is
+    there and its arguments have begun; what else there is of it is markup, and is left out."""
 
     def parse(self) -> Wait:
         """See StreamParser."""
@@ -186,6 +187,8 @@ class Required(StreamParser):
                 self.begin()
             yield from self.expect("]")
         except MalformedError:
+            if self.cut() and not self._open:
+                return
             self.end_call()
         yield from self.until((), self.say)
 

@@ -50,10 +50,9 @@ class Arguments(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """A call has ended. `raw` is its text with all markup, for whoever finds that its arguments are no JSON."""
+    """A call has ended, perhaps because the text has: then its arguments are cut."""
 
     index: int
-    raw: str
 
 
 Event = Text | Thought | CallStart | Arguments | CallEnd
@@ -140,14 +139,17 @@ class StreamParser(ABC):
 
     def end_call(self) -> None:
         """End the open call, or, if none was started, give what was read as answer."""
-        raw = "".join(self._raw)
         if self._open:
-            self._events.append(CallEnd(self._calls, raw))
+            self._events.append(CallEnd(self._calls))
             self._calls += 1
             self._open = False
         else:
-            self.say(raw)
+            self.say("".join(self._raw))
         self._raw = []
+
+    def cut(self) -> bool:
+        """Whether the text has ended, and nothing of it is left to read."""
+        return self._ended and self._at >= len(self._text)
 
     # -- reading
 
@@ -264,6 +266,7 @@ class StreamParser(ABC):
                 emit(self._take(found.start() - self._at))
                 while len(self._text) < self._at + 2:
                     if self._ended:
+                        emit(self._take(1))
                         raise MalformedError
                     yield
                 emit(self._take(2))

@@ -1,0 +1,149 @@
+"""Generated text becomes an answer: pieces of text, of reasoning and of tool calls.
+
+A stream shows the events as they come. A whole answer adds up the same events, so both say the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pagerunner.server.chat.tool_parsers.stream import Arguments, CallEnd, CallStart, Event, StreamParser, Text, Thought
+
+
+class AnswerReader:
+    """Reads one answer, whole or in pieces.
+
+    Args:
+        parsers: each reads what the one before left as text.
+        one_call: leave out all calls but the first.
+        chosen: whether it was the model's choice what to call.
+        shows_thoughts: whether reasoning is told at all.
+    """
+
+    def __init__(
+        self, parsers: list[StreamParser], *, one_call: bool = False, chosen: bool = True, shows_thoughts: bool = True
+    ) -> None:
+        self._parsers = parsers
+        self._one_call = one_call
+        self._chosen = chosen
+        self._shows_thoughts = shows_thoughts
+        self._called = False
+
+    def read(self, text: str, *, last: bool) -> list[Event]:
+        """What a further piece of the text means; `last` says that no other follows."""
+        events: list[Event] = [Text(text)] if text else []
+        for parser in self._parsers:
+            later: list[Event] = []
+            for event in events:
+                later += parser.feed(event.text) if isinstance(event, Text) else [event]
+            events = later + (parser.finish() if last else [])
+        shown = [event for event in events if self._shows(event)]
+        self._called = self._called or any(isinstance(event, CallStart) for event in shown)
+        return shown
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """ "tool_calls" for calls that the model chose; a named one ends with "stop", as OpenAI's does."""
+        return "tool_calls" if reason == "stop" and self._called and self._chosen else reason
+
+    def _shows(self, event: Event) -> bool:
+        if isinstance(event, Thought):
+            return self._shows_thoughts
+        return isinstance(event, Text) or not (self._one_call and event.index)
+
+
+@dataclass
+class Block:
+    """A run of one kind: text, reasoning, or one call, of which `text` are the arguments and `name` the function."""
+
+    kind: Literal["text", "reasoning", "call"]
+    pieces: list[str] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        """All pieces together."""
+        return "".join(self.pieces)
+
+
+class Change(NamedTuple):
+    """What an event means for block number `index`: it is opened, grows by `piece`, or is closed."""
+
+    kind: Literal["open", "grow", "close"]
+    index: int
+    block: Block
+    piece: str = ""
+
+
+class Answer:
+    """What the events of one answer add up to: `blocks` in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open = False
+
+    def add(self, events: list[Event]) -> list[Change]:
+        """Take further events; says block by block what they changed."""
+        changes: list[Change] = []
+        for event in events:
+            match event:
+                case Text(piece):
+                    changes += self._run("text", piece)
+                case Thought(piece):
+                    changes += self._run("reasoning", piece)
+                case CallStart(_, name):
+                    changes += [*self.close(), self._begin(Block("call", name=name))]
+                case Arguments(_, piece):
+                    changes.append(self._grow(piece))
+                case CallEnd():
+                    changes += self.close()
+        return _joined(changes)
+
+    def close(self) -> list[Change]:
+        """No more is added to the last block."""
+        was, self._open = self._open, False
+        return [Change("close", len(self.blocks) - 1, self.blocks[-1])] if was else []
+
+    def empty(self) -> list[Change]:
+        """An answer without anything, as a text without characters."""
+        return [self._begin(Block("text")), *self.close()]
+
+    @property
+    def content(self) -> str | None:
+        """The text; None where there are only reasoning or calls."""
+        found = [block.text for block in self.blocks if block.kind == "text"]
+        return "".join(found) if found or not self.blocks else None
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning."""
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[Block]:
+        """The calls."""
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def _run(self, kind: Literal["text", "reasoning"], piece: str) -> list[Change]:
+        if self._open and self.blocks[-1].kind == kind:
+            return [self._grow(piece)]
+        return [*self.close(), self._begin(Block(kind)), self._grow(piece)]
+
+    def _begin(self, block: Block) -> Change:
+        self.blocks.append(block)
+        self._open = True
+        return Change("open", len(self.blocks) - 1, block)
+
+    def _grow(self, piece: str) -> Change:
+        self.blocks[-1].pieces.append(piece)
+        return Change("grow", len(self.blocks) - 1, self.blocks[-1], piece)
+
+
+def _joined(changes: list[Change]) -> list[Change]:
+    """The same with the pieces of one block as one."""
+    joined: list[Change] = []
+    for change in changes:
+        if change.kind == "grow" and joined and joined[-1].kind == "grow":
+            change = change._replace(piece=joined.pop().piece + change.piece)
+        joined.append(change)
+    return joined

@@ -1,0 +1,248 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the API that Anthropic's clients speak."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+import pydantic_core
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagerunner.errors import InvalidRequestError, PagerunnerError, RequestFailedError
+from pagerunner.server.chat.reader import Answer, Block, Change
+from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, prompt_of, run_chat
+from pagerunner.server.errors import anthropic_body
+from pagerunner.server.fanout import Indexed, TokenCounter
+from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.params import MODEL_DEFAULTS
+from pagerunner.server.protocol.fields import check_supported
+from pagerunner.server.protocol.messages import (
+    NEUTRAL,
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesRequest,
+    MessagesUsage,
+)
+from pagerunner.server.service import Call, Service, collected, json_response, streamed
+from pagerunner.types import RequestOutput, SamplingParams, StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES = msgspec.json.Decoder(MessagesRequest)
+_COUNT = msgspec.json.Decoder(CountTokensRequest)
+_CHOICES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+_encode = msgspec.json.Encoder().encode
+
+
+class MessagesEndpoint:
+    """Answers one call at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        """Answer a conversation in Anthropic's form; streamed, in its events."""
+        request = decode_body(await read_body(http), _MESSAGES)
+        check_supported(request, NEUTRAL)
+        service = self._service
+        call = service.begin("msg", request.model, http)
+        turn = _turn(request, _params(request, service.engine.default_sampling_params))
+        run = await run_chat(service, call, turn)
+        message = _Message(call, request, run)
+        if request.stream:
+            return await streamed(http, run.outputs, message, _events)
+        [result] = await collected(http, run.outputs)
+        message.add(result)
+        return json_response(message.whole())
+
+    async def count_tokens(self, http: Request) -> Response:
+        """How many tokens a conversation has as a prompt."""
+        request = decode_body(await read_body(http), _COUNT)
+        check_supported(request, NEUTRAL)
+        self._service.check_model(request.model)
+        turn = _turn(request, self._service.engine.default_sampling_params)
+        return json_response({"input_tokens": len(await prompt_of(self._service, turn))})
+
+
+def _turn(request: MessagesRequest | CountTokensRequest, params: SamplingParams) -> ChatTurn:
+    choice, thinking, config = request.tool_choice, request.thinking, request.output_config
+    if choice is not None and choice.type == "tool" and not choice.name:
+        raise InvalidRequestError("tool_choice of type 'tool' needs a name.", param="tool_choice")
+    messages = request.conversation()
+    last = messages[-1] if messages else {}
+    goes_on = last.get("role") == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
+    hint = {} if thinking is None or thinking.type == "adaptive" else {"enable_thinking": thinking.type == "enabled"}
+    return ChatTurn(
+        messages=messages,
+        params=params,
+        tools=request.functions(),
+        tool_choice=None if choice is None else _CHOICES[choice.type],
+        tool_name=(choice.name if choice is not None else None) or "",
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        shows_reasoning=thinking is None or thinking.display != "omitted",
+        reasoning_effort=None if config is None else config.effort,
+        template_kwargs={**hint, **(request.chat_template_kwargs or {})},
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        priority=getattr(request, "priority", None),
+        cache_salt=getattr(request, "cache_salt", None),
+    )
+
+
+def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}
+    for name in ("temperature", "top_k", "top_p"):
+        if (value := getattr(request, name)) is not None:
+            values[name] = value
+    form = request.output_config.format if request.output_config is not None else None
+    return SamplingParams(
+        **values,
+        max_tokens=request.max_tokens,
+        stop=tuple(request.stop_sequences or ()),
+        structured_outputs=None if form is None else StructuredOutputsParams(json=form.schema),
+        output_kind="delta" if request.stream else "final_only",
+    )
+
+
+class _Message:
+    """What is known of the answer: grows with outputs, whole or deltas, and shows itself as a body or as events."""
+
+    def __init__(self, call: Call, request: MessagesRequest, run: ChatRun) -> None:
+        self._call = call
+        self._stops = request.stop_sequences or []
+        self._reader = run.new_reader()
+        self._answer = Answer()
+        self._counter = TokenCounter()
+        self._ids: dict[int, str] = {}  # of the calls, by block
+        self._finish_reason: str | None = None
+        self._stop_sequence: str | None = None
+
+    def add(self, result: RequestOutput) -> list[Change]:
+        """Take an output; returns what it changed."""
+        self._counter.add(0, result)
+        changes: list[Change] = []
+        for output in result.outputs:
+            self._finish_reason = output.finish_reason
+            if isinstance(output.stop_reason, str) and output.stop_reason in self._stops:
+                self._stop_sequence = output.stop_reason
+            changes += self._answer.add(self._reader.read(output.text, last=output.finish_reason is not None))
+        for change in changes:
+            if change.kind == "open" and change.block.kind == "call":
+                self._ids[change.index] = f"toolu_{uuid.uuid4().hex}"
+        return changes
+
+    def whole(self) -> MessagesAnswer:
+        """The answer."""
+        reason = self._stop_reason()
+        blocks = [self._block(index, block) for index, block in enumerate(self._answer.blocks)]
+        return self._message(blocks, reason)
+
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None) -> MessagesAnswer:
+        return MessagesAnswer(
+            id=self._call.id,
+            model=self._call.model,
+            content=blocks,
+            stop_reason=reason,
+            stop_sequence=self._stop_sequence,
+            usage=self._usage(),
+        )
+
+    def _stop_reason(self) -> str:
+        if self._finish_reason == "length":
+            return "max_tokens"
+        if self._finish_reason != "stop":
+            raise RequestFailedError("The answer was ended before it was complete.")
+        if self._answer.calls:
+            return "tool_use"
+        return "end_turn" if self._stop_sequence is None else "stop_sequence"
+
+    def _usage(self) -> MessagesUsage:
+        usage = self._counter.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
+
+    def _block(self, index: int, block: Block, *, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
+        if block.kind == "call":
+            return {"type": "tool_use", "id": self._ids[index], "name": block.name, "input": _object(text)}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "text", "text": text, "citations": None}
+
+    def first(self, output: RequestOutput) -> Iterator[bytes]:
+        """The events before the answer, whose prompt is known by its first output."""
+        counts = RequestOutput(
+            request_id="",
+            prompt=None,
+            prompt_token_ids=output.prompt_token_ids,
+            outputs=[],
+            finished=False,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+        self._counter.add(0, counts)
+        yield _event("message_start", message=self._message([], None))
+        yield _event("ping")
+
+    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
+        """The events of one output; none while text is held back because it may become a stop sequence or a call."""
+        return [self._told(change) for change in self.add(output)]
+
+    def last(self) -> list[bytes]:
+        """The events after the answer."""
+        events = [self._told(change) for change in self._answer.close()]
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
+        return [*events, _event("message_delta", delta=delta, usage=self._usage()), _event("message_stop")]
+
+    def _told(self, change: Change) -> bytes:
+        kind, index, block, piece = change
+        if kind == "open":
+            return _event("content_block_start", index=index, content_block=self._block(index, block, empty=True))
+        if kind == "close":
+            return _event("content_block_stop", index=index)
+        name, field = _DELTAS[block.kind]
+        return _event("content_block_delta", index=index, delta={"type": name, field: piece})
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as values; where they are cut, those that are there, as Anthropic's client reads a stream."""
+    try:
+        value = pydantic_core.from_json(arguments, allow_partial=True) if arguments else {}
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"
+
+
+async def _events(
+    first: Indexed, outputs: AsyncGenerator[Indexed, None], message: _Message
+) -> AsyncGenerator[bytes, None]:
+    try:
+        for event in message.first(first[1]):
+            yield event
+        for event in message.chunks(*first):
+            yield event
+        async for index, output in outputs:
+            for event in message.chunks(index, output):
+                yield event
+        for event in message.last():
+            yield event
+    except Exception as error:  # the headers are out: the stream is the only place left to say so
+        if not isinstance(error, PagerunnerError):
+            logger.exception("A stream failed.")
+        yield b"event: error\ndata: " + _encode(anthropic_body(error)) + b"\n\n"
