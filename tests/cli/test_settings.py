@@ -194,6 +194,24 @@ def test_no_flag_of_ours_is_refused():
     assert not own & (REFUSED.keys() | ALWAYS) and NEUTRAL.keys() <= REFUSED.keys()
 
 
+def test_a_command_line_of_vllm_that_changes_nothing_is_taken_as_it_is(parse, caplog):
+    words = """dir --trust-remote-code --runner generate --task=generate --model-impl auto --response-role assistant
+        --chat-template-content-format auto --limit-mm-per-prompt {} --mm-processor-kwargs={} --tokenizer-mode auto
+        --no-enable-lora --no-enable-expert-parallel --distributed-executor-backend mp --enable-server-load-tracking
+        --uvicorn-log-level warning --disable-uvicorn-access-log --disable-access-log-for-endpoints /health,/metrics
+        --disable-fastapi-docs --tensor_parallel_size 1 --max-num-seqs 7""".split()
+    found = parse(*words)
+    assert (found.model_tag, found.max_num_seqs) == ("dir", 7)
+    assert (found.uvicorn_log_level, found.disable_access_log_for_endpoints) == ("warning", ("/health", "/metrics"))
+    assert found.disable_uvicorn_access_log and found.disable_fastapi_docs
+    assert "no code of a checkpoint is run" in caplog.text
+    for words in (["--limit-mm-per-prompt", '{"image": 1}'], ["--runner", "pooling"], ["--model-impl", "transformers"]):
+        with pytest.raises(ConfigError, match=words[0]):
+            parse("dir", *words)
+    with pytest.raises(ConfigError, match="health"):
+        parse("dir", "--disable-access-log-for-endpoints", "health")
+
+
 def test_only_what_is_given_is_replaced():
     parser = ConfiguredParser("x", "y", environ={"PAGERUNNER_NAME": "env"})
     parser.add_argument("--name", default="default")

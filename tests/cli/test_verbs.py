@@ -203,7 +203,15 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
     words += ["--served-model-name", "one", "two", "--admin-key", "a", "--allowed-origin", "https://x.example"]
     words += ["--shutdown-timeout", "5"]
-    words += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"]
+    words += ["--uvicorn-log-level", "warning", "--disable-access-log-for-endpoints", "/health,/metrics"]
+    words += [
+        "--disable-fastapi-docs",
+        "--tool-call-parser",
+        "hermes",
+        "--enable-auto-tool-choice",
+        "--reasoning-parser",
+        "qwen3",
+    ]
     assert main(words) == 0
     [(args, options)] = calls
     assert (args.model, args.max_num_seqs) == ("dir", 4)
@@ -214,7 +222,8 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "host": "127.0.0.1",
         "port": 0,
         "api_keys": ["k1", "k2"],
-        "access_log": True,
+        "logs": (True, ("/health", "/metrics"), "warning"),
+        "docs": False,
         "served_model_name": names,
         "admin_keys": ["a"],
         "allowed_origins": ["https://x.example"],
@@ -235,7 +244,7 @@ def test_serve_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     monkeypatch.setenv("PAGERUNNER_API_KEY", "from-env")
     assert main(["serve", "dir", "--quiet"]) == 0
-    assert (calls[0]["api_keys"], calls[0]["access_log"]) == (["from-env"], False)
+    assert (calls[0]["api_keys"], calls[0]["logs"].access) == (["from-env"], False)
 
 
 def test_chat_reads_long_messages_saves_and_tells_what_it_took(monkeypatch, capsys, tmp_path):

@@ -18,6 +18,7 @@ from helpers.checkpoints import make_config, write_tokenizer
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.server import launch
+from pagerunner.server.http_logs import HttpLogs
 
 MODEL = "tiny"
 
@@ -95,10 +96,9 @@ def running_server(
             args,
             listener,
             served_model_name=MODEL,
-            access_log=False,
             core_factory=core_factory,
             on_ready=on_ready,
-            **options,
+            **{"logs": HttpLogs(access=False), **options},
         )
 
     def run() -> None:

@@ -121,6 +121,7 @@ async def _serve(namespace: argparse.Namespace, answering: Answering) -> bool:
 
 async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
     from pagerunner.server.batch import BatchEndedError
+    from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import bind, serve
 
     key = secrets.token_hex(16)
@@ -131,7 +132,7 @@ async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
 
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    serving = asyncio.create_task(serve(args, listener, api_keys=[key], access_log=False, on_ready=on_ready))
+    serving = asyncio.create_task(serve(args, listener, api_keys=[key], logs=HttpLogs(access=False), on_ready=on_ready))
     try:
         either: list[asyncio.Future[Any]] = [serving, ready]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

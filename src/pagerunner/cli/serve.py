@@ -10,6 +10,8 @@ from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
 
+_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
 
 def build_parser() -> ConfiguredParser:
     """The verb's flags."""
@@ -35,6 +37,13 @@ def build_parser() -> ConfiguredParser:
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
+    logs = parser.add_argument_group("logs and documentation")
+    level_help = "least level of what the HTTP server logs: critical, error, warning, info, debug, trace"
+    logs.add_argument("--uvicorn-log-level", choices=_LEVELS, metavar="LEVEL", help=level_help)
+    logs.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+    silent_help = "paths without such a line, with commas between: /health,/metrics,/ping"
+    logs.add_argument("--disable-access-log-for-endpoints", type=_paths, default=(), metavar="PATHS", help=silent_help)
+    logs.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs, /redoc and /openapi.json")
     chat = parser.add_argument_group("tools and reasoning")
     chat.add_argument(
         "--tool-call-parser",
@@ -69,6 +78,7 @@ def run(namespace: argparse.Namespace) -> int:
     level = logging.WARNING if namespace.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from pagerunner.server.chat.options import ChatOptions
+    from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import run_server
 
     return run_server(
@@ -80,7 +90,12 @@ def run(namespace: argparse.Namespace) -> int:
         allowed_origins=namespace.allowed_origin or (),
         drain_seconds=namespace.shutdown_timeout,
         served_model_name=names or None,
-        access_log=not namespace.quiet,
+        logs=HttpLogs(
+            access=not (namespace.quiet or namespace.disable_uvicorn_access_log),
+            silent=namespace.disable_access_log_for_endpoints,
+            level=namespace.uvicorn_log_level,
+        ),
+        docs=not namespace.disable_fastapi_docs,
         otlp_traces_endpoint=namespace.otlp_traces_endpoint,
         chat=ChatOptions(
             tool_parser=namespace.tool_call_parser,
@@ -89,6 +104,14 @@ def run(namespace: argparse.Namespace) -> int:
             reasoning_field=namespace.reasoning_field,
         ),
     )
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    paths = tuple(path.strip() for path in text.split(",") if path.strip())
+    for path in paths:
+        if not path.startswith("/"):
+            raise argparse.ArgumentTypeError(f"a path begins with /, got {path!r}")
+    return paths
 
 
 def _seconds(text: str) -> float:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from pagerunner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _REFUSED: dict[str, str] = {
     "several devices": """tensor-parallel-size -tp pipeline-parallel-size -pp data-parallel-size -dp data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
         data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel -ep expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
-        master-port all2all-backend enable-eplb eplb-config enable-dbo disable-custom-all-reduce max-parallel-loading-workers
+        master-port all2all-backend enable-eplb eplb-config enable-dbo max-parallel-loading-workers
         ray-workers-use-nsight worker-cls worker-extension-cls api-server-count headless""",
     "quantised weights": "quantization -q calculate-kv-scales allow-deprecated-quantization",
     "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
@@ -22,7 +25,7 @@ _REFUSED: dict[str, str] = {
     "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type
         mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains
         skip-mm-profiling enable-mm-embeds video-pruning-rate interleave-mm-strings language-model-only""",
-    "code from checkpoints (the families it supports need none)": "trust-remote-code trust-request-chat-template",
+    "templates that clients send": "trust-request-chat-template",
     "other ways to download (HF_TOKEN holds the token)": """code-revision hf-token hf-config-path use-tqdm-on-load
         ignore-patterns safetensors-load-strategy""",
     "other readers of checkpoints and tokenizers": """tokenizer-mode config-format model-impl
@@ -40,30 +43,55 @@ _REFUSED: dict[str, str] = {
     "HTTPS, CORS and mounting under a path (a proxy in front has them)": """ssl-keyfile ssl-certfile ssl-ca-certs
         ssl-cert-reqs ssl-ciphers enable-ssl-refresh allow-credentials allowed-origins allowed-methods allowed-headers
         root-path uds""",
-    "other forms of logs (--quiet leaves warnings only)": """uvicorn-log-level disable-uvicorn-access-log log-config-file
+    "other forms of logs (--quiet leaves warnings only)": """log-config-file
         enable-log-outputs enable-log-deltas enable-log-requests max-log-len log-error-stack""",
     "other answers by default": """response-role chat-template-content-format enable-force-include-usage
-        default-chat-template-kwargs enable-server-load-tracking""",
+        default-chat-template-kwargs""",
 }
 REFUSED: dict[str, str] = {
     name if name.startswith("-") else f"--{name}": what for what, names in _REFUSED.items() for name in names.split()
 }
 _ONE = {"1"}
 _NOTHING = {"0", "0.0"}
+_EMPTY = {"{}", "", "null"}
 NEUTRAL: dict[str, set[str]] = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--api-server-count"), _ONE),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--decode-context-parallel-size"), _ONE),
-    **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), _NOTHING),
-    "--tokenizer-mode": {"auto"},
-    "--runner": {"auto"},
-    "--convert": {"auto"},
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
+    **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
+    **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
+    **dict.fromkeys(("--cpu-offload-gb", "--swap-space", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
+    **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs", "--hf-overrides"), _EMPTY),
+    **dict.fromkeys(("--override-generation-config", "--model-loader-extra-config", "--compilation-config"), _EMPTY),
+    **dict.fromkeys(("--default-chat-template-kwargs", "--root-path", "--tool-server", "--lora-modules"), _EMPTY),
+    **dict.fromkeys(("--mamba-cache-dtype", "--mamba-ssm-cache-dtype", "--lora-dtype"), {"auto"}),
+    "--tokenizer-mode": {"auto", "hf"},
+    "--config-format": {"auto", "hf"},
+    "--model-impl": {"auto"},
+    "--runner": {"auto", "generate"},
+    "--task": {"auto", "generate"},
+    "--convert": {"auto", "none"},
+    "--response-role": {"assistant"},
+    "--chat-template-content-format": {"auto", "string"},
+    "--distributed-executor-backend": {"uni", "mp"},
+    "--data-parallel-backend": {"mp"},
+    "--quantization": {"none", "None"},
+    "-q": {"none", "None"},
+    "--logprobs-mode": {"raw_logprobs"},
+    "--max-logprobs": {"20"},
+    "--prefix-caching-hash-algo": {"builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"},
+    "--mm-encoder-tp-mode": {"weights"},
 }
 """Values with which a refused flag asks for nothing."""
 ALWAYS = frozenset(
     """--enable-prompt-tokens-details --enable-tokenizer-info-endpoint --enable-request-id-headers --async-scheduling
-    --disable-log-requests --disable-fastapi-docs --no-enable-log-requests --no-enable-lora --no-enable-expert-parallel""".split()
+    --disable-log-requests --enable-server-load-tracking --disable-custom-all-reduce""".split()
 )
 """Flags without a value that ask for what is always so."""
+WARNED: dict[str, str] = {
+    "--trust-remote-code": "no code of a checkpoint is run; the families that are supported need none.",
+}
+"""Flags without a value that change nothing here, and what is said about them."""
 _METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
 _FALSE = ("false", "0", "no", "off")
 
@@ -85,12 +113,19 @@ def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
         if name in (_METRICS, "--no-kv-cache-metrics") and _SAMPLE in known:
             if name == _METRICS and value.lower() not in _FALSE and not any(one.startswith(_SAMPLE) for one in words):
                 kept.append(f"{_SAMPLE}=0.01")
-        elif name in known or not (name in REFUSED or name in ALWAYS):
+        elif name in known or not (name in REFUSED or _changes_nothing(name)):
             kept.append(word)
-        elif name not in ALWAYS and (
+        elif name in WARNED:
+            logger.warning("%s: %s", name, WARNED[name])
+        elif not _changes_nothing(name) and (
             not (wanted := NEUTRAL.get(name)) or (value if equals else next(rest, "")) not in wanted
         ):
             raise ConfigError(
                 f"{name} is vLLM's flag for {REFUSED[name]}, which pagerunner doesn't have; leave it out."
             )
     return kept
+
+
+def _changes_nothing(name: str) -> bool:
+    """Whether a flag without a value asks for what is so: also the negation of one that is refused."""
+    return name in ALWAYS or name in WARNED or (name.startswith("--no-") and f"--{name[5:]}" in REFUSED)

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, authentication, and one place where exceptions become answers."""
+"""The FastAPI application: routes, and one place where exceptions become answers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,35 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from pagerunner import __version__
-from pagerunner.errors import EngineDeadError, PagerunnerError
+from pagerunner.errors import PagerunnerError
 from pagerunner.server.endpoints.chat import ChatEndpoint
 from pagerunner.server.endpoints.completions import CompletionsEndpoint
 from pagerunner.server.endpoints.control import QUERIES, Control
+from pagerunner.server.endpoints.docs import Docs
 from pagerunner.server.endpoints.embeddings import EmbeddingRequest, EmbeddingsEndpoint
+from pagerunner.server.endpoints.information import Information
+from pagerunner.server.endpoints.invocations import InvocationRequest, Invocations
 from pagerunner.server.endpoints.messages import MessagesEndpoint
 from pagerunner.server.endpoints.responses import ResponsesEndpoint
-from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeRequest, Tokens
+from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeAnswer, TokenizeRequest, Tokens
 from pagerunner.server.errors import HttpError, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError
 from pagerunner.server.live import LiveFeed
-from pagerunner.server.metrics import CONTENT_TYPE, Metrics
+from pagerunner.server.metrics import Metrics
+from pagerunner.server.openapi import operation, schemas_of
 from pagerunner.server.page_routes import FILE_PATHS, page_routes
-from pagerunner.server.protocol.answers import ModelCard, ModelList
-from pagerunner.server.protocol.messages import CountTokensRequest, MessagesRequest
+from pagerunner.server.protocol.answers import ChatCompletion, Completion, ModelCard, ModelList
+from pagerunner.server.protocol.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
-from pagerunner.server.protocol.responses import ResponsesRequest
-from pagerunner.server.service import LABEL_HEADER, Service, json_response
+from pagerunner.server.protocol.responses import ResponseBody, ResponsesRequest
+from pagerunner.server.service import LABEL_HEADER, Service
+from pagerunner.server.standard_metrics import CountedRequests, HttpMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -39,78 +43,112 @@ Handler = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service, metrics: Metrics, feed: LiveFeed, keys: Keys) -> FastAPI:
-    """The application behind its gate."""
-    app = FastAPI(title="pagerunner", version=__version__, docs_url=None, redoc_url=None)
-    schemas = _add_routes(app, service, metrics)
+def create_app(service: Service, metrics: Metrics, feed: LiveFeed, keys: Keys, *, docs: bool = True) -> FastAPI:
+    """The application behind its gate; without `docs` there is no /docs, /redoc and /openapi.json."""
+    app = FastAPI(
+        title="pagerunner",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if docs else None,
+    )
+    http = HttpMetrics(metrics.registry)
+    routes = _Routes(app)
+    _add_routes(routes, service, metrics, lambda: http.serving)
     for path, handler in page_routes(feed).items():
-        access = Access.PUBLIC if path in FILE_PATHS else Access.ADMIN
-        app.add_api_route(path, marked(_guarded(handler), access), include_in_schema=False, response_class=Response)
-    app.openapi = lambda: _openapi(FastAPI.openapi(app), schemas)  # type: ignore[method-assign]
+        routes.hidden(path, handler, Access.PUBLIC if path in FILE_PATHS else Access.ADMIN)
+    if docs:
+        pages = Docs(app.openapi)
+        routes.hidden("/docs", pages.page, Access.PUBLIC)
+        routes.hidden("/redoc", pages.to_page, Access.PUBLIC)
+    for one in app.routes:
+        if getattr(one, "path", None) == "/openapi.json":
+            marked(one.endpoint, Access.PUBLIC)  # type: ignore[attr-defined]
     app.add_exception_handler(HTTPException, _refuse)
     app.add_middleware(Gate, routes=app, keys=keys)
     if keys.origins:  # outside the gate: browsers ask without a key first
         app.add_middleware(
             CORSMiddleware, allow_origins=keys.origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
         )
+    app.add_middleware(CountedRequests, metrics=http)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> dict[str, Any]:
-    bodies: list[type] = []
-    client = Access.CLIENT
+class _Routes:
+    """Adds routes to an application, and collects what its OpenAPI document says of them."""
 
-    def route(
-        path: str, handler: Handler, method: str, body: type | None = None, access: Access = Access.ADMIN
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._types: list[type] = []
+        app.openapi = self._document  # type: ignore[method-assign]
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        access: Access,
+        body: type | None = None,
+        answer: type | None = None,
+        *,
+        streams: bool = False,
     ) -> None:
+        """A route of the API."""
         guarded = _guarded(handler)
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (handler if inspect.ismethod(handler) else type(handler).__call__).__doc__
-        extra: dict[str, Any] | None = None
-        if path in QUERIES:
-            values = QUERIES[path].items()
-            extra = {"parameters": [{"name": name, "in": "query", "schema": {"enum": [*one]}} for name, one in values]}
-        if body is not None:
-            bodies.append(body)
-            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-            extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, marked(guarded, access), methods=[method], openapi_extra=extra, response_class=Response)
+        self._types += [kind for kind in (body, answer) if kind is not None and kind not in self._types]
+        extra = operation(path, body, answer, QUERIES.get(path, {}), streams=streams)
+        self._app.add_api_route(
+            path, marked(guarded, access), methods=[method], openapi_extra=extra, response_class=Response
+        )
 
-    route("/v1/completions", CompletionsEndpoint(service), "POST", CompletionRequest, client)
-    route("/v1/chat/completions", ChatEndpoint(service), "POST", ChatRequest, client)
-    route("/v1/responses", ResponsesEndpoint(service), "POST", ResponsesRequest, client)
-    messages = MessagesEndpoint(service)
-    route("/v1/messages", messages, "POST", MessagesRequest, client)
-    route("/v1/messages/count_tokens", messages.count_tokens, "POST", CountTokensRequest, client)
-    route("/v1/embeddings", EmbeddingsEndpoint(service), "POST", EmbeddingRequest, client)
+    def hidden(self, path: str, handler: Handler, access: Access) -> None:
+        """A page for people, which the document leaves out."""
+        guarded = marked(_guarded(handler), access)
+        self._app.add_api_route(path, guarded, include_in_schema=False, response_class=Response)
+
+    def _document(self) -> dict[str, Any]:
+        document = FastAPI.openapi(self._app)
+        document.setdefault("components", {})["schemas"] = schemas_of(self._types)
+        return document
+
+
+def _add_routes(routes: _Routes, service: Service, metrics: Metrics, load: Callable[[], int]) -> None:
+    client, admin, public = Access.CLIENT, Access.ADMIN, Access.PUBLIC
+    add = routes.add
+    completions, chat, embeddings = CompletionsEndpoint(service), ChatEndpoint(service), EmbeddingsEndpoint(service)
+    messages, responses = MessagesEndpoint(service), ResponsesEndpoint(service)
+    add("POST", "/v1/completions", completions, client, CompletionRequest, Completion, streams=True)
+    add("POST", "/v1/chat/completions", chat, client, ChatRequest, ChatCompletion, streams=True)
+    add("POST", "/v1/responses", responses, client, ResponsesRequest, ResponseBody, streams=True)
+    add("POST", "/v1/messages", messages, client, MessagesRequest, MessagesAnswer, streams=True)
+    add("POST", "/v1/messages/count_tokens", messages.count_tokens, client, CountTokensRequest)
+    add("POST", "/v1/embeddings", embeddings, client, EmbeddingRequest)
+    add("POST", "/invocations", Invocations(chat, completions, embeddings), client, InvocationRequest)
     tokens = Tokens(service)
-    route("/tokenize", tokens.tokenize, "POST", TokenizeRequest, client)
-    route("/detokenize", tokens.detokenize, "POST", DetokenizeRequest, client)
-    route("/tokenizer_info", tokens.info, "GET", access=client)
+    add("POST", "/tokenize", tokens.tokenize, client, TokenizeRequest, TokenizeAnswer)
+    add("POST", "/detokenize", tokens.detokenize, client, DetokenizeRequest)
+    add("GET", "/tokenizer_info", tokens.info, client)
     control = Control(service)
-    route("/sleep", control.sleep, "POST")
-    route("/wake_up", control.wake_up, "POST")
-    route("/is_sleeping", control.is_sleeping, "GET")
-    route("/reset_prefix_cache", control.reset_prefix_cache, "POST")
-    info = _Information(service, metrics)
-    route("/v1/models", info.models, "GET", access=client)
-    route("/v1/models/{model:path}", info.model, "GET", access=client)
-    route("/health", info.health, "GET", access=Access.PUBLIC)
+    add("POST", "/sleep", control.sleep, admin)
+    add("POST", "/wake_up", control.wake_up, admin)
+    add("GET", "/is_sleeping", control.is_sleeping, admin)
+    add("POST", "/pause", control.pause, admin)
+    add("POST", "/resume", control.resume, admin)
+    add("GET", "/is_paused", control.is_paused, admin)
+    add("POST", "/reset_prefix_cache", control.reset_prefix_cache, admin)
+    info = Information(service, metrics, load)
+    add("GET", "/v1/models", info.models, client, answer=ModelList)
+    add("GET", "/v1/models/{model:path}", info.model, client, answer=ModelCard)
+    add("GET", "/health", info.health, public)
     for method in ("GET", "POST"):
-        route("/ping", info.health, method, access=client)
-    route("/version", info.version, "GET", access=client)
-    route("/metrics", info.metrics, "GET", access=client)
-    route("/memory", info.memory, "GET")
-    for one in app.routes:
-        if getattr(one, "path", None) == app.openapi_url:
-            marked(one.endpoint, client)  # type: ignore[attr-defined]
-    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    return schemas
-
-
-def _openapi(document: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-    return document
+        add(method, "/ping", info.health, public)
+    add("GET", "/version", info.version, client)
+    add("GET", "/load", info.load, client)
+    add("GET", "/metrics", info.metrics, client)
+    add("GET", "/memory", info.memory, admin)
+    routes.hidden("/", info.to_page, public)
 
 
 def _guarded(handler: Handler) -> Handler:
@@ -148,49 +186,3 @@ async def _refuse(request: Request, error: Exception) -> Response:
     response = error_response(HttpError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response
-
-
-class _Information:
-    """The endpoints that run nothing."""
-
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service = service
-        self._metrics = metrics
-
-    async def models(self, request: Request) -> Response:
-        """The served names."""
-        return json_response(ModelList(data=[self._card(name) for name in self._service.model_names]))
-
-    async def model(self, request: Request) -> Response:
-        """One served name."""
-        name = request.path_params["model"]
-        if name not in self._service.model_names:
-            raise HttpError(404, f"The model {short(name)!r} is not served here.", "model")
-        return json_response(self._card(name))
-
-    async def health(self, request: Request) -> Response:
-        """200 while the engine is alive and makes progress, else 503 with the reason."""
-        try:
-            self._service.engine.check_health()
-        except EngineDeadError as error:
-            return error_response(error)
-        return Response()
-
-    async def version(self, request: Request) -> Response:
-        """The version of pagerunner."""
-        return json_response({"version": __version__})
-
-    async def metrics(self, request: Request) -> Response:
-        """Metrics in the Prometheus text format."""
-        return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def memory(self, request: Request) -> Response:
-        """The memory plan, and who holds which pages between two steps."""
-        engine = self._service.engine
-        return json_response({"plan": engine.memory_plan, "state": await engine.memory_state()})
-
-    def _card(self, name: str) -> ModelCard:
-        service = self._service
-        return ModelCard(
-            id=name, created=service.created, root=service.model_root, max_model_len=service.engine.max_model_len
-        )

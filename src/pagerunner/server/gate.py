@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagerunner import limits
@@ -20,6 +20,10 @@ from pagerunner.errors import ConfigError
 from pagerunner.server.errors import HttpError, error_response, short
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
+
+
+ROUTE = "pagerunner.route"
+"""Where a scope has its route's path, once the gate has looked."""
 
 
 class Access(enum.Enum):
@@ -98,7 +102,10 @@ class Gate:
         if size > limits.MAX_HEADER_BYTES:
             most, knob = limits.MAX_HEADER_BYTES, limits.knob("MAX_HEADER_BYTES")
             return HttpError(431, f"The request's headers have {size} bytes; at most {most} are allowed {knob}.")
-        access = access_of(self._routes, scope)
+        route = route_of(self._routes, scope)
+        if route is not None:
+            scope[ROUTE] = getattr(route, "path", "none")
+        access = _mark(route)
         if access is Access.PUBLIC:
             return None
         return self._from_foreign_page(headers) or self._without_key(headers, access)
@@ -143,14 +150,21 @@ class Gate:
         )
 
 
+def route_of(app: Starlette, scope: Scope) -> BaseRoute | None:
+    """The route that this request is for, whatever its method; None when there is none (it will be a 404)."""
+    return next((route for route in app.routes if route.matches(scope)[0] is not Match.NONE), None)
+
+
 def access_of(app: Starlette, scope: Scope) -> Access:
-    """The mark of the route that this request is for, whatever its method; CLIENT when there is none (it will be a 404)."""
-    for route in app.routes:
-        match, _ = route.matches(scope)
-        if match is not Match.NONE:
-            found: Access = getattr(getattr(route, "endpoint", None), "access", Access.ADMIN)
-            return found
-    return Access.CLIENT
+    """The mark of the route that this request is for; CLIENT when there is none."""
+    return _mark(route_of(app, scope))
+
+
+def _mark(route: BaseRoute | None) -> Access:
+    if route is None:
+        return Access.CLIENT
+    found: Access = getattr(getattr(route, "endpoint", None), "access", Access.ADMIN)
+    return found
 
 
 def _header(headers: Sequence[tuple[bytes, bytes]], wanted: bytes) -> bytes:

@@ -50,6 +50,8 @@ async def read_body(request: Request) -> bytes:
             many bodies are being received.
         ClientGoneError: the client has left.
     """
+    if (body := getattr(request.state, "body", None)) is not None:  # it has been read, to see whose it is
+        return bytes(body)
     limit = limits.MAX_BODY_BYTES
     too_long = HttpError(413, f"The request body is larger than {limit} bytes {limits.knob('MAX_BODY_BYTES')}.")
     announced = request.headers.get("content-length", "")

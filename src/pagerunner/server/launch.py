@@ -27,9 +27,11 @@ from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, on_loop_error
 from pagerunner.server.gate import Keys
+from pagerunner.server.http_logs import HttpLogs
 from pagerunner.server.live import LatencyTap, LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
+from pagerunner.server.standard_metrics import add_process_metrics
 from pagerunner.server.stats_log import logged_stats
 from pagerunner.server.tracing import TraceHeaders, sent_spans
 
@@ -53,7 +55,8 @@ def run_server(
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
     stall_seconds: float = STALL_SECONDS,
-    access_log: bool = True,
+    logs: HttpLogs | None = None,
+    docs: bool = True,
     otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
     chat: ChatOptions | None = None,
@@ -85,7 +88,8 @@ def run_server(
                 served_model_name=served_model_name,
                 drain_seconds=drain_seconds,
                 stall_seconds=stall_seconds,
-                access_log=access_log,
+                logs=logs,
+                docs=docs,
                 otlp_traces_endpoint=otlp_traces_endpoint,
                 core_factory=core_factory,
                 chat=chat,
@@ -152,7 +156,8 @@ async def serve(
     allowed_origins: Sequence[str] = (),
     served_model_name: str | Sequence[str] | None = None,
     drain_seconds: float = DRAIN_SECONDS,
-    access_log: bool = True,
+    logs: HttpLogs | None = None,
+    docs: bool = True,
     otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
     chat: ChatOptions | None = None,
@@ -185,9 +190,10 @@ async def serve(
             if args.kv_cache_metrics_sample:
                 metrics.show_residency()
             metrics.describe_start(engine.startup)
+            add_process_metrics(metrics.registry, lambda: engine.core_pid)
             feed = LiveFeed(engine, latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode)
-            app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys)
-            server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), access_log))
+            app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys, docs=docs)
+            server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), logs or HttpLogs()))
             if on_ready is not None:
                 on_ready(engine, stop)
             with set_apart():
@@ -259,8 +265,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, logs: HttpLogs) -> uvicorn.Config:
     logging.getLogger("uvicorn.access").addFilter(_SHORT_URLS)  # a filter that is there is not added again
+    logs.apply()
     return uvicorn.Config(
         app,
         http=Connection,
@@ -269,8 +276,10 @@ def _uvicorn_config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=access_log,
+        access_log=logs.access,
+        log_level=logs.level,
         server_header=False,
+        proxy_headers=False,  # who asks is who is connected, whatever a header claims
     )
 
 
@@ -289,7 +298,8 @@ async def _run(
     while not (server.started or serving.done()):
         await asyncio.sleep(_START_CHECK_SECONDS)  # who reads the line may connect at once
     if announce and server.started:
-        print(f"pagerunner serves at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"pagerunner serves at {url}\nIts page is {url}/ui, and its API is described at {url}/docs", flush=True)
     await stop.wait(stop.asked, serving)
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)

@@ -204,7 +204,7 @@ class EngineCore:
 
     def prepare_sleep(self, level: int, mode: str) -> None:
         """Raise now what `sleep` would refuse, and make sure that the weights will outlive it; requests go on."""
-        if not self._enable_sleep_mode:
+        if not self._enable_sleep_mode and level != 0:  # a pause moves no memory
             raise ConfigError("Sleep needs an engine started with enable_sleep_mode=True (--enable-sleep-mode).")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
         self._check_alive()

@@ -292,7 +292,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
     launch = _read_launch()
-    logging.basicConfig(level=launch.log_level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=launch.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.address), daemon=True)
     watcher.start()
     context = zmq.Context(io_threads=1)

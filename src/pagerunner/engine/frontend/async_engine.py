@@ -142,6 +142,11 @@ class AsyncEngine:
         return self._frontend.require_tokenizer()
 
     @property
+    def sleep_level(self) -> int:
+        """The level at which the engine has been put to sleep: 0 only pauses it, -1 is awake."""
+        return self._level
+
+    @property
     def stats(self) -> wire.SchedulerStats:
         """The core's gauges and running totals, at most a moment old."""
         return self._desk.stats

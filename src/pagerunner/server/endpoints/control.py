@@ -8,10 +8,15 @@ from starlette.responses import Response
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.service import Service, json_response
 
-CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache"))
+CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/pause", "/resume"))
 QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
     "/sleep": {"level": ("0", "1", "2"), "mode": ("abort", "wait", "keep")},
     "/wake_up": {"tags": ("weights", "kv_cache")},
+    "/pause": {
+        "mode": ("abort", "wait", "keep"),
+        "wait_for_inflight_requests": ("true", "false"),
+        "clear_cache": ("true", "false"),
+    },
     "/reset_prefix_cache": {"reset_running_requests": ("false",), "reset_external": ("false",)},
 }
 """The parameters of each path, and the values that they take."""
@@ -44,6 +49,35 @@ class Control:
             _check("/wake_up", "tags", tag)
         await self._engine.wake_up(tags or None)
         return Response()
+
+    async def pause(self, request: Request) -> Response:
+        """Stop generating until /resume, and keep all memory. `mode` says what becomes of unfinished requests: abort (the
+        default), wait for them, or keep them where they are. `clear_cache` forgets cached prompts, unless mode is keep.
+        Meanwhile new requests get 503."""
+        _only(request, *QUERIES["/pause"])
+        query = request.query_params
+        values = {name: query.get(name, allowed[0]).lower() for name, allowed in QUERIES["/pause"].items()}
+        for name, value in values.items():
+            _check("/pause", name, value)
+        waits = "wait_for_inflight_requests" in query and values["wait_for_inflight_requests"] == "true"
+        mode = "wait" if waits else values["mode"]  # its older name
+        await self._engine.sleep(0, mode)
+        if mode != "keep" and values["clear_cache"] == "true":
+            await self._engine.reset_prefix_cache()
+        return json_response({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """Go on after /pause. An engine that sleeps is woken by /wake_up."""
+        _only(request)
+        if self._engine.sleep_level > 0:
+            raise InvalidRequestError("The engine sleeps, which /resume doesn't end; use /wake_up.")
+        await self._engine.wake_up()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether the engine is paused, or sleeps."""
+        _only(request)
+        return json_response({"is_paused": await self._engine.is_sleeping()})
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine is parked."""
