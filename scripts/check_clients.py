@@ -60,7 +60,14 @@ litellm.suppress_debug_info = True
 where = {"model": "hosted_vllm/demo", "api_base": sys.argv[1] + "/v1", "api_key": "none"}
 options = {**where, "temperature": 0, "max_tokens": 20}
 question = [{"role": "user", "content": "12 + 30 ="}]
-print("chat:", litellm.completion(messages=question, **options).choices[0].message.content)
+first = litellm.completion(messages=question, **options)
+print("chat:", first.choices[0].message.content)
+talk = [*question, first.choices[0].message, {"role": "user", "content": "12 + 30 ="}]
+print("again:", litellm.completion(messages=talk, **options).choices[0].message.content)
+try:
+    litellm.completion(messages=[{"role": "user", "content": "word " * 9000}], **options)
+except litellm.ContextWindowExceededError as error:
+    print("too long:", error.message)
 chunks = list(litellm.completion(messages=question, stream=True, stream_options={"include_usage": True}, **options))
 print("stream:", "".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
 async def main():
@@ -73,6 +80,49 @@ try:
     litellm.completion(messages=question, best_of=3, **options)
 except litellm.BadRequestError as error:
     print("refused:", error.message)
+"""
+
+AGENTS = """
+import asyncio, sys, agents, openai
+from agents import Agent, ModelSettings, Runner, function_tool
+agents.set_default_openai_client(openai.AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none"), use_for_tracing=False)
+agents.set_tracing_disabled(True)
+@function_tool
+def add(a: int, b: int) -> str:
+    "Add two numbers."
+    print("called:", a, b)
+    return str(a + b)
+settings = ModelSettings(temperature=0, max_tokens=120, tool_choice="required")
+agent = Agent(name="sums", instructions="Add.", tools=[add], model="demo", model_settings=settings)
+async def main():
+    result = await Runner.run(agent, "12 + 30 =")
+    print("items:", [item.type for item in result.new_items], repr(result.final_output))
+    run = Runner.run_streamed(agent, "12 + 30 =")
+    kinds = {event.data.type async for event in run.stream_events() if event.type == "raw_response_event"}
+    print("events:", sorted(kinds))
+    plain = Agent(name="plain", model="demo", model_settings=ModelSettings(temperature=0))
+    print("plain:", (await Runner.run(plain, "12 + 30 =")).final_output)
+asyncio.run(main())
+"""
+
+ANTHROPIC = """
+import sys, anthropic
+client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none")
+options = {"model": "demo", "max_tokens": 60, "messages": [{"role": "user", "content": "12 + 30 ="}]}
+options["extra_body"] = {"temperature": 0}
+print("message:", client.messages.create(**options).content[0].text)
+with client.messages.stream(**options) as stream:
+    print("stream:", "".join(stream.text_stream), stream.get_final_message().stop_reason)
+number = {"type": "integer"}
+schema = {"type": "object", "properties": {"a": number}, "required": ["a"], "additionalProperties": False}
+tools = [{"name": "add", "input_schema": schema}]
+answer = client.messages.create(**options, tools=tools, tool_choice={"type": "tool", "name": "add"})
+print("tool:", answer.stop_reason, answer.content[0].type, answer.content[0].name)
+print("count:", client.messages.count_tokens(model="demo", messages=options["messages"]).input_tokens)
+try:
+    client.messages.create(**{**options, "model": "nobody"})
+except anthropic.NotFoundError as error:
+    print("refused:", error.body["error"]["message"])
 """
 
 TASK = """
@@ -145,7 +195,25 @@ def check_litellm(home: Path, url: str, folder: Path) -> str:
     """The same through litellm's hosted_vllm provider."""
     text = run([str(home / "bin" / "python"), "-c", LITELLM, url], folder)
     patterns = [rf"{kind}: .*12 \+ 30 = 42" for kind in ("chat", "stream", "async", "text")]
-    return expect(text, *patterns, "embeddings: 192", "refused: .*best_of")
+    return expect(text, *patterns, "again: .+", "too long: .*context", "embeddings: 192", "refused: .*best_of")
+
+
+def check_agents(home: Path, url: str, folder: Path) -> str:
+    """openai-agents over its default API, /v1/responses, with a tool that must be called, streamed and not."""
+    text = run([str(home / "bin" / "python"), "-c", AGENTS, url], folder)
+    return expect(
+        text, r"called: \d+ \d+", r"items: .*tool_call_item.*tool_call_output_item.*message_output_item",
+        r"events: .*response.function_call_arguments.delta", r"plain: 12 \+ 30 = 42",
+    )  # fmt: skip
+
+
+def check_anthropic(home: Path, url: str, folder: Path) -> str:
+    """Messages, a stream, a forced tool, a count and a refusal."""
+    text = run([str(home / "bin" / "python"), "-c", ANTHROPIC, url], folder)
+    return expect(
+        text, r"message: 12 \+ 30 = 42", r"stream: 12 \+ 30 = 42 end_turn", r"tool: .* tool_use add", r"count: \d+",
+        "refused: .*does not exist",
+    )  # fmt: skip
 
 
 def check_lm_eval(home: Path, url: str, folder: Path) -> str:
@@ -220,6 +288,8 @@ def check_aiperf(home: Path, url: str, folder: Path) -> str:
 CLIENTS: dict[str, tuple[list[str], Callable[[Path, str, Path], str]]] = {
     "openai": (["openai"], check_openai),
     "litellm": (["litellm"], check_litellm),
+    "openai-agents": (["openai-agents"], check_agents),
+    "anthropic": (["anthropic"], check_anthropic),
     "lm-eval": (["lm_eval[api]"], check_lm_eval),
     "guidellm": (["torch==2.13.0", "guidellm"], check_guidellm),
     "aiperf": (["aiperf"], check_aiperf),
@@ -230,6 +300,7 @@ CLIENTS: dict[str, tuple[list[str], Callable[[Path, str, Path], str]]] = {
 def demo_server(folder: Path) -> Iterator[str]:
     """The URL of a server of the demo model on a free loopback port."""
     words = [sys.executable, "-m", "pagerunner", "serve", "--port", "0", "--served-model-name", NAME, "--quiet"]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     words += ["--num-gpu-blocks-override", "2048", "--pooler-config", '{"pooling_type": "MEAN"}']
     log = (folder / "server.log").open("w", encoding="utf-8")
     with log, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True) as process:

@@ -298,7 +298,7 @@ def test_a_signal_while_loading_stops_at_once(text_side: Path, monkeypatch: pyte
 def test_an_api_key_guards_everything_but_health(text_side: Path) -> None:
     with running_server(EngineArgs(model=str(text_side)), api_keys=["first secret", "zweiter Schlüssel"]) as server:
         assert server.get("/health").status_code == 200
-        paths = ["/v1/models", "/metrics", "/version", "/ping", "/openapi.json", "/nothing", "/health/", "//health"]
+        paths = ["/v1/models", "/metrics", "/version", "/load", "/memory", "/nothing", "/health/", "//health"]
         for path in paths:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first secret"}):
                 response = server.get(path, headers=headers)

@@ -103,10 +103,10 @@ def said(kind: str, pieces: list[str], **options: Any) -> list[tuple[str, str, s
     for number, piece in enumerate(pieces):
         for change in answer.add(reader.read(piece, last=number == len(pieces) - 1)):
             if change.kind == "open":
-                assert change.index == len(blocks)
+                assert change.number == len(blocks)
                 blocks.append([change.block.kind, change.block.name, ""])
             elif change.kind == "grow":
-                assert change.index == len(blocks) - 1 and change.piece
+                assert change.number == len(blocks) - 1 and change.piece
                 blocks[-1][2] += change.piece
     assert blocks == [[block.kind, block.name, block.text] for block in answer.blocks]
     return [(kind, name, text) for kind, name, text in blocks]

@@ -91,6 +91,9 @@ def structured(request: CompletionRequest | ChatRequest) -> StructuredOutputsPar
         raise InvalidRequestError("Give response_format or structured_outputs, not both.", param="response_format")
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True)
+    if form.type == "structural_tag":
+        parts = {"structures": form.structures, "triggers": form.triggers, "format": form.format}
+        return StructuredOutputsParams(structural_tag={name: part for name, part in parts.items() if part is not None})
     if form.json_schema is None or form.json_schema.schema is None:
         raise InvalidRequestError("response_format has no json_schema.schema.", param="response_format")
     return StructuredOutputsParams(json=form.json_schema.schema)

@@ -25,10 +25,11 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What the generated text must be; the names are vLLM's. Exactly one of the first five is given.
+    """What the generated text must be; the names are vLLM's. Exactly one of the first six is given.
 
     `json` is a JSON schema, as an object or as its text. `regex` matches the whole text. `choice` lists texts to choose from.
-    `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. Two fields belong to JSON:
+    `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. `structural_tag`, an object or its text, is free text with parts that follow a schema
+    (engine/structured_output/structural_tag.py). Two fields belong to JSON:
     `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is allowed.
     With `after`, all of that holds for the text behind the first appearance of this text in the output; before it
     everything goes. That is how a reasoning model thinks first. With `begins` too, it is so only if the output begins with that
@@ -43,6 +44,7 @@ class StructuredOutputsParams(
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     after: str | None = None
@@ -50,7 +52,7 @@ class StructuredOutputsParams(
 
     def __post_init__(self) -> None:
         name = "structured_outputs"
-        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
         require(
             len(given) == 1,
@@ -66,6 +68,11 @@ class StructuredOutputsParams(
         require(
             self.json is None or isinstance(self.json, (str, dict)), name, f"has no schema as json: {show(self.json)}."
         )
+        require(
+            self.structural_tag is None or isinstance(self.structural_tag, (str, dict)),
+            name,
+            f"has no structural_tag but {show(self.structural_tag)}.",
+        )
         require(self.after != "", name, "has an empty text as after.")
         require(self.begins is None or self.after is not None, name, "has begins, which needs after.")
         if self.choice is not None:
@@ -74,7 +81,8 @@ class StructuredOutputsParams(
             require(0 < len(self.choice) <= most, name, f"has {len(self.choice)} choices; 1 to {most} are allowed.")
             require(all(isinstance(x, str) and x for x in self.choice), name, "has a choice that is no text, or empty.")
         length = sum(len(x) for x in (self.regex, self.grammar, self.whitespace_pattern, self.after, self.begins) if x)
-        length += sum(map(len, self.choice or ())) + (len(self.json) if isinstance(self.json, str) else 0)
+        length += sum(map(len, self.choice or ()))
+        length += sum(len(text) for text in (self.json, self.structural_tag) if isinstance(text, str))
         most = limits.MAX_GRAMMAR_CHARS
         require(length <= most, name, f"has {length:,} characters; at most {most:,} are allowed.")
 

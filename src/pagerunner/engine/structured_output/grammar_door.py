@@ -129,7 +129,8 @@ class GrammarDoor:
             raise _unusable(str(error)) from None
         most = limits.MAX_GRAMMAR_CHARS
         # As text a schema has been measured already; what else there is beside one is short.
-        if isinstance(wanted.json, dict) and len(line) > most and len(line.decode()) > most:
+        given = wanted.json if wanted.json is not None else wanted.structural_tag
+        if isinstance(given, dict) and len(line) > most and len(line.decode()) > most:
             raise InvalidRequestError(
                 f"structured_outputs has {len(line.decode()):,} characters; at most {most:,} are allowed "
                 f"{limits.knob('MAX_GRAMMAR_CHARS')}.",

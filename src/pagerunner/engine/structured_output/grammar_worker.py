@@ -17,11 +17,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
 from pagerunner.engine.structured_output.grammar import compile_grammar, guide_tokenizer
+from pagerunner.engine.structured_output.structural_tag import structural_tag_grammar
 from pagerunner.types import StructuredOutputsParams
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what llama.cpp's notation has and Lark's hasn't
@@ -71,8 +73,12 @@ class _Child:
         self.said = bytearray()
 
 
-def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """llguidance's text of a grammar, not compiled yet. Raises ValueError, TypeError or RecursionError."""
+def grammar_text(wanted: StructuredOutputsParams, is_special: Callable[[str], bool] = lambda text: False) -> str:
+    """llguidance's text of a grammar, not compiled yet; `is_special` says which texts are special tokens.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is malformed.
+    """
     from llguidance import LLMatcher, grammar_from
 
     if wanted.regex is not None:
@@ -81,6 +87,8 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(x) for x in wanted.choice))
     if wanted.grammar is not None:
         return grammar_from("grammar" if _RULE.search(wanted.grammar) else "lark", wanted.grammar)
+    if wanted.structural_tag is not None:
+        return structural_tag_grammar(wanted.structural_tag, is_special)
     defaults: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
     overrides: dict[str, Any] = {}
     if wanted.whitespace_pattern is not None:
@@ -195,8 +203,13 @@ def _try(tokenizer: Any, order: Order, pipe: int) -> NoReturn:
 
 def _compile(tokenizer: Any, order: Order) -> Reply:
     assert order.wanted is not None
+
+    def is_special(text: str) -> bool:
+        ids = tokenizer.tokenize_str(text, parse_special=True)
+        return len(ids) == 1 and bool(tokenizer.is_special_token(ids[0]))
+
     try:
-        text = grammar_text(order.wanted)
+        text = grammar_text(order.wanted, is_special)
         compile_grammar(tokenizer, text)
         return Reply(order.job, text)
     except MemoryError:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from pagerunner.server.chat.tool_parsers.stream import Arguments, CallEnd, CallStart, Event, StreamParser, Text, Thought
 
 
@@ -49,7 +51,7 @@ class AnswerReader:
     def _shows(self, event: Event) -> bool:
         if isinstance(event, Thought):
             return self._shows_thoughts
-        return isinstance(event, Text) or not (self._one_call and event.index)
+        return isinstance(event, Text) or not (self._one_call and event.number)
 
 
 @dataclass
@@ -67,10 +69,10 @@ class Block:
 
 
 class Change(NamedTuple):
-    """What an event means for block number `index`: it is opened, grows by `piece`, or is closed."""
+    """What an event means for block `number`: it is opened, grows by `piece`, or is closed."""
 
     kind: Literal["open", "grow", "close"]
-    index: int
+    number: int
     block: Block
     piece: str = ""
 
@@ -147,3 +149,12 @@ def _joined(changes: list[Change]) -> list[Change]:
             change = change._replace(piece=joined.pop().piece + change.piece)
         joined.append(change)
     return joined
+
+
+def is_json(text: str) -> bool:
+    """Whether a call's arguments are whole."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

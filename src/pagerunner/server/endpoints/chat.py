@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -159,7 +160,7 @@ class _Shape:
         as_ids = bool(request.return_tokens_as_token_ids)
         return chat_logprobs(output.token_ids, output.logprobs or [], request.top_logprobs or 0, as_ids)
 
-    def _reasoning(self, thoughts: str) -> dict[str, str]:
+    def _reasoning(self, thoughts: str) -> dict[str, Any]:
         return {name: thoughts for name in self._fields if thoughts}
 
 

@@ -137,7 +137,7 @@ class _Message:
             changes += self._answer.add(self._reader.read(output.text, last=output.finish_reason is not None))
         for change in changes:
             if change.kind == "open" and change.block.kind == "call":
-                self._ids[change.index] = f"toolu_{uuid.uuid4().hex}"
+                self._ids[change.number] = f"toolu_{uuid.uuid4().hex}"
         return changes
 
     def whole(self) -> MessagesAnswer:

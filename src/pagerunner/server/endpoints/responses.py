@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError, PagerunnerError
-from pagerunner.server.chat.reader import Answer, Block, Change
+from pagerunner.server.chat.reader import Answer, Block, Change, is_json
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, run_chat
 from pagerunner.server.errors import error_body
 from pagerunner.server.fanout import Indexed, TokenCounter
@@ -235,8 +235,7 @@ class _Response:
 
     def _item(self, index: int, status: str | None = None, *, empty: bool = False) -> Item:
         block = self._answer.blocks[index]
-        last = index == len(self._answer.blocks) - 1
-        status = status or ("incomplete" if last and self._finish_reason != "stop" else "completed")
+        status = status or ("incomplete" if self._is_cut(index, block) else "completed")
         own, call_id = self._ids[index]
         text = "" if empty else block.text
         if block.kind == "call":
@@ -244,6 +243,12 @@ class _Response:
         if block.kind == "reasoning":
             return ReasoningItem(id=own, status=status, content=[] if empty else [ReasoningText(text=text)])
         return OutputMessage(id=own, status=status, content=[] if empty else [self._part(block, index)])
+
+    def _is_cut(self, index: int, block: Block) -> bool:
+        """Whether the end of the answer came before the end of an item. A call ends where its arguments are whole."""
+        if block.kind == "call":
+            return not is_json(block.text)
+        return index == len(self._answer.blocks) - 1 and self._finish_reason != "stop"
 
     def _part(self, block: Block, index: int) -> OutputText:
         first = next(number for number, one in enumerate(self._answer.blocks) if one.kind == "text")

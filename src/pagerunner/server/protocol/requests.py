@@ -34,10 +34,13 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer must be: any "text", a "json_object", or JSON by a "json_schema"."""
+    """What the answer must be: any "text", a "json_object", JSON by a "json_schema", or text with parts in a "structural_tag"."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -36,23 +36,23 @@ class Thought(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """Tool call number `index` begins."""
+    """Tool call `number` begins."""
 
-    index: int
+    number: int
     name: str
 
 
 class Arguments(NamedTuple):
     """A piece of a call's arguments, which together are JSON."""
 
-    index: int
+    number: int
     text: str
 
 
 class CallEnd(NamedTuple):
     """A call has ended, perhaps because the text has: then its arguments are cut."""
 
-    index: int
+    number: int
 
 
 Event = Text | Thought | CallStart | Arguments | CallEnd
