@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "coming-from-vllm.md"
 BEGIN, END = "<!-- begin: made by scripts/vllm_table.py -->", "<!-- end: made by scripts/vllm_table.py -->"
 
 SAME = frozenset(
-    """--allow-credentials --chat-template --config --data-parallel-size --default-chat-template-kwargs --disable-log-stats
+    """--allow-credentials --disable-fastapi-docs --chat-template --config --data-parallel-size --default-chat-template-kwargs --disable-log-stats
     --disable-uvicorn-access-log --download-dir --dtype --enable-auto-tool-choice --enable-chunked-prefill
     --enable-force-include-usage --enable-log-requests --enable-prefix-caching --enable-server-load-tracking --enable-sleep-mode
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
@@ -107,10 +107,16 @@ def lines() -> Iterator[str]:
     yield ""
     yield "### Flags that are passed over"
     yield ""
-    yield "They ask for what is always so, or have a value with which they ask for nothing:"
+    yield (
+        "They ask for what is always so, or have a value with which they ask for nothing; so does `--no-` before any that is "
+        "refused. `--trust-remote-code` is passed over with a warning: no code of a checkpoint is run."
+    )
     yield ""
     neutral = [f"`{flag} {value}`" for flag, values in vllm_flags.NEUTRAL.items() for value in sorted(values)]
-    yield ", ".join([f"`{flag}`" for flag in sorted(vllm_flags.ALWAYS)] + sorted(neutral)) + "."
+    yield (
+        ", ".join([f"`{flag}`" for flag in sorted(vllm_flags.ALWAYS | vllm_flags.WARNED.keys())] + sorted(neutral))
+        + "."
+    )
     yield ""
     yield "### Flags that are refused"
     yield ""

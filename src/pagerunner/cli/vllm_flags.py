@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
 }
 _ONE = {"1"}
 _NOTHING = {"0", "0.0"}
-_EMPTY = {"{}", "", "null"}
+_EMPTY = {"{}"}
 NEUTRAL: dict[str, set[str]] = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--api-server-count"), _ONE),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
@@ -61,9 +61,9 @@ NEUTRAL: dict[str, set[str]] = {
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
     **dict.fromkeys(("--cpu-offload-gb", "--swap-space", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
     **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),
-    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs", "--hf-overrides"), _EMPTY),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs"), _EMPTY),
     **dict.fromkeys(("--override-generation-config", "--model-loader-extra-config", "--compilation-config"), _EMPTY),
-    **dict.fromkeys(("--default-chat-template-kwargs", "--root-path", "--tool-server", "--lora-modules"), _EMPTY),
+    "--default-chat-template-kwargs": _EMPTY,
     **dict.fromkeys(("--mamba-cache-dtype", "--mamba-ssm-cache-dtype", "--lora-dtype"), {"auto"}),
     "--tokenizer-mode": {"auto", "hf"},
     "--config-format": {"auto", "hf"},
