@@ -27,6 +27,9 @@ BOTH = Keys(api=("client",), admin=("root",))
 CONTROL = {"/memory", "/ui/live", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"}
 
 
+PUBLIC = ("/health", "/ping", "/", "/docs", "/redoc", "/openapi.json")
+
+
 class NoEngine:
     """Healthy, and nothing else: what gets as far as asking it for more is answered with 500."""
 
@@ -64,7 +67,7 @@ def test_every_route_but_health_asks_for_a_key_and_control_routes_for_the_admin_
     assert len(walked) > 9
     for method, path in walked:
         access = access_of(app, {"type": "http", "path": path, "method": method, "root_path": "", "headers": []})
-        assert (access is Access.PUBLIC) == (path == "/health" or path in FILE_PATHS), path
+        assert (access is Access.PUBLIC) == (path in PUBLIC or path in FILE_PATHS), path
         if path in CONTROL:
             assert access is Access.ADMIN
         if access is Access.PUBLIC:

@@ -64,6 +64,8 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
+        if self.sleep_level == 0:
+            raise EngineSleepingError("The engine is paused; wake_up, or POST /resume, lets it go on.")
         if self.is_sleeping:
             raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
         self._check_ids(request)

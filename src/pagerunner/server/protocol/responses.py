@@ -258,30 +258,27 @@ class ReasoningText(msgspec.Struct, kw_only=True):
     text: str
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """What the model says."""
 
-    type: str = "message"
     id: str
     status: str
     role: str = "assistant"
     content: list[OutputText]
 
 
-class ReasoningItem(msgspec.Struct, kw_only=True):
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
     """What the model thinks."""
 
-    type: str = "reasoning"
     id: str
     status: str
     summary: list[Any] = []
     content: list[ReasoningText]
 
 
-class FunctionCallItem(msgspec.Struct, kw_only=True):
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A call that the model makes."""
 
-    type: str = "function_call"
     id: str
     status: str
     call_id: str
