@@ -127,7 +127,7 @@ def messages(server: RunningServer, text: str, choice: str, limit: int, stream: 
 def test_streams_and_whole_answers_are_the_same_wherever_they_are_cut(setting: tuple[RunningServer, str, str]) -> None:
     server, text, choice = setting
     length = len(server.engine.tokenizer.encode(text, add_special_tokens=False))
-    for limit in (*range(1, length, 7), length, length + 1):
+    for limit in (*range(1, length, length // 6), length, length + 1):
         whole = chat(server, text, choice, limit, False)
         assert chat(server, text, choice, limit, True) == whole
         reasoning, content, calls, reason = whole
