@@ -22,7 +22,7 @@ from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
 from pagerunner.server.http import EventStream, unless_gone
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
-from pagerunner.types import Pooling, RequestOutput, SamplingParams, show
+from pagerunner.types import Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
