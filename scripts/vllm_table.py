@@ -33,7 +33,7 @@ SAME = frozenset(
     --disable-access-log-for-endpoints --response-role --chat-template-content-format --code-revision
     --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
 )
-"""Flags with vLLM's name and meaning; some are listed before they are here."""
+"""Flags with vLLM's name and meaning, those that this parser may yet get included."""
 
 DIFFERS = {
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
@@ -41,7 +41,7 @@ DIFFERS = {
     "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",
     "--tool-call-parser": "four parsers, see [Tools](server.md#tools)",
     "--reasoning-parser": "three parsers, see [Reasoning](server.md#reasoning)",
-    "--tokenizer": "a directory",
+    "--tokenizer": "a directory or a hub name with `tokenizer.json`; other kinds of tokenizer are not read",
     "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
     "--gpu-memory-utilization": "the share of the whole card that the engine takes in all, measured at start; on a CPU of the available memory",
     "--num-gpu-blocks-override": "pages of the largest memory group; other groups get their share beside it",
