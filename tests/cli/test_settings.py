@@ -151,7 +151,6 @@ def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
     [
         (("-tp", "2"), "-tp is vLLM's flag for several devices"),
         (("--tensor_parallel_size=2",), "--tensor-parallel-size is vLLM's flag for several devices"),
-        (("--trust-remote-code",), "the families it supports need none"),
         (("--enable-lora",), "for LoRA, which pagerunner doesn't have; leave it out."),
         (("--swap-space",), "offloading"),
         (("--max-model-length", "5"), "did you mean --max-model-len?"),

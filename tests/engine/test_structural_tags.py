@@ -86,10 +86,11 @@ def test_a_random_model_keeps_to_it(tmp_path: Path) -> None:
     tag = {"triggers": ["<"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
     tokenizer = llm.get_tokenizer()
     mark = tokenizer.encode("<", add_special_tokens=False)[-1]
+    blank = {token: -100.0 for token in range(500) if not tokenizer.decode([token]).strip()}  # JSON allows it anywhere
     params = SamplingParams(
         max_tokens=60,
         temperature=0,
-        logit_bias={mark: 100},
+        logit_bias={mark: 100, **blank},
         structured_outputs=StructuredOutputsParams(structural_tag=tag),
     )
     [output] = llm.generate(["Weather?"], params)

@@ -225,7 +225,7 @@ def test_fields_that_change_nothing_are_accepted(server: RunningServer) -> None:
         model=MODEL,
         messages=[*MESSAGES, {"role": "assistant", "content": "hi", "refusal": None}, {"role": "user", "content": "a"}],
         max_tokens=1,
-        store=True,
+        store=False,
         metadata={"a": "b"},
         extra_body=neutral,
     )
