@@ -25,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 KERNEL_TESTS = [
-    f"tests/gpu/test_{name}.py" for name in ("dense_kernels", "paged_attention", "latent", "recurrent", "step")
+    f"tests/gpu/test_{name}.py"
+    for name in ("dense_kernels", "sampling", "paged_attention", "latent", "recurrent", "step")
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
 WORKLOADS = ("decode1", "decode64", "prefill8k", "prefix2k", "mixed256")
@@ -88,6 +89,7 @@ def steps() -> dict[str, Step]:
             90,
             26,
         )
+    found["sampling"] = Step(script("bench_sampling.py"), 240, 24)
     found["host"] = Step(script("time_steps.py", "--shape", "0.6B", "--batches", "1,64,256"), 60, 4)
     outside_graphs = ("-k", "not graph and not dependent_launches")  # where memory of torch's cache is needed
     found["memcheck"] = Step((*sanitizer, PYTHON, *alone, *outside_graphs, *KERNEL_TESTS), 560, 12)
