@@ -15,13 +15,14 @@ from pagerunner import limits
 from pagerunner.config import engine_args
 from pagerunner.engine.core.core import SleepMode
 from pagerunner.engine.core.garbage import seldom_collected
+from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.frontend.frontend import build_frontend
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
-from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.errors import ConfigError, InvalidRequestError, RequestFailedError
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
@@ -56,6 +57,9 @@ class LLM:
         self._outputs = self._frontend.outputs
         self._ids = count()
         self._streams: dict[str, deque[RequestOutput]] = {}
+        self._halfway = False  # whether an interrupt has left requests and core halfway through a change
+        self._arriving: list[RequestUpdate] = []  # what `_advance` is at work on
+        self._lost: set[str] = set()  # streams whose outputs an interrupt has left halfway
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -129,7 +133,7 @@ class LLM:
         )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
         with seldom_collected():
-            return self._run(self._submit(items, params, priorities, kind="final_only"), use_tqdm)
+            return self._run(items, params, priorities, use_tqdm, kind="final_only")
 
     def chat(
         self,
@@ -160,8 +164,8 @@ class LLM:
             )
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         with seldom_collected():
-            order = self._submit(items, [POOLING_PARAMS] * len(items), [0] * len(items), pooler.kind)
-            outputs = self._run(order, use_tqdm)
+            params = [POOLING_PARAMS] * len(items)
+            outputs = self._run(items, params, [0] * len(items), use_tqdm, pooling=pooler.kind)
         return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
 
     def stream(
@@ -174,19 +178,24 @@ class LLM:
         Raises:
             InvalidRequestError: on the first `next`, if the prompt or its parameters are bad.
         """
-        [request_id] = self._submit([prompt], [sampling_params or self._frontend.default_sampling_params], [0])
-        arrived = self._streams[request_id] = deque()
+        request_id = str(next(self._ids))
+        arrived: deque[RequestOutput] = deque()
         finished = False
         try:
+            self._submit([request_id], [prompt], [sampling_params or self._frontend.default_sampling_params], [0])
+            self._streams[request_id] = arrived
             while not finished:
+                if request_id in self._lost:
+                    raise RequestFailedError("An interrupt has left the output of this stream halfway; ask again.")
                 if not arrived:
-                    self._advance(self._core.step())
+                    self._step()
                 while arrived:
                     output = arrived.popleft()
                     finished = output.finished
                     yield output
         finally:
-            del self._streams[request_id]
+            self._streams.pop(request_id, None)
+            self._lost.discard(request_id)
             if not finished:
                 self._drop([request_id])
 
@@ -198,15 +207,27 @@ class LLM:
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
-        self._advance(self._core.sleep(level, mode))
+        with self._whole():
+            pass  # an interrupt of the last call is made good before anything is asked of the core
+        self._core.prepare_sleep(level, mode)  # which may wait, and can be interrupted
+        while mode == "wait" and self._core.has_work:
+            self._step()
+        with self._whole():
+            try:
+                self._advance(self._core.sleep(level, mode))
+            finally:
+                self._advance(self._core.take_unreported())
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None)."""
+        with self._whole():
+            pass
         self._core.wake_up(tags)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. Returns False when some belong to running requests."""
-        return self._core.reset_prefix_cache()
+        with self._whole():
+            return self._core.reset_prefix_cache()
 
     def _render(self, messages: Sequence[Message], **options: Any) -> Prompt:
         tokenizer = self.get_tokenizer()
@@ -223,63 +244,116 @@ class LLM:
 
     def _submit(
         self,
+        request_ids: Sequence[str],
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         pooling: Pooling | None = None,
         kind: OutputKind | None = None,
-    ) -> list[str]:
-        """Queue every prompt or none; returns the request ids in order."""
-        batches = []
-        for prompt, one_params, one_priority in zip(prompts, params, priorities, strict=True):
-            request_id = str(next(self._ids))
-            process = self._frontend.inputs.process
-            batches.append((request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling)))
-        added: list[str] = []
-        try:
+    ) -> None:
+        """Queue every prompt or none. If it raises, the caller drops them."""
+        process = self._frontend.inputs.process
+        batches = [
+            (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling))
+            for request_id, prompt, one_params, one_priority in zip(
+                request_ids, prompts, params, priorities, strict=True
+            )
+        ]
+        with self._whole():
             for request_id, prompt, requests in batches:
                 text = prompt if isinstance(prompt, str) else prompt.get("prompt")
                 self._outputs.add(request_id, text, requests, kind)
-                added.append(request_id)
                 for request in requests:
                     self._core.add(request)
-        except BaseException:
-            self._drop(added)
-            raise
-        return added
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self._core.abort(self._outputs.abort(request_id))
+        with self._whole():
+            for request_id in request_ids:
+                self._core.abort(self._outputs.abort(request_id))
 
-    def _run(self, order: list[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _step(self) -> list[RequestOutput]:
+        """One step of the core, and what it means for the requests; returns the outputs that no stream waits for."""
+        with self._whole():
+            return self._advance(self._core.step())
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around whatever changes the requests, here and in the core: they agree before and after it.
+
+        A Ctrl-C is put off until the end. An interrupt that can't be (a second one, or one raised by other means) leaves
+        the work halfway; whoever comes next puts it right first. Only requests of streams outlive that.
+        """
+        with HeldInterrupts():
+            if self._halfway:
+                self._recover()
+            self._halfway = True
+            try:
+                yield
+            except Exception:
+                self._halfway = False  # a refusal, or the core is dead and says so
+                raise
+            self._halfway = False
+
+    def _recover(self) -> None:
+        """Put right what an interrupt has left halfway: streams go on, other requests are gone."""
+        arriving = {update.request_id for update in self._arriving}
+        for request_id in self._outputs.request_ids:
+            if request_id not in self._streams:
+                self._outputs.abort(request_id)
+        going_on = []
+        for request_id, arrived in self._streams.items():
+            sequences = self._outputs.unfinished(request_id)
+            if sequences and arriving.isdisjoint(self._outputs.sequences(request_id)):
+                going_on += sequences
+            elif not (arrived and arrived[-1].finished):
+                self._lost.add(request_id)  # nobody can tell how far its text has come
+        self._core.recover(going_on)
+        self._arriving = []
+        self._halfway = False
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        use_tqdm: bool,
+        pooling: Pooling | None = None,
+        kind: OutputKind | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends; whatever ends it earlier, an interrupt included, ends the requests too."""
+        order = [str(next(self._ids)) for _ in prompts]
+        with tqdm(total=len(order), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            try:
+                self._submit(order, prompts, params, priorities, pooling, kind)
+                return self._outputs_of(order, bar)
+            except BaseException:
+                self._drop(order)
+                raise
+
+    def _outputs_of(self, order: list[str], bar: tqdm) -> list[RequestOutput]:  # type: ignore[type-arg]
         done: dict[str, RequestOutput] = {}
-        bar = tqdm(total=len(order), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        waiting = set(order)
         generated = 0
-        try:
-            while len(done) < len(order):
-                outputs = self._advance(self._core.step())
-                for output in outputs:
-                    if output.finished:
-                        done[output.request_id] = output
-                        generated += sum(len(one.token_ids) for one in output.outputs)
-                        rate = generated / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"output: {rate:.1f} tok/s", refresh=False)
-                        bar.update()
-        except BaseException:
-            self._drop([request_id for request_id in order if request_id not in done])
-            raise
-        finally:
-            bar.close()
+        while waiting:
+            for output in self._step():
+                if output.finished and output.request_id in waiting:
+                    waiting.remove(output.request_id)
+                    done[output.request_id] = output
+                    generated += sum(len(one.token_ids) for one in output.outputs)
+                    rate = generated / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"output: {rate:.1f} tok/s", refresh=False)
+                    bar.update()
         return [done[request_id] for request_id in order]
 
     def _advance(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
+        self._arriving = updates
         outputs, stopped = self._outputs.process(updates)
         if stopped:
             self._core.abort(stopped)
         rest: list[RequestOutput] = []
         for output in outputs:  # a suspended stream's outputs wait for it while another call runs the engine
             self._streams.get(output.request_id, rest).append(output)
+        self._arriving = []
         return rest
 
 

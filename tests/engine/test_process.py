@@ -229,6 +229,30 @@ def test_a_sleep_that_must_be_refused_doesnt_wait_for_requests(monkeypatch: pyte
     asyncio.run(main())
 
 
+def test_a_sleep_or_wake_that_fails_in_any_way_is_answered_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01, sleeps_to_fail=2, wakes_to_fail=2)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("endless"))
+            for _ in range(2):
+                with pytest.raises(
+                    RequestFailedError, match=r"Sleep has failed \(OSError.*no memory to lock.*tried again"
+                ):
+                    await client.call(lambda call_id: wire.Sleep(call_id, 1, "abort"))
+            await frontend.until(lambda: frontend.finished("endless"))  # its reader hears what the failed sleep did
+            await client.call(lambda call_id: wire.Sleep(call_id, 1, "abort"))
+            for _ in range(2):
+                with pytest.raises(RequestFailedError, match=r"WakeUp has failed \(OSError.*no memory to map"):
+                    await client.call(lambda call_id: wire.WakeUp(call_id, None))
+            await client.call(lambda call_id: wire.WakeUp(call_id, None))
+            client.send(add(request("next", [5], max_tokens=2)))
+            await frontend.until(lambda: frontend.finished("next"))
+
+    asyncio.run(main())
+
+
 def test_abort_ends_a_running_request(monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, step_seconds=0.01)
 

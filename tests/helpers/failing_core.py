@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
@@ -69,9 +70,8 @@ def _has(plan: StepPlan, token: int) -> bool:
 def build(args: EngineArgs) -> EngineCore:
     """A core for `args.model`, of which only config.json is read."""
     resolved = resolve(args, 256 * 2**20)
-    scheduler = build_scheduler(resolved.config, resolved.plan)
     return EngineCore(
-        scheduler,
+        partial(build_scheduler, resolved.config, resolved.plan),
         FailingExecutor(),
         resolved.plan,
         vocab_size=resolved.model.vocab_size,

@@ -40,6 +40,8 @@ class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     start: str = "ok"
     load_seconds: float = 0.0
+    sleeps_to_fail: int = 0
+    wakes_to_fail: int = 0
     step_seconds: float = 0.0
     max_model_len: int = 2048
     num_pages: int = 1024
@@ -57,6 +59,9 @@ class FakeCore:
         self._queries = self._hits = 0
         self._level: int | None = None
         self._steps = 0
+        self._sleeps_to_fail = options.sleeps_to_fail
+        self._wakes_to_fail = options.wakes_to_fail
+        self._unreported: list[RequestUpdate] = []
         self.startup = StartUp({"weights": 1.5, "capture": 0.5}, {"graphs": 4096, "free": 2**30})
         self.memory_plan = plan_memory(
             [FullKV(num_kv_heads=1, head_dim=16, dtype="float32")],
@@ -192,9 +197,20 @@ class FakeCore:
         while mode == "wait" and self._requests:
             updates += self.step()
         self._level = level
+        if self._sleeps_to_fail:
+            self._sleeps_to_fail -= 1
+            self._unreported = updates
+            raise OSError("the fake host has no memory to lock")
+        return updates
+
+    def take_unreported(self) -> list[RequestUpdate]:
+        updates, self._unreported = self._unreported, []
         return updates
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        if self._wakes_to_fail:
+            self._wakes_to_fail -= 1
+            raise OSError("the fake device has no memory to map")
         self._level = None
 
     def memory_state(self) -> MemoryState:

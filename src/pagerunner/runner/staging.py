@@ -124,24 +124,18 @@ class _Buffers:
         self._device = device
         self._depth = depth if device.type == "cuda" else 1
         self._next = 0
-        self._size = 0
         self._grow(FIRST_SIZE)
 
     def _grow(self, size: int) -> None:
         """Larger buffers; those that copies still read are kept by their tensors until the copies are done."""
-        self._size = size
-        self._hosts: list[torch.Tensor] = []
-        self._events: list[torch.cuda.Event] = []
+        cuda = self._device.type == "cuda"
         with torch.inference_mode(False):
-            for _ in range(self._depth):
-                cuda = self._device.type == "cuda"
-                self._hosts.append(torch.empty(size, dtype=torch.int64, pin_memory=cuda))
-                if cuda:
-                    self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            self._there = self._hosts[0]
-            if self._device.type == "cuda":
-                self._there = torch.empty(size, dtype=torch.int64, device=self._device)
-        self._arrays = [host.numpy() for host in self._hosts]
+            hosts = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(self._depth)]
+            events = [torch.cuda.Event() for _ in hosts] if cuda else []  # type: ignore[no-untyped-call]
+            there = torch.empty(size, dtype=torch.int64, device=self._device) if cuda else hosts[0]
+        self._hosts, self._events, self._there = hosts, events, there
+        self._arrays = [host.numpy() for host in hosts]
+        self._size = size  # last: an interrupt before it lets the next step grow again
 
     def take(self, size: int) -> np.ndarray:
         """A host buffer of at least `size` integers; waits where the copy of its last use isn't done."""

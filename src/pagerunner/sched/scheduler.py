@@ -18,7 +18,7 @@ import msgspec
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
-from pagerunner.memory.manager import KVManager
+from pagerunner.memory.manager import COUNTS, KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
 from pagerunner.sched.guide import MakeGuide
@@ -127,6 +127,32 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
+
+    def resume(self, request: EngineRequest, output: list[int]) -> None:
+        """Queue a request that goes on after `output`, the tokens that an earlier scheduler has reported of it."""
+        self.add(request)
+        if not output:
+            return
+        sequence = self._sequences[request.request_id]
+        sequence.tokens += output
+        sequence.reported = True
+        sequence.cached_tokens = 0  # its look into the prefix index was counted
+        if (guide := sequence.guide) is not None:
+            while not guide.ready:
+                guide.wait(1.0)
+            if guide.error is None:
+                guide.advance(output)
+
+    def count_on(self, earlier: Scheduler) -> None:
+        """Go on with the counts of an earlier scheduler, which this one takes the place of."""
+        self._arrivals = earlier._arrivals
+        self._steps = earlier._steps
+        self._preemptions = earlier._preemptions
+        self._prompt_tokens = earlier._prompt_tokens
+        self._generated = earlier._generated
+        for name in COUNTS:
+            setattr(self.manager, name, getattr(earlier.manager, name))
+        self.manager.pool.evictions = earlier.manager.pool.evictions
 
     def abort(self, request_ids: list[str]) -> list[RequestUpdate]:
         """End requests at once, whatever they are doing. Ids that are unknown or finished are passed over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,7 +33,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        make_scheduler: Callable[[], Scheduler],
         executor: Executor,
         memory_plan: MemoryPlan,
         *,
@@ -42,7 +42,8 @@ class EngineCore:
         enable_sleep_mode: bool,
         startup: StartUp | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._make_scheduler = make_scheduler
+        self._scheduler = make_scheduler()
         self._executor = executor
         self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
@@ -50,6 +51,7 @@ class EngineCore:
         self._death: str | None = None
         self._checked_ids: tuple[object, object, object] = (None, None, None)  # of the last request
         self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
+        self._unreported: list[RequestUpdate] = []
         self._step_log = StepLog()
         self.memory_plan = memory_plan
         self.startup = startup if startup is not None else StartUp()
@@ -97,6 +99,20 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
         return self._scheduler.abort(list(request_ids))
+
+    def recover(self, running: Iterable[tuple[EngineRequest, list[int]]]) -> None:
+        """Begin anew after a call that an interrupt (KeyboardInterrupt, or another one that isn't an Exception) left halfway.
+
+        The books of requests and pages may contradict each other then, so they are made again: every page is free, and
+        what was cached is forgotten. `running` are the requests that go on, each after the output tokens it has reported.
+        Others are gone. Steps that were launched run to their end on the device, before any new one.
+        """
+        scheduler = self._make_scheduler()
+        scheduler.count_on(self._scheduler)
+        for request, output in running:
+            scheduler.resume(request, output)
+        self._in_flight.clear()
+        self._scheduler = scheduler
 
     @property
     def has_work(self) -> bool:
@@ -220,20 +236,31 @@ class EngineCore:
         pages are freed.
 
         Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
+        Freeing memory may fail in other ways. The engine then counts as asleep; `sleep` and `wake_up` can be tried again,
+        and `take_unreported` has the updates that this call would have returned.
         """
         self.prepare_sleep(level, mode)
         updates: list[RequestUpdate] = []
-        if mode == "wait":
-            while self.has_work:
-                updates += self.step()
-        updates += self._drain()
-        if mode == "abort":
-            updates += self._scheduler.abort(self._scheduler.request_ids)
-        elif level > 0:
-            self._scheduler.preempt_all()
-        if level > 0:
-            self._scheduler.reset_prefix_cache()
-        self._executor.sleep(level)
+        try:
+            if mode == "wait":
+                while self.has_work:
+                    updates += self.step()
+            updates += self._drain()
+            if mode == "abort":
+                updates += self._scheduler.abort(self._scheduler.request_ids)
+            elif level > 0:
+                self._scheduler.preempt_all()
+            if level > 0:
+                self._scheduler.reset_prefix_cache()
+            self._executor.sleep(level)
+        except Exception:
+            self._unreported += updates
+            raise
+        return updates
+
+    def take_unreported(self) -> list[RequestUpdate]:
+        """The updates that a `sleep` which failed has caused; each is given once."""
+        updates, self._unreported = self._unreported, []
         return updates
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -72,6 +72,9 @@ class Core(Protocol):
     def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
         """Park the engine."""
 
+    def take_unreported(self) -> list[RequestUpdate]:
+        """What a failed `sleep` has done to requests."""
+
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Go on."""
 
@@ -181,8 +184,8 @@ class CoreLoop:
                 self._core.prepare_sleep(message.level, message.mode)
             except EngineDeadError:
                 raise
-            except PagerunnerError as error:
-                self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
+            except Exception as error:
+                self.send(wire.Reply(message.call_id, error=_call_error(message, error)))
                 return
         elif not self._after_work:
             self._call(message)
@@ -209,8 +212,10 @@ class CoreLoop:
                     return
         except EngineDeadError:  # a step that the call ran has failed
             raise
-        except PagerunnerError as error:
-            self.send(wire.Reply(message.call_id, error=wire.WireError.of(error)))
+        except Exception as error:  # the call has failed, and the engine is what it was: it can be made again
+            if updates := self._core.take_unreported():
+                self._report(updates)
+            self.send(wire.Reply(message.call_id, error=_call_error(message, error)))
         else:
             self.send(wire.Updates(updates, self._core.stats()))
             self.send(wire.Reply(message.call_id, value))
@@ -224,6 +229,16 @@ def _request_error(error: Exception) -> wire.WireError:
         return wire.WireError("InvalidRequestError", str(error), param)
     logger.error("A request could not be added to the engine.", exc_info=error)
     return wire.WireError.of(RequestFailedError(f"The engine could not add the request: {error!r}."))
+
+
+def _call_error(call: wire.Call, error: Exception) -> wire.WireError:
+    if isinstance(error, PagerunnerError):
+        return wire.WireError.of(error)
+    name = type(call).__name__
+    logger.error("%s has failed.", name, exc_info=error)
+    return wire.WireError.of(
+        RequestFailedError(f"{name} has failed ({type(error).__name__}: {error}); it can be tried again.")
+    )
 
 
 def load_factory(path: str) -> Callable[[EngineArgs], Core]:

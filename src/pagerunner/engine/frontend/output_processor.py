@@ -82,8 +82,24 @@ class OutputProcessor:
             return []
         ids = [s.sequence_id for s in request.sequences if s.finish_reason is None]
         for sequence_id in ids:
-            del self._sequences[sequence_id]
+            self._sequences.pop(sequence_id, None)
         return ids
+
+    def unfinished(self, request_id: str) -> list[tuple[EngineRequest, list[int]]]:
+        """The request's sequences that have not ended, each with its output tokens so far. Unknown: none."""
+        request = self._requests.get(request_id)
+        sequences = [] if request is None else request.sequences
+        return [(one.engine_request, one.token_ids) for one in sequences if one.finish_reason is None]
+
+    def sequences(self, request_id: str) -> list[str]:
+        """The ids of all the request's sequences. Unknown: none."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [one.sequence_id for one in request.sequences]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Client requests that have not ended."""
+        return list(self._requests)
 
     @property
     def num_unfinished(self) -> int:
@@ -183,6 +199,7 @@ class _Sequence:
         "changed",
         "cumulative_logprob",
         "detokenizer",
+        "engine_request",
         "finder",
         "finish_reason",
         "index",
@@ -205,6 +222,7 @@ class _Sequence:
         params = engine_request.params
         self.request = request
         self.index = index
+        self.engine_request = engine_request
         self.sequence_id = engine_request.request_id
         self.table = table
         self.token_ids: list[int] = []

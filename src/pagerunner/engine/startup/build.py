@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
     startup = meter.report()
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
-        build_scheduler(config, plan, _make_guides(resolved)),
+        partial(build_scheduler, config, plan, _make_guides(resolved)),
         InlineExecutor(runner, sleeper, DeviceClock.of(torch.device(config.device))),
         plan,
         vocab_size=resolved.model.vocab_size,

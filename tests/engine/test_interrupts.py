@@ -1,0 +1,287 @@
+"""An interrupt, wherever it comes, ends the call it comes in and nothing else: the engine in this process goes on.
+
+Two kinds: real signals at random moments, and a KeyboardInterrupt raised at every line that a step runs, which no signal
+handling can put off. After each, a suspended stream and new requests get exactly their tokens, and every page is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import pagerunner
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_directory
+from pagerunner import LLM, SamplingParams
+from pagerunner.engine.core.interrupts import HeldInterrupts
+from pagerunner.errors import RequestFailedError
+
+SOURCES = str(Path(pagerunner.__file__).parent)
+STATEFUL = tuple(os.path.join(SOURCES, room) for room in ("engine", "llm.py", "memory", "runner", "sched"))
+TEXT_SIDE = tuple(os.path.join(SOURCES, room) for room in ("llm.py", "engine/frontend"))
+PROMPTS = [{"prompt_token_ids": [5 + (number * 7 + index) % 300 for index in range(20)]} for number in range(3)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 11, "top_k": 40, "top_p": 0.95, "presence_penalty": 0.5},
+    "scored": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 1},
+}
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
+    made: dict[str, LLM] = {}
+
+    def engine(family: str) -> LLM:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            if family == "qwen3":
+                directory = make_checkpoint(directory, family, num_hidden_layers=1)
+            else:
+                directory = make_hybrid_directory(directory, family)
+            made[family] = LLM(
+                str(directory),
+                use_tqdm=False,
+                max_model_len=64,
+                max_num_seqs=4,
+                kv_cache_memory_bytes=2**24,
+                max_in_flight=2,
+                poison_fresh_pages=True,
+            )
+        return made[family]
+
+    return engine
+
+
+def params(kind: str, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, **SETTINGS[kind], **more)
+
+
+def generate(llm: LLM, kind: str) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params(kind), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check_empty(llm: LLM) -> None:
+    stats = llm.stats()
+    assert stats.running == stats.waiting == 0
+    assert all(group.pages_in_use == 0 for group in stats.groups)
+    scheduler = llm._core._scheduler
+    scheduler.manager.check_integrity()
+    assert sorted(scheduler._free_slots) == [0, 1, 2, 3]
+    assert llm._outputs.num_unfinished == 0
+
+
+@contextmanager
+def interrupted_at(llm: LLM, step: int, line: int, rooms: tuple[str, ...]) -> Iterator[list[str]]:
+    """Raise KeyboardInterrupt at the `line`-th line, counted from 0, that the `step`-th step runs in `rooms`.
+
+    Yields a list that gets the lines run, as "file:number".
+    """
+    ran: list[str] = []
+    calls = 0
+    real = llm._step
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(rooms):
+            return None
+        if event == "line":
+            ran.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            if len(ran) == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    def step_traced() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls - 1 != step:
+            return real()
+        sys.settrace(trace)
+        try:
+            return real()
+        finally:
+            sys.settrace(None)
+
+    llm._step = step_traced  # type: ignore[method-assign]
+    try:
+        yield ran
+    finally:
+        sys.settrace(None)
+        del llm._step  # type: ignore[method-assign]
+
+
+def count_lines(llm: LLM, kind: str, step: int, rooms: tuple[str, ...]) -> list[str]:
+    stream = llm.stream(PROMPTS[0], params(kind, output_kind="delta"))
+    next(stream)
+    with interrupted_at(llm, step, -2, rooms) as ran:
+        generate(llm, kind)
+    stream.close()
+    return ran
+
+
+def try_line(llm: LLM, kind: str, step: int, line: int, rooms: tuple[str, ...], expected: list[list[int]]) -> None:
+    stream = llm.stream(PROMPTS[0], params(kind, output_kind="delta"))
+    tokens = list(next(stream).outputs[0].token_ids)
+    with interrupted_at(llm, step, line, rooms) as ran, pytest.raises(KeyboardInterrupt):
+        generate(llm, kind)
+    where = ran[-1]
+    try:
+        rest = list(stream)
+    except RequestFailedError:  # text is made here: how far the stream's has come can't be known, and it says so
+        assert where.startswith(TEXT_SIDE), where
+    else:
+        tokens += [token for output in rest for token in output.outputs[0].token_ids]
+        assert tokens == expected[0], where
+    check_empty(llm)
+    assert generate(llm, kind) == expected, where
+    check_empty(llm)
+
+
+def first_and_last(ran: list[str]) -> list[int]:
+    """Indices of each line's first and last run."""
+    first = {where: index for index, where in reversed(list(enumerate(ran)))}
+    last = {where: index for index, where in enumerate(ran)}
+    return sorted({*first.values(), *last.values()})
+
+
+@pytest.mark.parametrize("step", [0, 2], ids=["prompts", "decode"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "greedy"), ("qwen3", "sampled"), ("qwen3", "scored"), ("qwen3_next", "greedy")]
+)
+def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
+    engines: Callable[[str], LLM], family: str, kind: str, step: int
+) -> None:
+    """Each line's first and last run in the step; with PAGERUNNER_EVERY_LINE=1 in the environment, every run of it."""
+    llm = engines(family)
+    expected = generate(llm, kind)
+    ran = count_lines(llm, kind, step, STATEFUL)
+    assert len(ran) > 300
+    for line in range(len(ran)) if os.environ.get("PAGERUNNER_EVERY_LINE") else first_and_last(ran):
+        try_line(llm, kind, step, line, STATEFUL, expected)
+
+
+def interrupt_soon(interrupt: Callable[[], None], seconds: float) -> threading.Thread:
+    def run() -> None:
+        time.sleep(seconds)
+        interrupt()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def send_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def raise_in_main_thread() -> None:
+    thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("interrupt", [send_ctrl_c, raise_in_main_thread])
+def test_interrupts_at_random_moments(engines: Callable[[str], LLM], interrupt: Callable[[], None], times: int) -> None:
+    llm = engines("qwen3")
+    expected = generate(llm, "sampled")
+    moments = random.Random(7)
+    long = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    interrupted = 0
+    for trial in range(12):
+        held = llm.stream(PROMPTS[0], params("sampled", output_kind="delta"))
+        tokens = list(next(held).outputs[0].token_ids)
+        threads = [interrupt_soon(interrupt, moments.uniform(0.001, 0.06)) for _ in range(times)]
+        try:
+            try:
+                while True:
+                    if trial % 2:
+                        llm.generate(PROMPTS, long, use_tqdm=False)
+                    else:
+                        for _ in llm.stream(PROMPTS[1], long):
+                            pass
+            finally:
+                for thread in threads:
+                    thread.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+        with contextlib.suppress(RequestFailedError):  # it says so when an interrupt came while its text was made
+            tokens += [token for output in held for token in output.outputs[0].token_ids]
+            assert tokens == expected[0]
+        gc.collect()  # generators that the interrupt has left
+        check_empty(llm)
+        assert generate(llm, "sampled") == expected
+    assert interrupted == 12
+
+
+def test_after_ctrl_c_the_prefix_cache_is_what_it_was(engines: Callable[[str], LLM]) -> None:
+    llm = engines("qwen3")
+    prompt = {"prompt_token_ids": list(range(100, 148))}
+    llm.generate(prompt, params("greedy"), use_tqdm=False)
+    thread = interrupt_soon(send_ctrl_c, 0.02)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.generate(PROMPTS, params("greedy"), use_tqdm=False)
+    thread.join()
+    [output] = llm.generate(prompt, params("greedy"), use_tqdm=False)
+    assert output.num_cached_tokens == 32
+
+
+def test_counts_go_on_after_an_interrupt(engines: Callable[[str], LLM]) -> None:
+    llm = engines("qwen3")
+    generate(llm, "greedy")
+    before = llm.stats()
+    with interrupted_at(llm, 1, 100, STATEFUL), pytest.raises(KeyboardInterrupt):
+        generate(llm, "greedy")
+    generate(llm, "greedy")
+    after = llm.stats()
+    for name in ("prefix_queries_total", "prefix_hits_total", "steps_total", "generation_tokens_total"):
+        assert getattr(after, name) > getattr(before, name) or name == "prefix_hits_total"
+    assert after.prefix_hits_total >= before.prefix_hits_total
+
+
+def test_a_held_interrupt_calls_the_handler_that_was_set_at_the_end_and_a_second_one_at_once() -> None:
+    calls: list[str] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append("handler"))
+    try:
+        ours = signal.getsignal(signal.SIGINT)
+        with HeldInterrupts():
+            send_ctrl_c()
+            calls.append("work")
+        assert calls == ["work", "handler"]
+        assert signal.getsignal(signal.SIGINT) is ours
+        with HeldInterrupts():
+            send_ctrl_c()
+            send_ctrl_c()
+            calls.append("more work")
+        assert calls[2:] == ["handler", "more work"]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with HeldInterrupts():
+            send_ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_there_is_nothing_to_hold(engines: Callable[[str], LLM]) -> None:
+    llm = engines("qwen3")
+    expected = generate(llm, "greedy")
+    found: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: found.append(generate(llm, "greedy")))
+    thread.start()
+    thread.join()
+    assert found == [expected]
