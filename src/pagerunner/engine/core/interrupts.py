@@ -25,7 +25,10 @@ class HeldInterrupts:
         if threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and not isinstance(getattr(handler, "__self__", None), HeldInterrupts):
+        left = getattr(handler, "__self__", None)
+        if isinstance(left, HeldInterrupts):  # whose end an interrupt of another kind has cut off
+            handler = left._handler
+        if callable(handler):
             self._handler = handler
             signal.signal(signal.SIGINT, self._note)
 
