@@ -121,6 +121,26 @@ def test_when_the_core_dies_every_client_hears_why_within_a_second(
         assert reason in caplog.text
 
 
+def test_a_server_whose_core_has_died_tells_everybody_and_ends_with_an_exit_status_that_restarts_it(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        [core] = [pid for pid in children if b"engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(core), signal.SIGKILL)
+        start = time.monotonic()
+        reader.join(5)
+        assert "SIGKILL" in str(reader.error)
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503 and "SIGKILL" in health.text
+        assert process.wait(15) == 1
+        assert time.monotonic() - start < 14
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
 def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
     with running_server(EngineArgs(model=str(text_side)), drain_seconds=0.1, stall_seconds=0.3) as server:
         assert server.get("/health").status_code == 200

@@ -42,6 +42,8 @@ _OPEN_FILES = 65_536
 _SHORT_URLS = ShortUrls()
 _START_CHECK_SECONDS = 0.005
 _LAST_WORDS_SECONDS = 10.0
+DEATH_SECONDS = 3.0
+"""How long a server whose core has died answers 503, with the reason, before it ends."""
 
 
 def run_server(
@@ -61,13 +63,14 @@ def run_server(
     core_factory: str = DEFAULT_FACTORY,
     chat: ChatOptions | None = None,
 ) -> int:
-    """Load the model and serve it until SIGINT or SIGTERM; returns the exit status.
+    """Load the model and serve it until SIGINT or SIGTERM; returns the exit status: 0, or 1 when the engine core has died.
 
     With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
     see gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes tool calls and
     reasoning. The first signal stops accepting and lets running
     requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have; clients
-    then have 10 seconds to read it, unless there is a third one.
+    then have 10 seconds to read it, unless there is a third one. When the core dies, every request and /health are answered
+    503 for a moment; then the server ends, for whoever started it to start it again.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
@@ -162,6 +165,7 @@ async def serve(
     core_factory: str = DEFAULT_FACTORY,
     chat: ChatOptions | None = None,
     stall_seconds: float = STALL_SECONDS,
+    death_seconds: float = DEATH_SECONDS,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
     """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
@@ -183,6 +187,7 @@ async def serve(
         if not loading.done():
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            logger.warning("Stopped while the model was loading.")
             return 0
         engine = loading.result()
         try:
@@ -198,10 +203,19 @@ async def serve(
                 on_ready(engine, stop)
             with set_apart():
                 async with logged_stats(metrics, quiet=args.disable_log_stats):
-                    await _run(server, listener, engine, stop, drain_seconds, announce=on_ready is None)
+                    dying = asyncio.create_task(_outlive(engine, death_seconds), name="pagerunner-last-answers")
+                    await _run(server, listener, engine, stop, drain_seconds, dying, announce=on_ready is None)
+                    dying.cancel()
+            return int(dying.done() and not stop.asked.is_set())
         finally:
             await engine.shutdown()
-    return 0
+
+
+async def _outlive(engine: AsyncEngine, seconds: float) -> None:
+    """Return `seconds` after the engine core has died, which is time to tell everybody."""
+    await engine.dead.wait()
+    logger.error("The server ends in %g seconds, with exit status 1: its engine core is dead.", seconds)
+    await asyncio.sleep(seconds)
 
 
 def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
@@ -247,11 +261,11 @@ class StopSignals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    async def wait(self, event: asyncio.Event, task: asyncio.Task[Any], timeout: float | None = None) -> None:
-        """Wait until the event is set, the task is done, or time is up."""
+    async def wait(self, event: asyncio.Event, *tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
+        """Wait until the event is set, a task is done, or time is up."""
         waiting = asyncio.create_task(event.wait())
         try:
-            await asyncio.wait([waiting, task], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
 
@@ -289,9 +303,11 @@ async def _run(
     engine: AsyncEngine,
     stop: StopSignals,
     drain_seconds: float,
+    dying: asyncio.Task[None],
     *,
     announce: bool,
 ) -> None:
+    """Serve until somebody asks it to stop, or `dying` is done."""
     host, port = listener.getsockname()[:2]
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -300,11 +316,11 @@ async def _run(
     if announce and server.started:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"pagerunner serves at {url}\nIts page is {url}/ui, and its API is described at {url}/docs", flush=True)
-    await stop.wait(stop.asked, serving)
+    await stop.wait(stop.asked, serving, dying)
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)
         server.should_exit = True
-        await stop.wait(stop.insisted, serving, drain_seconds)
+        await stop.wait(stop.insisted, serving, timeout=drain_seconds)
     if not serving.done():
         late = None
         if not stop.insisted.is_set():
@@ -314,6 +330,8 @@ async def _run(
             )
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
-        await stop.wait(stop.forced, serving, _LAST_WORDS_SECONDS)  # answers that were made are still being read
+        await stop.wait(
+            stop.forced, serving, timeout=_LAST_WORDS_SECONDS
+        )  # answers that were made are still being read
         server.force_exit = True
     await serving

@@ -49,14 +49,15 @@ class AsyncEngine:
     """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
 
     The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
-    All methods are for the event loop that made the engine.
+    All methods are for the event loop that made the engine. `dead` is set when the core has ended, whatever the reason.
     """
 
     def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
         self._frontend = frontend
         self._observer = observer
         self._desk = OutputDesk(frontend.outputs, observer)
-        self._client = CoreClient(core, receive=self._receive, died=self._desk.fail_all)
+        self._client = CoreClient(core, receive=self._receive, died=self._core_died)
+        self.dead = asyncio.Event()
         self._stall_seconds = stall_seconds
         self._level = -1  # that the core sleeps at
         self._stopped = False
@@ -398,6 +399,10 @@ class AsyncEngine:
 
     def _receive(self, message: wire.FromCore) -> None:
         self._send_abort(self._desk.receive(message))
+
+    def _core_died(self, error: EngineDeadError) -> None:
+        self._desk.fail_all(error)
+        self.dead.set()
 
     def _send_abort(self, sequence_ids: list[str]) -> None:
         if sequence_ids and self._client.death is None:
