@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+import os
+import types
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -78,6 +80,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     kv_cache_metrics_sample: float = 0.0
 
     def __post_init__(self) -> None:
+        self._take_types()
         one_of("dtype", self.dtype, ("auto", "half", "float16", "bfloat16", "float", "float32"))
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPE_NAMES))
@@ -92,13 +95,10 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             "max_in_flight",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         sizes = self.cudagraph_capture_sizes
-        if isinstance(sizes, list):
-            sizes = tuple(sizes)
-            msgspec.structs.force_setattr(self, "cudagraph_capture_sizes", sizes)
-        if sizes is not None and any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
@@ -107,10 +107,63 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         if self.block_size not in (1, 2, 4, 8) and (self.block_size < 16 or self.block_size % 16):
             raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of 16, got {self.block_size}.")
         length = self.max_model_len
-        if not (length is None or length in ("auto", -1) or (isinstance(length, int) and length >= 1)):
+        if isinstance(length, int) and length < 1 and length != -1:
             raise ConfigError(
                 f'max_model_len must be at least 1, or "auto" or -1 for the longest that fits, got {length!r}.'
             )
+
+    def _take_types(self) -> None:
+        """Every field as its declared type. What stands for it unmistakably is converted ("8", 8.0, numpy's 8, a Path);
+        anything else is refused.
+        """
+        for field in msgspec.structs.fields(EngineArgs):
+            value = getattr(self, field.name)
+            taken = _as_type(field.name, value, field.type)
+            if taken is not value:
+                msgspec.structs.force_setattr(self, field.name, taken)
+
+
+_MEANINGS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a mapping",
+    tuple: "a list of whole numbers",
+    types.NoneType: "None",
+}
+
+
+def _as_type(name: str, value: Any, wanted: Any) -> Any:
+    """`value` as the type `wanted`. Raises ConfigError that names the argument, what it may be, and the value."""
+    kinds = get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    plain = _plain(value)
+    if name == "max_model_len":  # the one text that it may be is no number
+        kinds = tuple(kind for kind in kinds if kind is not str)
+        if plain == "auto":
+            return plain
+    try:
+        if isinstance(plain, str) and str not in kinds and plain.lower() == "null":
+            raise msgspec.ValidationError  # which msgspec takes for None
+        return msgspec.convert(plain, Union[kinds], strict=False)  # noqa: UP007 - made of a tuple
+    except (msgspec.ValidationError, OverflowError):
+        meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]
+        meanings += ['"auto"'] if name == "max_model_len" else []
+        raise ConfigError(
+            f"{name} must be {' or '.join(meanings)}, got {value!r} ({type(value).__name__})."
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and names of other libraries as Python's own: numpy's numbers, paths, torch's dtypes."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", ()):
+        return value.item()
+    return value
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
