@@ -145,13 +145,14 @@ def _as_type(name: str, value: Any, wanted: Any) -> Any:
     try:
         if isinstance(plain, str) and str not in kinds and plain.lower() == "null":
             raise msgspec.ValidationError  # which msgspec takes for None
-        return msgspec.convert(plain, Union[kinds], strict=False)  # noqa: UP007 - made of a tuple
-    except (msgspec.ValidationError, OverflowError):
+        taken = msgspec.convert(plain, Union[kinds], strict=False)  # noqa: UP007 - made of a tuple
+        if isinstance(taken, int) and not -(2**63) <= taken < 2**63:
+            raise msgspec.ValidationError  # more than 64 bits
+        return taken
+    except msgspec.ValidationError:
         meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]
         meanings += ['"auto"'] if name == "max_model_len" else []
-        raise ConfigError(
-            f"{name} must be {' or '.join(meanings)}, got {value!r} ({type(value).__name__})."
-        ) from None
+        raise ConfigError(f"{name} must be {' or '.join(meanings)}, got {value!r} ({type(value).__name__}).") from None
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from pagerunner import limits
 from pagerunner.config import engine_args
+from pagerunner.demo import find_model
 from pagerunner.engine.core.core import SleepMode
 from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
@@ -35,7 +36,8 @@ Message = dict[str, Any]
 class LLM:
     """A model loaded and ready to generate.
 
-    Arguments are the fields of `pagerunner.config.EngineArgs`, which are vLLM's.
+    Arguments are the fields of `pagerunner.config.EngineArgs`, which are vLLM's. `model` is a directory, a name on the
+    hub, or a demo model inside the package ("demo", "demo-hybrid").
 
         >>> llm = LLM("Qwen/Qwen3-0.6B", max_model_len="auto")  # or a directory
         >>> [output] = llm.generate("Hello, my name is", SamplingParams(temperature=0))
@@ -48,7 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
-        args = fetch_checkpoint(engine_args(model=str(model), tokenizer=tokenizer, **kwargs), show_progress=use_tqdm)
+        args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
+        args = fetch_checkpoint(args, show_progress=use_tqdm)
         resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)

@@ -163,6 +163,20 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(model: Path) -> No
     with_engine(model, test)
 
 
+@pytest.mark.usefixtures("slow")
+def test_an_id_that_looks_like_a_siblings_is_another_request(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        first = asyncio.create_task(last(engine, "x", "hello", n=2, max_tokens=20))
+        await until(lambda: engine.num_unfinished == 2)
+        for name in ("x_0", "x_1", "x-0", "x-0_0", "x-1_0"):
+            assert (await last(engine, name, "hello", max_tokens=1)).request_id == name
+        output = await first
+        assert output.request_id == "x" and [len(one.token_ids) for one in output.outputs] == [20, 20]
+        assert engine.num_unfinished == 0
+
+    with_engine(model, test)
+
+
 def test_sleep_refuses_and_wake_up_serves_again(model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         await engine.sleep(1)

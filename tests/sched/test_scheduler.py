@@ -10,6 +10,7 @@ from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
+from pagerunner.sched import scheduler as scheduler_module
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
@@ -265,6 +266,25 @@ def test_who_cannot_grow_preempts_the_last_or_the_worst(policy: str, victim: str
         assert bench.output[name] == expected_output(request(name, 40, 40), bench.plan.max_model_len)[0]
     reasons = [update.finish_reason for update in bench.updates if update.finish_reason]
     assert reasons == ["length", "length"]
+
+
+def test_many_preemptions_are_few_lines_that_count_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 50.0
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now)
+    bench = Bench(6)
+    lines = []
+    with caplog.at_level("WARNING", logger="pagerunner.sched.scheduler"):
+        for second in range(30):
+            now = 50.0 + second
+            bench.add(request(f"a{second}", 40, 40), request(f"b{second}", 40, 40))
+            before = len(caplog.records)
+            bench.drain()
+            lines += [second] * (len(caplog.records) - before)
+    assert lines == [0, 10, 20] and bench.scheduler.stats().preemptions_total >= 30
+    since = [int(record.getMessage().split("last such line: ")[1].split(",")[0]) for record in caplog.records]
+    assert since[0] == 1 and min(since[1:]) >= 10
 
 
 def test_a_preemption_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,8 +27,9 @@ from pagerunner.cli.options import (
     positive,
     reported,
 )
-from pagerunner.cli.session import fetched, find_model, note, open_llm, show_progress
+from pagerunner.cli.session import fetched, note, open_llm, show_progress
 from pagerunner.config import DTYPE_BYTES, EngineArgs
+from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 from pagerunner.types import SamplingParams
 

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Sample, Target, arrivals, load, report, series, summarize
 from pagerunner.cli.options import Parser, add_common_options, not_negative, positive, reported
-from pagerunner.cli.session import find_model, note, show_progress
+from pagerunner.cli.session import note, show_progress
+from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}

@@ -20,7 +20,8 @@ from pagerunner.cli.options import (
     parse_bytes,
     reported,
 )
-from pagerunner.cli.session import demo_model_path, find_model, note, one_model
+from pagerunner.cli.session import demo_model_path, note, one_model
+from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 from pagerunner.memory.units import human_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagerunner.cli.options import engine_args
-from pagerunner.demo import demo_names, demo_path
+from pagerunner.demo import demo_names, demo_path, find_model
 from pagerunner.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ def demo_model_path() -> Path:
     if not demo_names():
         raise CheckpointError("the demo model is missing from this installation; name a model with --model.")
     return demo_path()
-
-
-def find_model(model: str) -> tuple[str, str | None]:
-    """The directory of the model that the user named, and the name if it is a demo's; a path that exists comes first."""
-    if model in demo_names() and not Path(model).exists():
-        return str(demo_path(model)), model
-    return model, None
 
 
 def note(namespace: argparse.Namespace, text: str) -> None:

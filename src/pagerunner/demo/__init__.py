@@ -18,3 +18,10 @@ def demo_path(name: str = "demo") -> Path:
     if name not in names:
         raise ValueError(f"unknown demo {name!r}; known demos: {', '.join(names)}")
     return _ROOT / name
+
+
+def find_model(model: str) -> tuple[str, str | None]:
+    """The directory of the model that the user named, and the name if it is a demo's; a path that exists comes first."""
+    if model in demo_names() and not Path(model).exists():
+        return str(demo_path(model)), model
+    return model, None

@@ -188,6 +188,11 @@ class KVManager:
             if not self._rules[group].forgets and not self._rules[group].snapshots:
                 asked = hit  # as in `_find_hit`
 
+    def count_on(self, earlier: KVManager) -> None:
+        """Go on with the counts of an earlier manager of the same plan."""
+        self.hit_counts = earlier.hit_counts
+        self.pool.evictions = earlier.pool.evictions
+
     # -- siblings
 
     def offer(self, grant: Grant, parent_id: str, prompt: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.grant import Grant
-from pagerunner.memory.manager import COUNTS, KVManager
+from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
 from pagerunner.sched.guide import MakeGuide
@@ -40,6 +40,8 @@ from pagerunner.types import (
 )
 
 logger = logging.getLogger(__name__)
+WARN_SECONDS = 10.0
+"""Least time between two lines about preemptions."""
 _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the device sampled; never written to
 
 
@@ -87,6 +89,8 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._preemptions = 0
+        self._warned_at = -WARN_SECONDS
+        self._warned_preemptions = 0
         self._prompt_tokens = 0
         self._generated = 0
         self._last_step_tokens = 0
@@ -147,12 +151,10 @@ class Scheduler:
         """Go on with the counts of an earlier scheduler, which this one takes the place of."""
         self._arrivals = earlier._arrivals
         self._steps = earlier._steps
-        self._preemptions = earlier._preemptions
+        self._preemptions = self._warned_preemptions = earlier._preemptions
         self._prompt_tokens = earlier._prompt_tokens
         self._generated = earlier._generated
-        for name in COUNTS:
-            setattr(self.manager, name, getattr(earlier.manager, name))
-        self.manager.pool.evictions = earlier.manager.pool.evictions
+        self.manager.count_on(earlier.manager)
 
     def abort(self, request_ids: list[str]) -> list[RequestUpdate]:
         """End requests at once, whatever they are doing. Ids that are unknown or finished are passed over."""
@@ -361,18 +363,27 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
         self._preemptions += 1
-        manager = self.manager
+        self._warn_of_preemption(sequence)
+        self._vacate(sequence)
+        self._waiting.put_back(sequence)
+
+    def _warn_of_preemption(self, sequence: Sequence) -> None:
+        """One line at once, and then at most one every WARN_SECONDS, with how many there were since the last."""
+        now = time.monotonic()
+        if now - self._warned_at < WARN_SECONDS:
+            return
         logger.warning(
             "Request %s is preempted: up to %d computed tokens are lost, less what stays in the prefix cache (%d running, "
-            "%d waiting, %.1f%% of the page memory in use).",
+            "%d waiting, %.1f%% of the page memory in use). Preemptions since the last such line: %d, in all: %d.",
             sequence.request_id,
             sequence.scheduled,
             len(self._running),
             len(self._waiting),
-            100 * manager.usage,
+            100 * self.manager.usage,
+            self._preemptions - self._warned_preemptions,
+            self._preemptions,
         )
-        self._vacate(sequence)
-        self._waiting.put_back(sequence)
+        self._warned_at, self._warned_preemptions = now, self._preemptions
 
     def _vacate(self, sequence: Sequence) -> None:
         grant = sequence.grant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -58,6 +59,7 @@ class AsyncEngine:
         self._desk = OutputDesk(frontend.outputs, observer)
         self._client = CoreClient(core, receive=self._receive, died=self._core_died)
         self.dead = asyncio.Event()
+        self._numbers = itertools.count()
         self._stall_seconds = stall_seconds
         self._level = -1  # that the core sleeps at
         self._stopped = False
@@ -185,6 +187,8 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
+        # Siblings' ids are made of it, and must not be what another caller has thought of.
+        own_id = f"{request_id}-{next(self._numbers)}"
         stop = tuple(params.stop or ())
         size = len(text) if isinstance(text, str) else 0
         size += sum(map(len, params.bad_words or ())) + _CHARS_OF_A_STOP_CHAR * sum(map(len, stop))
@@ -192,7 +196,7 @@ class AsyncEngine:
         requests, _held = await self._text_work(
             size,
             lambda: (
-                inputs.process(prompt, params, request_id, priority, cache_salt, pooling=pooling, grammar=grammar),
+                inputs.process(prompt, params, own_id, priority, cache_salt, pooling=pooling, grammar=grammar),
                 automaton(stop) if stop else None,
             ),
         )
