@@ -148,7 +148,8 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the checkpoint's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if one else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self._render(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -333,7 +334,7 @@ class LLM:
                 self._drop(order)
                 raise
 
-    def _outputs_of(self, order: list[str], bar: tqdm) -> list[RequestOutput]:  # type: ignore[type-arg]
+    def _outputs_of(self, order: list[str], bar: tqdm) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         waiting = set(order)
         generated = 0

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 
 from pagerunner import limits
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS
 from pagerunner.engine.core.garbage import set_apart
-from pagerunner.engine.frontend.async_engine import STALL_SECONDS, AsyncEngine
+from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions

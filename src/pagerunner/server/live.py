@@ -17,10 +17,12 @@ import numpy as np
 
 from pagerunner.engine.core.live import LiveState, LiveStep
 from pagerunner.engine.frontend.async_engine import AsyncEngine
-from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import PagerunnerError
+from pagerunner.sched.stats import SchedulerStats
 from pagerunner.server.errors import HttpError
 from pagerunner.server.service import sse
+from pagerunner.types import EngineRequest
 
 PERIOD_SECONDS = 0.2
 COST_SHARE = 0.005
@@ -32,7 +34,7 @@ _PERCENTILES = (0.5, 0.9, 0.99)
 logger = logging.getLogger(__name__)
 
 
-class LatencyTap:
+class LatencyTap(EngineObserver):
     """An EngineObserver in front of another one, which keeps the latest latencies while `open`."""
 
     def __init__(self, inner: EngineObserver) -> None:
@@ -41,8 +43,21 @@ class LatencyTap:
         self.inter_token: deque[float] = deque(maxlen=4_096)
         self._inner = inner
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def on_started(self, request: EngineRequest) -> None:
+        """See EngineObserver."""
+        self._inner.on_started(request)
+
+    def on_dropped(self, request: EngineRequest) -> None:
+        """See EngineObserver."""
+        self._inner.on_dropped(request)
+
+    def on_stats(self, stats: SchedulerStats) -> None:
+        """See EngineObserver."""
+        self._inner.on_stats(stats)
+
+    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
+        """See EngineObserver."""
+        self._inner.on_step(prompt_tokens, cached_tokens, generation_tokens)
 
     def on_first_token(self, seconds: float) -> None:
         """See EngineObserver."""
@@ -55,6 +70,14 @@ class LatencyTap:
         self._inner.on_inter_token(seconds)
         if self.open:
             self.inter_token.append(seconds)
+
+    def on_finished(self, sequence: FinishedSequence) -> None:
+        """See EngineObserver."""
+        self._inner.on_finished(sequence)
+
+    def on_sleep(self, level: int | None) -> None:
+        """See EngineObserver."""
+        self._inner.on_sleep(level)
 
 
 def percentiles(values: deque[float]) -> list[float]:
@@ -166,14 +189,15 @@ class LiveFeed:
         try:
             while not closing.done():
                 if self._state is not None and self._number != seen:
-                    event = self._delta if seen == self._number - 1 else self._as_whole()
+                    event = self._delta if seen == self._number - 1 else self._as_whole(self._state)
                     seen = self._number
                     yield event
                 elif self._failure:
                     yield sse({"error": self._failure})
                     return
                 else:
-                    await asyncio.wait([self._tick, closing], return_when=asyncio.FIRST_COMPLETED)
+                    events: list[asyncio.Future[Any]] = [self._tick, closing]
+                    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         finally:
             closing.cancel()
             self._viewers -= 1
@@ -188,9 +212,9 @@ class LiveFeed:
         try:
             while True:
                 started = clock()
-                self._publish(await self._engine.watch(self._steps[-1].number if self._steps else 0))
-                assert self._state is not None
-                period = max(PERIOD_SECONDS, self._state.cost / COST_SHARE)
+                state = await self._engine.watch(self._steps[-1].number if self._steps else 0)
+                self._publish(state)
+                period = max(PERIOD_SECONDS, state.cost / COST_SHARE)
                 await asyncio.sleep(max(period - clock() + started, PERIOD_SECONDS / 4))
         except PagerunnerError as error:
             self._fail(str(error))
@@ -212,10 +236,9 @@ class LiveFeed:
         self._delta = sse({**frame(state, last), **self._summary, "steps": state.steps}) if last is not None else b""
         self._wake()
 
-    def _as_whole(self) -> bytes:
-        assert self._state is not None
+    def _as_whole(self, state: LiveState) -> bytes:
         if not self._whole:
-            whole = {**frame(self._state, None), **self._summary, "steps": list(self._steps)}
+            whole = {**frame(state, None), **self._summary, "steps": list(self._steps)}
             self._whole = sse({**whole, "plan": self._engine.memory_plan, "can_sleep": self._can_sleep})
         return self._whole
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -86,6 +86,7 @@ _OLDER_NAMES = {
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
+bound_text: Callable[[float], str] = floatToGoString
 _RESIDENCY = {
     "lifetime": "Allocation to eviction of sampled pages.",
     "idle_before_evict": "Last use to eviction of sampled pages.",
@@ -123,7 +124,7 @@ class ResidencyMetrics(Collector):
             family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=tuple(self._values))
             sums = accumulate(counted.counts)
             buckets = [
-                (floatToGoString(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
+                (bound_text(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
             ]
             family.add_metric(tuple(self._values.values()), buckets, counted.total)
             yield family

@@ -26,6 +26,7 @@ import zmq.asyncio
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.live import LiveState
 from pagerunner.errors import EngineDeadError, PagerunnerError
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,13 @@ class CoreClient:
             return await future
         finally:
             del self._calls[call_id]
+
+    async def watch(self, since: int) -> LiveState:
+        """What the core runs and holds, with the steps after `since`. Raises the core's error."""
+        state = await self.call(lambda call_id: wire.Watch(call_id, since))
+        if not isinstance(state, LiveState):
+            raise TypeError(f"the core answers Watch with {type(state).__name__}")
+        return state
 
     def dump_stacks(self) -> None:
         """Make the core print its threads' stacks on standard error."""

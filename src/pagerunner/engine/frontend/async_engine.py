@@ -345,9 +345,7 @@ class AsyncEngine:
 
     async def watch(self, since: int) -> LiveState:
         """What the core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
-        state = await self._client.call(lambda call_id: wire.Watch(call_id, since))
-        assert isinstance(state, LiveState)
-        return state
+        return await self._client.watch(since)
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""

@@ -34,7 +34,7 @@ class ModelConfig(ABC):
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    sampling_defaults: Mapping[str, float]
+    sampling_defaults: Mapping[str, Any]
     quantization: Mapping[str, Any] | None = None
 
     @property

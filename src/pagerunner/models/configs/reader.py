@@ -128,8 +128,9 @@ def _overridden(values: dict[str, Any], overrides: dict[str, Any], where: str) -
         if value is None and name not in values:
             raise ConfigError(f"hf_overrides sets {name} to null, but {where} has no such field.")
         inner = values.get(name)
-        both = isinstance(value, dict) and isinstance(inner, dict)
-        found[name] = _overridden(inner, value, f"{where}: {name}") if both else value
+        if isinstance(value, dict) and isinstance(inner, dict):
+            value = _overridden(inner, value, f"{where}: {name}")
+        found[name] = value
     return found
 
 

@@ -21,7 +21,8 @@ class InlineExecutor:
     def run(self, plan: StepPlan) -> PendingStep:
         """See Executor.run."""
         with self._clock.step():
-            return self._runner.run(plan)
+            pending: PendingStep = self._runner.run(plan)
+        return pending
 
     @property
     def busy_seconds(self) -> float:
