@@ -18,6 +18,7 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
 )
+from pagerunner.threads import settle_threads
 from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ _LAZY = {"LLM": "pagerunner.llm", "AsyncEngine": "pagerunner.engine.frontend.asy
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "LLM":
+        settle_threads()
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

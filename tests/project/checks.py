@@ -19,6 +19,7 @@ LEVELS: dict[str, int] = {
     "types": 0,
     "config": 0,
     "demo": 0,  # files only
+    "threads": 0,
     "memory": 1,
     "sched": 1,
     "batch": 2,

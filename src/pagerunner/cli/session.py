@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pagerunner.cli.options import engine_args
 from pagerunner.demo import demo_names, demo_path, find_model
 from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.threads import settle_threads
 
 if TYPE_CHECKING:
     from pagerunner.config import EngineArgs
@@ -75,6 +76,7 @@ def one_model(namespace: argparse.Namespace) -> str | None:
 
 def open_llm(args: EngineArgs, *, use_tqdm: bool = False) -> LLM:
     """Load a model, with a progress bar if asked; imports torch."""
+    settle_threads()
     from pagerunner.llm import LLM
 
     values: dict[str, Any] = {name: getattr(args, name) for name in args.__struct_fields__}

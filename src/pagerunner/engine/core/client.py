@@ -28,6 +28,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
 from pagerunner.errors import EngineDeadError, PagerunnerError
+from pagerunner.threads import thread_settings
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "pagerunner.engine.core.process"],
         stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **thread_settings(os.environ, reserved=1), "PYTHONPATH": path},  # one core is the server's
     )
     stdin = process.stdin
     if stdin is None:

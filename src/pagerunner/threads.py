@@ -1,0 +1,64 @@
+"""How many OpenMP threads a CPU engine takes, and how they wait for each other; decided before torch is imported.
+
+Left alone, torch takes a thread for each core that it sees and lets them spin for milliseconds. Beside one busy process, or
+with fewer cores than it sees (a container's quota), every operator then waits for a thread that isn't running.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SPINS = "10000"
+"""Turns of GNU OpenMP's waiting loop before a thread sleeps, tens of microseconds; its default is 300,000."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: those it may run on, and no more than its control groups' quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota()))
+
+
+def _quota() -> int:
+    """Whole cores of the tightest quota (cgroup v2) over this process, rounded up; a great many where there is none."""
+    found = sys.maxsize
+    try:
+        line = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        line = "0::/"
+    group = _CGROUPS / line.removeprefix("0::").strip("/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(_CGROUPS):
+            break
+        try:
+            quota, period = (directory / "cpu.max").read_text().split()
+            found = min(found, -(-int(quota) // int(period)))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return found
+
+
+def thread_settings(environ: Mapping[str, str], *, reserved: int) -> dict[str, str]:
+    """Environment variables for a process that will import torch, where the user has set none of their kind.
+
+    `reserved` cores are left to others, as long as two remain.
+    """
+    found: dict[str, str] = {}
+    if not any(name in environ for name in _COUNTS):
+        cores = usable_cores()
+        found["OMP_NUM_THREADS"] = str(max(cores - reserved, min(cores, 2)))
+    if not any(name in environ for name in _WAITS):
+        found["GOMP_SPINCOUNT"] = SPINS
+    return found
+
+
+def settle_threads() -> None:
+    """Set them for this process. Too late once torch is imported: then nothing is changed."""
+    if "torch" not in sys.modules:
+        os.environ.update(thread_settings(os.environ, reserved=0))
