@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import types
 from types import SimpleNamespace
@@ -133,6 +134,16 @@ def test_chat_takes_lines_of_stdin_as_turns_and_keeps_the_history(stand_in, stdi
     ]
 
 
+def test_chat_obeys_commands_of_stdin_and_asks_the_model_nothing_after_quit(stand_in, stdin, capsys, tmp_path):
+    file = tmp_path / "talk.json"
+    stdin(f"/stats\nhello\n/stats\n/save {file}\n/quit\nnever asked\n")
+    assert main(["chat", "--model", "dir"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("There has been no reply yet.\nHELLO \n") and f"2 messages are in {file}." in out
+    assert [message["content"] for message in json.loads(file.read_text())] == ["hello", "HELLO "]
+    assert len(stand_in.made[0].calls) == 1
+
+
 def test_chat_quick_is_one_turn(stand_in, capsys):
     assert main(["chat", "--model", "dir", "--quick", "hi you"]) == 0
     assert capsys.readouterr().out == "HI YOU \n"
@@ -230,6 +241,48 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "drain_seconds": 5.0,
         "otlp_traces_endpoint": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "level"),
+    [([], "", 20), (["--quiet"], "", 30), (["--quiet", "--log-level", "DEBUG"], "", 10), ([], "error", 40)],
+)
+def test_serve_logs_from_the_level_that_a_flag_or_the_environment_says(monkeypatch, words, variable, level):
+    levels = []
+    module = types.ModuleType("pagerunner.server.launch")
+    module.run_server = lambda args, **options: 0
+    monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
+    monkeypatch.setenv("PAGERUNNER_LOG_LEVEL", variable)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: levels.append(options["level"]))
+    assert main(["serve", "dir", *words]) == 0
+    assert levels in ([level], [logging.getLevelName(level)])
+
+
+def test_a_log_level_that_is_none_is_one_sentence(capsys):
+    assert main(["serve", "dir", "--log-level", "loud"]) == 2
+    assert "--log-level" in capsys.readouterr().err
+
+
+def test_serves_help_begins_with_what_most_people_set(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: pagerunner serve [MODEL] [options]\n")
+    titles = [
+        "common options",
+        "model",
+        "memory",
+        "scheduling",
+        "execution",
+        "tools and reasoning",
+        "security",
+        "logging",
+    ]
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    common = text[places[0] : places[1]]
+    assert places[0] == min(places)
+    flags = ("--host", "--port", "--api-key", "--served-model-name", "--dtype", "--max-model-len", "--max-num-seqs")
+    assert all(flag in common for flag in flags)
 
 
 def test_serve_does_not_take_the_last_name_for_the_model(capsys):

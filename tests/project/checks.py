@@ -20,6 +20,7 @@ LEVELS: dict[str, int] = {
     "config": 0,
     "demo": 0,  # files only
     "threads": 0,
+    "logs": 0,
     "memory": 1,
     "sched": 1,
     "batch": 2,

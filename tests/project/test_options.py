@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pagerunner.cli.main import VERBS
-from pagerunner.cli.options import ENGINE_HELP, NO_FLAG, Parser, flag_of
+from pagerunner.cli.options import ENGINE_GROUPS, ENGINE_HELP, NO_FLAG, Parser, flag_of
 from pagerunner.config import EngineArgs
 
 MAX_OPTIONS = 64
@@ -35,3 +35,4 @@ def test_every_engine_argument_has_a_flag_and_a_help_text():
     flags = {flag for verb in VERBS for flag in parser_of(verb).option_names()}
     assert {flag_of(name) for name in fields} <= flags
     assert set(ENGINE_HELP) == fields
+    assert sorted(name for names in ENGINE_GROUPS.values() for name in names) == sorted(fields)

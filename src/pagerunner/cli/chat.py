@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HELP = """/reset (or /clear) forgets the conversation, /save FILE writes it as JSON, /stats says how long the last reply took,
 /quit or Ctrl-D ends it, Ctrl-C stops a reply. A line that ends in a backslash goes on in the next one, and \"\"\" begins
 and ends a message of several lines."""
+QUIT = ("/quit", "/exit")
 _QUOTES = '"""'
 
 
@@ -64,9 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
         note(namespace, HELP)
         _converse(talk)
     else:
-        for line in sys.stdin:
-            if line.strip():
-                _print_reply(talk.reply(line.strip()))
+        _read_lines(talk)
     return 0
 
 
@@ -142,18 +141,35 @@ def _converse(talk: Conversation) -> None:
         except EOFError:
             print()
             return
-        if text in ("/quit", "/exit"):
+        if text in QUIT:
             return
-        if text in ("/clear", "/reset"):
-            talk.clear()
-        elif text == "/stats":
-            print(talk.stats)
-        elif text.startswith("/save "):
-            _save(talk, text.removeprefix("/save ").strip())
-        elif text.startswith("/"):
-            print(HELP)
+        if text.startswith("/"):
+            _obey(talk, text)
         elif text:
             _answer(talk, text)
+
+
+def _read_lines(talk: Conversation) -> None:
+    """A turn or a command for each line of stdin."""
+    for line in sys.stdin:
+        text = line.strip()
+        if text in QUIT:
+            return
+        if text.startswith("/"):
+            _obey(talk, text)
+        elif text:
+            _print_reply(talk.reply(text))
+
+
+def _obey(talk: Conversation, command: str) -> None:
+    if command in ("/clear", "/reset"):
+        talk.clear()
+    elif command == "/stats":
+        print(talk.stats)
+    elif command.startswith("/save "):
+        _save(talk, command.removeprefix("/save ").strip())
+    else:
+        print(HELP)
 
 
 def _read_message() -> str:
@@ -173,6 +189,8 @@ def _save(talk: Conversation, file: str) -> None:
         talk.save(file)
     except OSError as error:
         print(f"The conversation can't be written: {error}.", file=sys.stderr)
+    else:
+        print(f"{len(talk.messages)} messages are in {file}.")
 
 
 def _answer(talk: Conversation, text: str) -> None:

@@ -50,6 +50,38 @@ ENGINE_HELP: dict[str, str] = {
     "disable_log_stats": "log no statistics",
     "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
 }
+# In the order of --help: what most people set, then the rest by what it is about.
+ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
+    "common options": (
+        "served_model_name",
+        "dtype",
+        "max_model_len",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+    ),
+    "model": (
+        "tokenizer",
+        "chat_template",
+        "generation_config",
+        "load_format",
+        "hf_overrides",
+        "pooler_config",
+        "seed",
+    ),
+    "memory": (
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "kv_cache_dtype",
+        "block_size",
+        "enable_prefix_caching",
+        "enable_sleep_mode",
+        "kv_cache_metrics_sample",
+        "poison_fresh_pages",
+    ),
+    "scheduling": ("max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy", "max_in_flight"),
+    "execution": ("device", "attention_backend", "enforce_eager", "cudagraph_capture_sizes"),
+    "logging": ("disable_log_stats",),
+}
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
 BENCH_EXCLUDED: frozenset[str] = frozenset(
@@ -224,10 +256,14 @@ def add_engine_options(
     parser: argparse.ArgumentParser, *, only: Collection[str] | None = None, without: Collection[str] = ()
 ) -> None:
     """A flag for each field of `EngineArgs` but `model`; what isn't given keeps the field's own default."""
-    group = parser.add_argument_group("engine options")
-    for field in msgspec.structs.fields(EngineArgs):
-        if field.name in NO_FLAG or field.name in without or (only is not None and field.name not in only):
-            continue
+    titles = {name: title for title, names in ENGINE_GROUPS.items() for name in names}
+    wanted = {
+        field.name: field
+        for field in msgspec.structs.fields(EngineArgs)
+        if field.name not in NO_FLAG and field.name not in without and (only is None or field.name in only)
+    }
+    for field in sorted(wanted.values(), key=lambda field: list(titles).index(field.name)):
+        group = named_group(parser, titles[field.name])
         default = "" if field.default is None else f" (default: {field.default})"
         text = (ENGINE_HELP[field.name] + default).replace("%", "%%")
         flag = flag_of(field.name)
@@ -236,6 +272,12 @@ def add_engine_options(
         else:
             convert, shown = _converter(field.name, field.type)
             group.add_argument(flag, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
+
+
+def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """The parser's group of options with this title, which is made if there is none yet."""
+    found = [group for group in parser._action_groups if group.title == title]
+    return found[0] if found else parser.add_argument_group(title)
 
 
 def _converter(name: str, annotation: Any) -> tuple[Callable[[str], Any], str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 
-from pagerunner.cli.options import add_common_options, add_engine_options, parse_number, reported
+from pagerunner.cli.options import add_engine_options, named_group, parse_number, reported
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
+from pagerunner.logs import LOG_LEVELS, set_up_logging
 
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -20,38 +20,49 @@ def build_parser() -> ConfiguredParser:
         "model_tag", nargs="?", metavar="MODEL", help="model directory, hub name or a demo's (default: demo)"
     )
     parser.add_argument("--model", help="the same as MODEL")
-    group = parser.add_argument_group("server options")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument(
+    parser.usage = "pagerunner serve [MODEL] [options]"
+    common = named_group(parser, "common options")
+    common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    common.add_argument(
         "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
     key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
-    group.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
-    admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
-    group.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
-    origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
-    group.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
-    drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
-    group.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
-    traces_help = "OTLP collector that gets a span per request, such as http://127.0.0.1:4318/v1/traces"
-    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
+    common.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
-    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
-    logs = parser.add_argument_group("logs and documentation")
+    common.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
+    add_engine_options(parser, without=("served_model_name", "device", "max_in_flight", "poison_fresh_pages"))
+    _add_chat_options(named_group(parser, "tools and reasoning"))
+    security = named_group(parser, "security")
+    admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
+    security.add_argument("--admin-key", action="append", metavar="KEY", help=admin_help)
+    origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
+    security.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
+    server = named_group(parser, "server")
+    drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
+    server.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
+    server.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs, /redoc and /openapi.json")
+    logs = named_group(parser, "logging")
+    level_help = "debug, info, warning or error, of the server and its engine core (default: info)"
+    logs.add_argument("--log-level", type=str.lower, choices=LOG_LEVELS, metavar="LEVEL", help=level_help)
     level_help = "least level of what the HTTP server logs: critical, error, warning, info, debug, trace"
     logs.add_argument("--uvicorn-log-level", choices=_LEVELS, metavar="LEVEL", help=level_help)
     logs.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
     silent_help = "paths without such a line, with commas between: /health,/metrics,/ping"
     logs.add_argument("--disable-access-log-for-endpoints", type=_paths, default=(), metavar="PATHS", help=silent_help)
-    logs.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs, /redoc and /openapi.json")
-    chat = parser.add_argument_group("tools and reasoning")
+    traces_help = "OTLP collector that gets a span per request, such as http://127.0.0.1:4318/v1/traces"
+    logs.add_argument("--otlp-traces-endpoint", metavar="URL", help=traces_help)
+    logs.add_argument("--quiet", action="store_true", help="no notes, no access log, and warnings only")
+    return parser
+
+
+def _add_chat_options(chat: argparse._ArgumentGroup) -> None:
+    chat.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="let the model choose whether to call; needs the parser"
+    )
     chat.add_argument(
         "--tool-call-parser",
         metavar="NAME",
         help="how the model writes calls: hermes, llama3_json, deepseek_v3, openai",
-    )
-    chat.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="let the model choose whether to call; needs the parser"
     )
     chat.add_argument(
         "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, deepseek_r1, openai_gptoss"
@@ -62,9 +73,6 @@ def build_parser() -> ConfiguredParser:
         metavar="NAME",
         help="where answers have it: reasoning, reasoning_content, both (default: %(default)s)",
     )
-    add_engine_options(parser, without=("served_model_name", "device", "max_in_flight", "poison_fresh_pages"))
-    add_common_options(parser)
-    return parser
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -75,8 +83,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"no model is named; if {names[-1]} is it, put it before --served-model-name.")
     del namespace.served_model_name
     args, _ = resolve_model(namespace)
-    level = logging.WARNING if namespace.quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(namespace.log_level or ("warning" if namespace.quiet else "info"))
     from pagerunner.server.chat.options import ChatOptions
     from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import run_server

@@ -30,6 +30,7 @@ from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.core.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
+from pagerunner.logs import set_up_logging
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
@@ -307,7 +308,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
     launch = _read_launch()
-    logging.basicConfig(level=launch.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(launch.log_level)
     watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.address), daemon=True)
     watcher.start()
     context = zmq.Context(io_threads=1)

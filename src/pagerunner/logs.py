@@ -1,0 +1,13 @@
+"""How lines of the log look; the server's process and the engine core's write the same."""
+
+from __future__ import annotations
+
+import logging
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_up_logging(level: str | int) -> None:
+    """Write this process's log to standard error, from `level` on: one of LOG_LEVELS, or logging's own number."""
+    logging.basicConfig(level=level.upper() if isinstance(level, str) else level, format=LOG_FORMAT)
