@@ -1,41 +1,39 @@
-"""What a busy neighbour costs an engine on a CPU, by how its OpenMP threads are counted and how they wait.
+"""What a busy neighbour costs an engine on a CPU, by how its OpenMP threads are counted and how they wait for each other.
 
-    python scripts/bench_neighbour.py --rounds 5
+    python scripts/bench_neighbour.py --rounds 20
 
-Every variant runs in turn within a round, with and without a neighbour: a process of nice 10 that keeps one core busy. The
-medians over the rounds are printed, and each with a neighbour as a share of the same without. Other work on the machine makes
-"without" something else than idle; the load average is printed for that reason.
+Each variant is an engine in a process of its own, loaded once. They take turns: in a round every variant generates for about
+`--seconds` alone, and then beside a process of nice 10 that keeps one core busy. Medians over the rounds are printed, and the
+median of each round's ratio to the first variant. Other work on the machine makes "alone" something else than idle; therefore the
+load average is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+SOURCE = str(Path(__file__).resolve().parents[1] / "src")
+CORES = str(os.cpu_count() or 1)
 VARIANTS: dict[str, dict[str, str]] = {
-    "torch's own": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+    "torch's own": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": CORES},
     "pagerunner's": {},
-    "passive": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": CORES},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-SOURCE = str(Path(__file__).resolve().parents[1] / "src")
 
 
 @contextmanager
-def neighbour(wanted: bool) -> Iterator[None]:
-    """A process that computes all the time, if wanted."""
-    if not wanted:
-        yield
-        return
+def neighbour() -> Iterator[None]:
+    """A process that computes all the time, meanwhile."""
     process = subprocess.Popen(["nice", "-n", "10", sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -44,35 +42,87 @@ def neighbour(wanted: bool) -> Iterator[None]:
         process.wait()
 
 
-def tokens_per_second(variant: str, arguments: list[str]) -> float:
-    """Output tokens per second of one `pagerunner bench throughput`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
-    environment |= {"PYTHONPATH": SOURCE, **VARIANTS[variant]}
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "pagerunner", "bench", "throughput", "--json", *arguments]
-        made = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=directory, check=True)
-    found = json.loads(made.stdout.strip().splitlines()[-1])
-    return float(found["output_tokens_per_second"])
+class Engine:
+    """An engine in a process whose environment is that of a variant."""
+
+    def __init__(self, variant: str, requests: int) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", str(requests)],
+            env={**kept, "PYTHONPATH": SOURCE, **VARIANTS[variant]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.tokens_per_second(0.0)
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Generate for that long, at least once."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def work(requests: int) -> None:
+    """The engine's process: for each line of seconds, a line of tokens per second."""
+    from pagerunner import LLM, SamplingParams
+
+    llm = LLM("demo", use_tqdm=False, max_num_seqs=64, kv_cache_memory_bytes=2**26)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts = [
+        {"prompt_token_ids": [5 + (number * 31 + place) % 200 for place in range(32)]} for number in range(requests)
+    ]
+    for line in sys.stdin:
+        started, tokens = time.perf_counter(), 0
+        while not tokens or time.perf_counter() - started < float(line):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(tokens / (time.perf_counter() - started), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--requests", type=int, default=13)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("arguments", nargs="*", default=[], help="for `pagerunner bench throughput`, after --")
+    parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    arguments = options.arguments or ["--shape", "tiny", "--workload", "W2", "--dtype", "float32"]
-    rates: defaultdict[tuple[str, bool], list[float]] = defaultdict(list)
-    for turn in range(options.rounds):
-        for busy in (False, True):
-            for variant in options.variants:
-                with neighbour(busy):
-                    rates[variant, busy].append(tokens_per_second(variant, arguments))
-        print(f"round {turn + 1}: load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    print(f"{'threads':<14}{'alone':>10}{'neighbour':>12}{'share':>8}")
+    if options.worker:
+        work(options.worker)
+        return
+    rates: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    loads = []
+    with ExitStack() as stack:
+        engines = {variant: Engine(variant, options.requests) for variant in options.variants}
+        for engine in engines.values():
+            stack.callback(engine.close)
+        for _ in range(options.rounds):
+            for variant, engine in engines.items():
+                rates[variant, "alone"].append(engine.tokens_per_second(options.seconds))
+            with neighbour():
+                for variant, engine in engines.items():
+                    rates[variant, "neighbour"].append(engine.tokens_per_second(options.seconds))
+            loads.append(os.getloadavg()[0])
+    print(
+        f"{options.rounds} rounds, load average {min(loads):.1f} to {max(loads):.1f}; tokens/s, and times the first variant's"
+    )
+    first = options.variants[0]
     for variant in options.variants:
-        alone, beside = (statistics.median(rates[variant, busy]) for busy in (False, True))
-        print(f"{variant:<14}{alone:>10.0f}{beside:>12.0f}{beside / alone:>8.2f}")
+        cells = []
+        for where in ("alone", "neighbour"):
+            ratios = [one / other for one, other in zip(rates[variant, where], rates[first, where], strict=True)]
+            cells.append(f"{statistics.median(rates[variant, where]):8.0f} {statistics.median(ratios):6.2f}x")
+        print(
+            f"{variant:<14}"
+            + "   ".join(f"{name} {cell}" for name, cell in zip(("alone", "neighbour"), cells, strict=True))
+        )
 
 
 if __name__ == "__main__":

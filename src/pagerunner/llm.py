@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class LLM:
         self._outputs = self._frontend.outputs
         self._ids = count()
         self._streams: dict[str, deque[RequestOutput]] = {}
+        self._worker = 0  # the thread that is changing them
         self._halfway = False  # whether an interrupt has left requests and core halfway through a change
         self._arriving: list[RequestUpdate] = []  # what `_advance` is at work on
         self._lost: set[str] = set()  # streams whose outputs an interrupt has left halfway
@@ -86,7 +88,8 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges: requests, pages in use, prefix queries and hits, preemptions."""
-        return self._core.stats()
+        with self._whole():
+            return self._core.stats()
 
     def memory_state(self) -> dict[str, Any]:
         """Who holds the page memory now, as plain JSON values.
@@ -94,8 +97,9 @@ class LLM:
         `groups` list each group's slabs and cached pages, `requests` each running request's pages, as runs [first, count]
         of ids; see `memory/ownership.py`. Between calls of `generate` nothing runs; a `stream` may be looked at midway.
         """
-        state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state())
-        return state
+        with self._whole():
+            state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state())
+            return state
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError when it was switched off."""
@@ -284,19 +288,26 @@ class LLM:
     def _whole(self) -> Iterator[None]:
         """Around whatever changes the requests, here and in the core: they agree before and after it.
 
-        A Ctrl-C is put off until the end. An interrupt that can't be (a second one, or one raised by other means) leaves
+        Raises RuntimeError while another thread is at it. A Ctrl-C is put off until the end. An interrupt that can't be (a second one, or one raised by other means) leaves
         the work halfway; whoever comes next puts it right first. Only requests of streams outlive that.
         """
+        thread = threading.get_ident()
+        if self._worker not in (0, thread) and any(one.ident == self._worker for one in threading.enumerate()):
+            raise RuntimeError("An LLM serves one thread at a time, and another one is in a call; use AsyncEngine.")
         with HeldInterrupts():
-            if self._halfway:
-                self._recover()
-            self._halfway = True
+            self._worker = thread
             try:
-                yield
-            except Exception:
-                self._halfway = False  # a refusal, or the core is dead and says so
-                raise
-            self._halfway = False
+                if self._halfway:
+                    self._recover()
+                self._halfway = True
+                try:
+                    yield
+                except Exception:  # a refusal, or the core is dead and says so
+                    self._halfway = False
+                    raise
+                self._halfway = False
+            finally:
+                self._worker = 0
 
     def _recover(self) -> None:
         """Put right what an interrupt has left halfway: streams go on, other requests are gone."""

@@ -282,6 +282,31 @@ def test_a_held_interrupt_calls_the_handler_that_was_set_at_the_end_and_a_second
         signal.signal(signal.SIGINT, before)
 
 
+def test_two_threads_at_once_are_refused_and_the_first_goes_on(engines: Callable[[str], LLM]) -> None:
+    llm = engines("qwen3")
+    expected = generate(llm, "greedy")
+    found: list[list[list[int]]] = []
+    inside, go_on = threading.Event(), threading.Event()
+    run = llm._core._executor.run
+
+    def slow_run(plan: Any) -> Any:
+        inside.set()
+        assert go_on.wait(10)
+        return run(plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._core._executor, "run", slow_run)
+        thread = threading.Thread(target=lambda: found.append(generate(llm, "greedy")))
+        thread.start()
+        assert inside.wait(10)
+        with pytest.raises(RuntimeError, match="one thread at a time"):
+            generate(llm, "greedy")
+        go_on.set()
+        thread.join()
+    assert found == [expected]
+    check_empty(llm)
+
+
 def test_in_another_thread_there_is_nothing_to_hold(engines: Callable[[str], LLM]) -> None:
     llm = engines("qwen3")
     expected = generate(llm, "greedy")
