@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pagerunner import threads as _threads
 from pagerunner.config import EngineArgs
 from pagerunner.errors import (
     CapacityError,
@@ -18,7 +19,6 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
 )
-from pagerunner.threads import settle_threads
 from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "LLM":
-        settle_threads()
+        _threads.settle_threads()
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-SPINS = "10000"
-"""Turns of GNU OpenMP's waiting loop before a thread sleeps, tens of microseconds; its default is 300,000."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -47,14 +45,13 @@ def _quota() -> int:
 def thread_settings(environ: Mapping[str, str], *, reserved: int) -> dict[str, str]:
     """Environment variables for a process that will import torch, where the user has set none of their kind.
 
-    `reserved` cores are left to others, as long as two remain.
+    `reserved` cores are left to others, as long as one remains. Waiting threads sleep instead of spinning.
     """
     found: dict[str, str] = {}
     if not any(name in environ for name in _COUNTS):
-        cores = usable_cores()
-        found["OMP_NUM_THREADS"] = str(max(cores - reserved, min(cores, 2)))
+        found["OMP_NUM_THREADS"] = str(max(usable_cores() - reserved, 1))
     if not any(name in environ for name in _WAITS):
-        found["GOMP_SPINCOUNT"] = SPINS
+        found["OMP_WAIT_POLICY"] = "PASSIVE"
     return found
 
 

@@ -67,6 +67,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
     return engine
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def params(kind: str, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=TOKENS, ignore_eos=True, **SETTINGS[kind], **more)
 

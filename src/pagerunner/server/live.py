@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from pagerunner.engine.core.live import LiveState, LiveStep
+from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import PagerunnerError
-from pagerunner.sched.stats import SchedulerStats
 from pagerunner.server.errors import HttpError
 from pagerunner.server.service import sse
 from pagerunner.types import EngineRequest
