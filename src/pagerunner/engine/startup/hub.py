@@ -111,11 +111,11 @@ def _fetch(
 ) -> Path:
     """The snapshot's directory, with the files that match."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Quiet(tqdm):  # type: ignore[misc]
+    class Quiet(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
     with _said(model, revision, download_dir):
         bar = None if show_progress else Quiet
