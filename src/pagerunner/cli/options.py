@@ -61,6 +61,9 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "model": (
         "tokenizer",
+        "revision",
+        "tokenizer_revision",
+        "download_dir",
         "chat_template",
         "generation_config",
         "load_format",
@@ -79,7 +82,13 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
         "poison_fresh_pages",
     ),
     "scheduling": ("max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy", "max_in_flight"),
-    "execution": ("device", "attention_backend", "enforce_eager", "cudagraph_capture_sizes"),
+    "execution": (
+        "device",
+        "attention_backend",
+        "structured_outputs_config",
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+    ),
     "logging": ("disable_log_stats",),
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
