@@ -64,9 +64,9 @@ def up_to_last_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
             param="continue_final_message",
         )
     end = at + len(wanted)
-    trailing = len(last) - len(last.rstrip()) if isinstance(last, str) else 0
+    spaces = last[len(last.rstrip()) :] if isinstance(last, str) else ""
     # Some templates strip a message, others show it as it is.
-    return text[: end + trailing] if trailing and text[end : end + trailing] == last[-trailing:] else text[:end]
+    return text[: end + len(spaces)] if text[end : end + len(spaces)] == spaces else text[:end]
 
 
 class InputProcessor:
