@@ -61,6 +61,7 @@ OWN = {
     "--allowed-origin": "instead of CORS flags: web pages that may call the server",
     "--reasoning-field": "where answers carry reasoning; vLLM has one name a version",
     "--quiet": "no notes and no progress bars",
+    "--log-level": "vLLM has the variable `VLLM_LOGGING_LEVEL`",
     "--device": "`auto`, `cpu` or `cuda`",
     "--max-in-flight": "steps that are scheduled ahead; vLLM's `--async-scheduling` is the same idea",
     "--poison-fresh-pages": "a proof for tests: fresh pages are filled with NaN",
