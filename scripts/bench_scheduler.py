@@ -11,7 +11,8 @@ from functools import partial
 from pagerunner.bench.memory_models import ModelMemory, gemma3_27b, qwen35_27b
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.prefix import PrefixChain, chain_seed
 from pagerunner.memory.specs import FullKV, LatentKV, RecurrentState, Spec, WindowKV
 from pagerunner.runner.copy_launches import copy_launches

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult

@@ -16,7 +16,8 @@ from pagerunner.bench import memory_models
 from pagerunner.bench.memory_models import ModelMemory
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan, plan_memory, smallest_plan
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory, smallest_plan
 from pagerunner.memory.prefix import PrefixChain, chain_seed
 from pagerunner.memory.units import human_bytes
 from pagerunner.sched.scheduler import Scheduler

@@ -25,7 +25,7 @@ from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, InvalidRequestError, RequestFailedError
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams

@@ -19,7 +19,8 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError
 from pagerunner.memory.drawing import arena_text, packed_state
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.report import plan_json, plan_table
 from pagerunner.server.launch import describe_cache
 from pagerunner.server.metrics import Metrics

@@ -14,7 +14,7 @@ from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
 from pagerunner.config import Dtype
-from pagerunner.memory.planner import LayerSlice
+from pagerunner.memory.memory_plan import LayerSlice
 from pagerunner.models.checkpoint.loader import Model
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.runner.pages import layer_view, recurrent_view

@@ -7,7 +7,7 @@ from typing import Any
 from helpers.page_checker import PageChecker
 from helpers.plans import mixed
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 

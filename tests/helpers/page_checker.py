@@ -9,7 +9,7 @@ of the last token that its state has seen, `ZERO` when it was zeroed. Tables are
 
 from __future__ import annotations
 
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
 from pagerunner.types import EngineRequest, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
 

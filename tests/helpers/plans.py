@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from helpers.plans import OtherFull, one_group, two_groups
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 
 LIMITS = {"model_max_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 2048}

@@ -17,7 +17,7 @@ from pagerunner.memory import manager, rules
 from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import HOLE, Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.snapshots import Snapshots

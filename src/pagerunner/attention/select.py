@@ -20,7 +20,7 @@ from pagerunner.attention.paired import PairedBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.errors import ConfigError
-from pagerunner.memory.planner import GroupPlan
+from pagerunner.memory.memory_plan import GroupPlan
 
 Backend = AttentionBackend[Any]
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from pagerunner.memory.planner import MemoryPlan
+    from pagerunner.memory.memory_plan import MemoryPlan
 
 NOTHING = "(the model ended its text at once; `pagerunner chat` asks it as a question)"
 _MARKUP = re.compile(r"<\|\w+\|>")

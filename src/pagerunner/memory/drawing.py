@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pagerunner.memory.units import human_bytes
 
 if TYPE_CHECKING:
-    from pagerunner.memory.planner import MemoryPlan
+    from pagerunner.memory.memory_plan import MemoryPlan
 
 FREE = -1
 CACHED = "cached"

@@ -14,8 +14,8 @@ from math import lcm
 
 from pagerunner.memory.forks import Forks, pages_to_copy, prompt_key, replace_borrowed
 from pagerunner.memory.grant import HOLE, Grant, Promises, Refusal, fill
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.moves import PageMoves
-from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit

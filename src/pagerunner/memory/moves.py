@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pagerunner.memory.grant import Grant
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.slabs import Move, SlabPool
 from pagerunner.memory.step_work import StepWork
 

@@ -15,7 +15,7 @@ from pagerunner.memory.grant import HOLE
 if TYPE_CHECKING:
     from pagerunner.memory.grant import Grant
     from pagerunner.memory.manager import KVManager
-    from pagerunner.memory.planner import GroupPlan
+    from pagerunner.memory.memory_plan import GroupPlan
 
 Runs = list[tuple[int, int]]
 

@@ -1,20 +1,19 @@
 """Decides how the bytes for pages are cut: pure functions from specs and limits to a frozen `MemoryPlan`.
 
-Bytes -> equal slabs -> pages. A slab belongs to one group at a time and holds `pages_per_slab` of that group's pages.
-One page holds all the layers of its group: page -> layer -> K, then V -> tokens -> kv heads -> dim.
-`MemoryPlan.slabs_needed` is the one capacity formula: start-up check, auto-fit, admission and report all use it.
+`plan_memory` forms groups, chooses page and slab sizes, and refuses what can't fit. `memory/memory_plan.py` has what a plan
+says, and the one capacity formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from math import gcd, lcm
 
 from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.memory_plan import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS
-from pagerunner.memory.rules import GroupRule, make_rule
+from pagerunner.memory.rules import make_rule
 from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
 from pagerunner.memory.specs import Spec
 from pagerunner.memory.units import human_bytes
@@ -22,156 +21,6 @@ from pagerunner.memory.units import human_bytes
 ALIGNMENT = 16  # bytes; every page and every layer within it starts on a multiple, for vector loads
 MAX_ALIGNMENT_WASTE = 0.02  # of a compressed group's page; above it the page takes more slots
 _KNOBS = "raise kv_cache_memory_bytes, gpu_memory_utilization or num_gpu_blocks_override"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSlice:
-    """Where one layer lives inside a page: `offset` bytes from the page's start."""
-
-    layer: int
-    spec: Spec
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """The pages of all layers of one lifetime.
-
-    A page table entry is the page's byte offset // `unit`; `unit` divides the slab and the page. `table_width` is the
-    entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out.
-    """
-
-    name: str
-    kind: str
-    layers: tuple[LayerSlice, ...]
-    page_tokens: int
-    page_bytes: int
-    pages_per_slab: int
-    unit: int
-    table_width: int
-    zero_fresh: bool
-    rule: GroupRule
-
-    def pages_needed(self, tokens: int) -> int:
-        """The most pages that a request holds at once on its way to `tokens` tokens."""
-        return self.rule.pages_needed(tokens)
-
-    def request_bytes(self, tokens: int) -> int:
-        """Bytes of the most pages that a request holds at once on its way to `tokens` tokens."""
-        return self.pages_needed(tokens) * self.page_bytes
-
-    @property
-    def useful_page_bytes(self) -> int:
-        """Bytes of a page that hold state; the rest is alignment."""
-        return sum(part.spec.page_bytes(self.page_tokens) for part in self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Every byte of the page memory and, by name, what is allocated outside it (`other`)."""
-
-    groups: tuple[GroupPlan, ...]
-    slab_bytes: int
-    num_slabs: int
-    max_model_len: int
-    max_num_seqs: int
-    budget_bytes: int
-    other: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the page memory: what the arena must hold."""
-        return self.slab_bytes * self.num_slabs
-
-    @property
-    def first_bytes(self) -> int:
-        """The least memory that holds a page of any group: a slab, or where slabs can still be cut anew, a page."""
-        return self.slab_bytes if len(self.groups) > 1 else self.groups[0].page_bytes
-
-    @property
-    def other_bytes(self) -> int:
-        """Bytes allocated outside the page memory."""
-        return sum(size for _, size in self.other)
-
-    def num_pages(self, group: int) -> int:
-        """Pages of one group if every slab were its own; page ids of the group are below this."""
-        return self.num_slabs * self.groups[group].pages_per_slab
-
-    @property
-    def largest_group(self) -> int:
-        """The group with the largest pages, the one that num_gpu_blocks_override counts."""
-        return max(range(len(self.groups)), key=lambda group: self.groups[group].page_bytes)
-
-    @property
-    def num_gpu_blocks(self) -> int:
-        """Pages of the largest group if every slab were its own: what num_gpu_blocks_override would say."""
-        return self.num_pages(self.largest_group)
-
-    @property
-    def hit_granularity(self) -> int:
-        """Prefix hits are at multiples of this many tokens."""
-        return lcm(*(group.rule.cell for group in self.groups))
-
-    def page_offset(self, group: int, page: int) -> int:
-        """Byte offset of a page in the page memory."""
-        plan = self.groups[group]
-        slab, place = divmod(page, plan.pages_per_slab)
-        return slab * self.slab_bytes + place * plan.page_bytes
-
-    def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
-        """What a page table holds for these pages: byte offset // unit; -1 for a hole (-1)."""
-        plan = self.groups[group]
-        if -1 in pages:
-            held = [page for page in pages if page != -1]
-            entries = iter(self.table_entries(group, held))
-            return [-1 if page == -1 else next(entries) for page in pages]
-        per_slab = plan.pages_per_slab
-        slab_units, page_units = self.slab_bytes // plan.unit, plan.page_bytes // plan.unit
-        if slab_units == per_slab * page_units:
-            return list(pages) if page_units == 1 else [page * page_units for page in pages]
-        return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
-
-    def slabs_needed(self, tokens: int) -> int:
-        """Slabs that one request of `tokens` tokens takes when it is alone."""
-        return sum(-(-group.pages_needed(tokens) // group.pages_per_slab) for group in self.groups)
-
-    def request_bytes(self, tokens: int) -> int:
-        """Bytes of the pages that one request of `tokens` tokens must be able to get; its last slabs may hold others'."""
-        return sum(group.request_bytes(tokens) for group in self.groups)
-
-    def longest(self, most: int) -> int:
-        """The longest length, at most `most`, that one request can have."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.slabs_needed(middle) <= self.num_slabs else (low, middle - 1)
-        return low
-
-    @property
-    def max_concurrency(self) -> float:
-        """How many requests of max_model_len fit at once; a slab may be shared by requests."""
-        return float(self._concurrency(self.max_model_len))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that fit when they are spread over requests of about max_model_len (whole pages)."""
-        cell = lcm(*(group.page_tokens for group in self.groups))
-        length = -(-self.max_model_len // cell) * cell
-        return int(self._concurrency(length) * length)
-
-    def _concurrency(self, length: int) -> Fraction:
-        shares = (Fraction(group.pages_needed(length), group.pages_per_slab) for group in self.groups)
-        return self.num_slabs / sum(shares, Fraction(0))
-
-    def group_waste(self, group: int) -> float:
-        """Share of a slab of the group that can hold no state: its remainder, and alignment inside pages."""
-        plan = self.groups[group]
-        return 1 - plan.pages_per_slab * plan.useful_page_bytes / self.slab_bytes
-
-    @property
-    def waste(self) -> float:
-        """The worst group's share of a slab that can hold no state."""
-        return max(self.group_waste(group) for group in range(len(self.groups)))
 
 
 def plan_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.units import human_bytes
 
 

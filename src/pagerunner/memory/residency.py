@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import msgspec
 
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixIndex
 from pagerunner.memory.slabs import SlabPool
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagerunner.memory.grant import HOLE, Grant, Promises
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.slabs import SlabPool

@@ -9,7 +9,7 @@ import torch
 
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.batch import StepTensors, build_rows
 from pagerunner.runner.staging import StagedStep
 from pagerunner.runner.tables import LastTokens, PageTables

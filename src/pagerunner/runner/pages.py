@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pagerunner.batch import KVPages, LatentPages, LayerMemory, StatePages
-from pagerunner.memory.planner import GroupPlan, LayerSlice, MemoryPlan
+from pagerunner.memory.memory_plan import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.specs import SCALE_BYTES, LatentKV, RecurrentState
 from pagerunner.ops.pages import copy_pages, fill_pages
 from pagerunner.runner.copy_launches import copy_launches

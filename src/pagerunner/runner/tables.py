@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.batch import TableSet, store_tokens
 from pagerunner.ops.tables import write_entries
 from pagerunner.types import TableWrite

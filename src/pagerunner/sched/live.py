@@ -15,7 +15,7 @@ from pagerunner.memory.ownership import held_pages
 
 if TYPE_CHECKING:
     from pagerunner.memory.manager import KVManager
-    from pagerunner.memory.planner import GroupPlan
+    from pagerunner.memory.memory_plan import GroupPlan
     from pagerunner.sched.request import Sequence
 
 Wait = Literal["", "sibling", "slot", "pages", "snapshot", "budget", "turn", "line"]

@@ -16,8 +16,8 @@ from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
-from pagerunner.memory.planner import MemoryPlan
 from pagerunner.ops.device_errors import device_failure, never_free
 from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler

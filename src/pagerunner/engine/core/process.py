@@ -31,8 +31,8 @@ from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.core.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
 from pagerunner.logs import set_up_logging
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
-from pagerunner.memory.planner import MemoryPlan
 from pagerunner.memory.report import plan_json
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate

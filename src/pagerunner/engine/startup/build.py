@@ -26,7 +26,7 @@ from pagerunner.engine.startup.measure import StartMeter, final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.planner import MemoryPlan
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.memory.units import human_bytes

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.errors import CapacityError
-from pagerunner.memory.planner import MemoryPlan, refit
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import refit
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.cuda_driver import Driver

@@ -15,7 +15,8 @@ from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, K
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
 from pagerunner.engine.startup.stored_weights import stored_bytes
 from pagerunner.errors import CapacityError, ConfigError
-from pagerunner.memory.planner import MemoryPlan, plan_memory
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import Spec
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
