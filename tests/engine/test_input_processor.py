@@ -82,7 +82,7 @@ def test_empty_prompt(prompt: object) -> None:
 @pytest.mark.parametrize("length", [LENGTH, LENGTH + 1, 5000])
 def test_prompt_longer_than_the_model(length: int) -> None:
     message = refused([5] * length)
-    assert f"{length} tokens" in message and f"{LENGTH} (max_model_len)" in message
+    assert f"prompt has {length};" in message and f"{LENGTH} tokens" in message and "max_model_len" in message
     assert processor().process([5] * (LENGTH - 1), SamplingParams(), "r")[0].max_tokens == 1
 
 
