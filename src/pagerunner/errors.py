@@ -27,6 +27,10 @@ class InvalidRequestError(PagerunnerError, ValueError):
         self.param = param
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt has more tokens than the model's context; a shorter one may run."""
+
+
 class RequestFailedError(PagerunnerError):
     """One request failed inside the engine through no fault of its own (HTTP 500). The others go on."""
 

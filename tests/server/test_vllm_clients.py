@@ -125,6 +125,9 @@ def test_a_message_that_has_begun_is_gone_on_with_and_echoed(server: RunningServ
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == echoed
     count = server.post("/tokenize", {"messages": messages, **{k: v for k, v in extra.items() if k != "echo"}}).json()
     assert tokenizer.decode(count["tokens"], skip_special_tokens=False) == seen
+    for text in ("e", "<", "end", "assistant"):  # which the markup behind the message holds too
+        short = [*USER, {"role": "assistant", "content": text}]
+        assert prompt_seen(server, tokenizer, {**body, "messages": short}) == seen.removesuffix("The answer is") + text
     bad = server.post(CHAT, {**body, "messages": [*USER, {"role": "assistant", "content": ""}]})
     assert bad.status_code == 400 and "continue_final_message" in bad.json()["error"]["message"]
 
@@ -143,6 +146,16 @@ def test_prompts_are_truncated_on_either_side(server: RunningServer, tokenizer: 
     long = {**body, "prompt": "word " * 3000, "truncate_prompt_tokens": -1}
     [choice] = server.post(COMPLETIONS, long).json()["choices"]
     assert len(choice["prompt_token_ids"]) == 2048 - 4  # room for the answer
+    endless = (
+        "word " * 100_000 + "one two three"
+    )  # far more than what is tokenised of a prompt that isn't to be truncated
+    for fields, text in (({}, endless[-200:]), ({"truncation_side": "right"}, endless[:200])):
+        some = {**body, "prompt": endless, "truncate_prompt_tokens": 7, **fields}
+        [choice] = server.post(COMPLETIONS, some).json()["choices"]
+        alone = tokenizer.encode(text)
+        assert choice["prompt_token_ids"] == (alone[:7] if fields else alone[-7:])
+    chat = {"messages": [{"role": "user", "content": endless}], "truncate_prompt_tokens": 40}
+    assert "two three" in prompt_seen(server, tokenizer, chat)
     echo = server.post(
         COMPLETIONS, {**body, "prompt": "one two three", "truncate_prompt_tokens": 2, "echo": True}
     ).json()
@@ -203,6 +216,9 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_messages(server: Runni
     shown = answer["output"][0]["content"][0]["text"]
     first = int(re.search(r"question (\d+)", shown)[1])  # type: ignore[index]
     assert "Be brief." in shown and 0 < first < 40
+    endless = [turns[0], *[{"role": "user", "content": "word " * 20_000}] * 9, *turns[1:]]
+    cut = server.post("/v1/responses", {**body, "input": endless, "truncation": "auto"}).json()
+    assert cut["usage"]["input_tokens"] == count and cut["output"][0]["content"][0]["text"] == shown
     alone = [turns[0], {"role": "user", "content": "word " * 5000}]
     assert server.post("/v1/responses", {**body, "input": alone, "truncation": "auto"}).status_code == 400
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from pagerunner import limits
+from pagerunner.engine.frontend.input_processor import Truncation
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -115,15 +116,13 @@ def check_template_kwargs(given: Collection[str], special_tokens: Collection[str
             raise InvalidRequestError(f"chat_template_kwargs may not set {name}.", param="chat_template_kwargs")
 
 
-def truncated(
-    prompt: list[int], keep: int | None, side: str | None, max_model_len: int, max_tokens: int | None
-) -> list[int]:
-    """A prompt's tokens as truncate_prompt_tokens=`keep` leaves them: the last ones, with `side` "right" the first ones.
+def truncation(keep: int | None, side: str | None, max_model_len: int, max_tokens: int | None) -> Truncation | None:
+    """What truncate_prompt_tokens=`keep` leaves of a prompt: the last tokens, with `side` "right" the first ones.
 
     -1 keeps as many as leave room for `max_tokens` generated ones. Raises InvalidRequestError when `keep` is no such number.
     """
     if keep is None:
-        return prompt
+        return None
     if keep == -1:
         keep = max(max_model_len - (max_tokens or 1), 1)
     if not 1 <= keep <= max_model_len:
@@ -131,7 +130,7 @@ def truncated(
             f"truncate_prompt_tokens must be -1 (as many as fit) or in [1, {max_model_len}] (max_model_len), got {keep}.",
             param="truncate_prompt_tokens",
         )
-    return prompt[:keep] if side == "right" else prompt[-keep:]
+    return Truncation(keep, first=side == "right")
 
 
 def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) -> dict[str, Any]:

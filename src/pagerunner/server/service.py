@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner.engine.frontend.async_engine import AsyncEngine
+from pagerunner.engine.frontend.input_processor import Truncation
 from pagerunner.errors import PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
@@ -88,11 +89,14 @@ class Service:
                 404, f"The model {short(model)!r} does not exist; there is {', '.join(self.model_names)}.", "model"
             )
 
-    async def token_ids(self, given: str | list[int], add_special_tokens: bool | None = None) -> list[int]:
-        """A text's token ids, or the ids that a client sent."""
+    async def token_ids(
+        self, given: str | list[int], add_special_tokens: bool | None, truncation: Truncation
+    ) -> list[int]:
+        """What stays of a text's token ids, or of the ids that a client sent."""
         if isinstance(given, str):
-            return await self.engine.encode(given, add_special_tokens=add_special_tokens is not False)
-        return given
+            special = add_special_tokens is not False
+            return await self.engine.encode(given, add_special_tokens=special, truncation=truncation)
+        return truncation.of(given)
 
     async def prompt(self, given: str | list[int], add_special_tokens: bool | None = None) -> dict[str, Any]:
         """A text or token ids as the engine takes them."""

@@ -20,7 +20,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreCl
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
-from pagerunner.engine.frontend.input_processor import up_to_last_message
+from pagerunner.engine.frontend.input_processor import Truncation, up_to_mark, with_marked_end
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
@@ -251,12 +251,15 @@ class AsyncEngine:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
 
         With `continue_final_message` the prompt ends where the last message's text does, so that the answer goes on with it.
+        `truncation` says how many of the tokens stay.
 
         Raises:
+            PromptTooLongError: it is far longer than a prompt may be.
             InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
@@ -272,24 +275,25 @@ class AsyncEngine:
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = list(tools)
-        text = await self._renderer.render(messages, options, SOURCE.get())
+        shown = with_marked_end(messages) if continue_final_message else messages
+        text = await self._renderer.render(shown, options, SOURCE.get())
         if continue_final_message:
-            text = up_to_last_message(text, messages)
-        return await self._encode(text, add_special_tokens)
+            text = up_to_mark(text)
+        return await self.encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> list[int]:
+        """The token ids of a text; `truncation` says how many of them stay.
 
         Raises:
-            InvalidRequestError: it is far longer than a prompt may be, or no valid Unicode.
+            PromptTooLongError: it is far longer than a prompt may be.
+            InvalidRequestError: it is no valid Unicode, or has too many characters.
             ConfigError: the engine has no tokenizer.
         """
         self._frontend.require_tokenizer()
-        return await self._encode(text, add_special_tokens)
-
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         inputs = self._frontend.inputs
-        return await self._text_work(len(text), lambda: inputs.encode(text, add_special_tokens))
+        return await self._text_work(len(text), lambda: inputs.encode(text, add_special_tokens, truncation))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids.

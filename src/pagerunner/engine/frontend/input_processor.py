@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pagerunner import limits
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -21,6 +21,8 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 POOLING_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind="final_only")
 """For requests with `pooling`, whose prompt must leave room for a token although none is generated."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_END_MARK = "THE-ANSWER-GOES-ON-HERE"
+_CHARS_PER_TOKEN = 16  # most texts have far fewer
 
 
 class TextEncoder(Protocol):
@@ -31,6 +33,17 @@ class TextEncoder(Protocol):
 
     def least_tokens(self, text: str, enough: int) -> int:
         """A number of tokens that the text has at least, found cheaply."""
+
+
+class Truncation(NamedTuple):
+    """How much of a prompt stays: its last `keep` tokens, or with `first` its first ones."""
+
+    keep: int
+    first: bool = False
+
+    def of(self, token_ids: list[int]) -> list[int]:
+        """What stays of these."""
+        return token_ids[: self.keep] if self.first else token_ids[-self.keep :]
 
 
 def check_text(text: str) -> None:
@@ -49,24 +62,37 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def up_to_last_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A rendered conversation up to the end of its last message's text, without the markup that closes the message.
+def with_marked_end(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with a mark behind its last message's text, for `up_to_mark`.
+
+    Without a mark the text's end can't be told from the markup behind it: "e" is also in "<|end|>".
 
     Raises:
-        InvalidRequestError: the chat template doesn't show that text.
+        InvalidRequestError: the last message has no text.
     """
     last = messages[-1].get("content") if messages else None
-    wanted = last.strip() if isinstance(last, str) else ""
-    at = text.rfind(wanted)
-    if not wanted or at < 0:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message whose text the chat template shows as it is.",
-            param="continue_final_message",
-        )
-    end = at + len(wanted)
-    spaces = last[len(last.rstrip()) :] if isinstance(last, str) else ""
-    # Some templates strip a message, others show it as it is.
-    return text[: end + len(spaces)] if text[end : end + len(spaces)] == spaces else text[:end]
+    if not isinstance(last, str) or not last.strip():
+        raise _not_continued()
+    return [*map(dict, messages[:-1]), {**messages[-1], "content": last + _END_MARK}]
+
+
+def up_to_mark(text: str) -> str:
+    """A rendered conversation up to the mark of `with_marked_end`, without the markup that closes the message.
+
+    Raises:
+        InvalidRequestError: the chat template doesn't show the last message's text.
+    """
+    shown, mark, _ = text.rpartition(_END_MARK)
+    if not mark:
+        raise _not_continued()
+    return shown
+
+
+def _not_continued() -> InvalidRequestError:
+    return InvalidRequestError(
+        "continue_final_message needs a last message whose text the chat template shows as it is.",
+        param="continue_final_message",
+    )
 
 
 class InputProcessor:
@@ -213,22 +239,37 @@ class InputProcessor:
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
         return self.encode(text, add_special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """The token ids of a text that may be a prompt.
 
         Raises:
-            InvalidRequestError: it is no valid Unicode, or far too long, which is found without tokenising all of it.
+            PromptTooLongError: it is far too long, which is found without tokenising all of it.
+            InvalidRequestError: it is no valid Unicode, or has too many characters.
         """
         assert self._tokenizer is not None
         check_text(text)
+        if truncation is not None:
+            return self._encode_end(self._tokenizer, text, add_special_tokens, truncation)
         least = self._tokenizer.least_tokens(text, self._max_model_len)
         if least >= self._max_model_len:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"The prompt has {len(text)} characters and at least {least} tokens, but this model's maximum context "
                 f"length is {self._max_model_len} tokens (max_model_len), prompt and answer together.",
                 param="prompt",
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @staticmethod
+    def _encode_end(tokenizer: TextEncoder, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
+        """The tokens that stay of a text, however long it is. A piece with twice as many tokens is tokenised instead of the
+        whole: where it is cut a word may have other tokens, and those are far from the ones that stay."""
+        size = _CHARS_PER_TOKEN * truncation.keep
+        while True:
+            piece = text[:size] if truncation.first else text[-size:]
+            ids = tokenizer.encode(piece, add_special_tokens=add_special_tokens)
+            if len(ids) >= 2 * truncation.keep or size >= len(text):
+                return truncation.of(ids)
+            size *= 4
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

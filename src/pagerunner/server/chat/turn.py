@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.chat.plan import ChatPlan
 from pagerunner.server.chat.reader import Answer, AnswerReader
 from pagerunner.server.fanout import Indexed
-from pagerunner.server.params import check_template_kwargs, truncated
+from pagerunner.server.params import check_template_kwargs, truncation
 from pagerunner.server.protocol.tools import Tool
 from pagerunner.server.service import Call, Service
 from pagerunner.types import SamplingParams
@@ -36,7 +36,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
         template_kwargs: what the client sets for the template.
         documents: texts, for templates that read them.
         continue_final_message: the last message is the beginning of the answer.
-        truncate_prompt_tokens: keep so many of the prompt's tokens; -1 as many as fit. See params.truncated.
+        truncate_prompt_tokens: keep so many of the prompt's tokens; -1 as many as fit. See params.truncation.
         truncation_side: "left" drops the first ones, "right" the last ones.
         drop_oldest: leave out the oldest messages of a conversation that is too long.
         priority, cache_salt: see AsyncEngine.generate.
@@ -121,6 +121,8 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
     check_template_kwargs(turn.template_kwargs, engine.tokenizer.special_tokens)
     options = plan.template_options(known)
 
+    longest, max_tokens = engine.max_model_len, turn.params.max_tokens
+    kept = truncation(turn.truncate_prompt_tokens, turn.truncation_side, longest, max_tokens)
     templates = engine.tokenizer.chat_template.templates.values() if engine.tokenizer.chat_template is not None else ()
     knows_developers = any("developer" in text for text in templates)
 
@@ -132,15 +134,12 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
             continue_final_message=turn.continue_final_message,
             tools=plan.template_tools,
             template_kwargs=options,
+            truncation=kept,
         )
 
-    room = engine.max_model_len - max(turn.params.max_tokens or 1, 1)
-    prompt = await render(turn.messages)
-    if turn.drop_oldest and len(prompt) > room:
-        prompt = await _shortened(turn.messages, prompt, room, render)
-    return truncated(
-        prompt, turn.truncate_prompt_tokens, turn.truncation_side, engine.max_model_len, turn.params.max_tokens
-    )
+    if turn.drop_oldest:
+        return await _shortened(turn.messages, engine.max_model_len - max(turn.params.max_tokens or 1, 1), render)
+    return await render(turn.messages)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
@@ -150,20 +149,35 @@ def _as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 async def _shortened(
     messages: list[dict[str, Any]],
-    prompt: list[int],
     room: int,
     render: Callable[[list[dict[str, Any]]], Awaitable[list[int]]],
 ) -> list[int]:
-    """The prompt without the oldest messages, so that it fits. What stays begins with a user's message, behind the
-    instructions. A conversation whose last question alone doesn't fit comes back as it was."""
+    """The prompt, if need be without the oldest messages, so that it fits. What stays begins with a user's message, behind
+    the instructions.
+
+    Raises:
+        PromptTooLongError: the last question alone is far too long. One that is a little too long comes back as it is.
+    """
+
+    async def fits(shown: list[dict[str, Any]]) -> list[int] | None:
+        try:
+            found = await render(shown)
+        except PromptTooLongError:
+            return None
+        return found if len(found) <= room else None
+
+    whole = await fits(messages)
+    if whole is not None:
+        return whole
+    shortened = None
     begin = next((index for index, one in enumerate(messages) if one["role"] not in _INSTRUCTIONS), len(messages))
     cuts = [index for index in range(begin + 1, len(messages)) if messages[index]["role"] == "user"]
     low, high = 0, len(cuts)  # the first cut that fits is in [low, high]
     while low < high:
         middle = (low + high) // 2
-        shorter = await render([*messages[:begin], *messages[cuts[middle] :]])
-        if len(shorter) <= room:
-            prompt, high = shorter, middle
+        shorter = await fits([*messages[:begin], *messages[cuts[middle] :]])
+        if shorter is not None:
+            shortened, high = shorter, middle
         else:
             low = middle + 1
-    return prompt
+    return shortened if shortened is not None else await render(messages)

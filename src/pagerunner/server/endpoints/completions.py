@@ -16,7 +16,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from pagerunner.server.params import completion_params, scores_only, stream_options, truncated
+from pagerunner.server.params import completion_params, scores_only, stream_options, truncation
 from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from pagerunner.server.protocol.requests import CompletionRequest
 from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
@@ -48,12 +48,11 @@ class CompletionsEndpoint:
         return json_response(_answer(call, shape, await collected(http, outputs)))
 
     async def _prompts(self, request: CompletionRequest, params: SamplingParams) -> list[dict[str, Any]]:
-        keep, side, special = request.truncate_prompt_tokens, request.truncation_side, request.add_special_tokens
-        if keep is None:
-            return [await self._service.prompt(one, special) for one in request.prompts()]
-        longest = self._service.engine.max_model_len
-        found = [await self._service.token_ids(one, special) for one in request.prompts()]
-        return [{"prompt_token_ids": truncated(ids, keep, side, longest, params.max_tokens)} for ids in found]
+        service, special, longest = self._service, request.add_special_tokens, self._service.engine.max_model_len
+        kept = truncation(request.truncate_prompt_tokens, request.truncation_side, longest, params.max_tokens)
+        if kept is None:
+            return [await service.prompt(one, special) for one in request.prompts()]
+        return [{"prompt_token_ids": await service.token_ids(one, special, kept)} for one in request.prompts()]
 
     async def _echoes(self, request: CompletionRequest, prompts: list[dict[str, Any]]) -> list[_Echo]:
         if not request.echo:

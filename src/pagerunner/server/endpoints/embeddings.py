@@ -14,7 +14,7 @@ from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.params import truncated
+from pagerunner.server.params import truncation
 from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
 from pagerunner.server.service import Service, collected, json_response
@@ -87,12 +87,11 @@ class EmbeddingsEndpoint:
 
     async def _prompt(self, request: EmbeddingRequest, given: str | list[int]) -> dict[str, Any]:
         """One input as the engine takes it; unlike for generation, the first tokens are kept."""
-        service, keep = self._service, request.truncate_prompt_tokens
-        if keep is None:
+        service, side = self._service, request.truncation_side or "right"
+        kept = truncation(request.truncate_prompt_tokens, side, service.engine.max_model_len, None)
+        if kept is None:
             return await service.prompt(given, request.add_special_tokens)
-        ids = await service.token_ids(given, request.add_special_tokens)
-        side = request.truncation_side or "right"
-        return {"prompt_token_ids": truncated(ids, keep, side, service.engine.max_model_len, None)}
+        return {"prompt_token_ids": await service.token_ids(given, request.add_special_tokens, kept)}
 
 
 def _pooled(result: RequestOutput) -> list[float]:
