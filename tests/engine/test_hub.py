@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +144,21 @@ def test_a_download_that_failed_keeps_the_files_that_arrived(client: Client) -> 
     client.hub.requests.clear()
     assert "model" in client.fetch()
     assert client.hub.downloaded() == ["model.safetensors"]
+
+
+def test_an_interrupt_does_not_wait_for_a_file_of_gigabytes(client: Client) -> None:
+    client.hub.repositories["org/tiny"]["model.safetensors"] = bytes(200 * 2**20)
+    client.hub.seconds = 30.0
+    env = {**os.environ, "HF_ENDPOINT": client.hub.url, "HF_HOME": str(client.home), "HF_HUB_DISABLE_XET": "1"}
+    words = [sys.executable, "-c", FETCH, '{"model": "org/tiny"}']
+    with subprocess.Popen(words, env={**env, "PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.DEVNULL) as program:
+        while "model.safetensors" not in client.hub.downloaded():
+            assert program.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        begin = time.monotonic()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(60) != 0 and time.monotonic() - begin < 12
 
 
 def test_gated_and_private_models_ask_for_a_token(client: Client) -> None:

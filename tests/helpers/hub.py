@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ class Hub:
     """The repositories by name: their files by path. What was asked for is in `requests` as (method, path, headers).
 
     `gated` repositories need `token`; `private` ones are hidden without it. A file in `cut` breaks off after so many bytes,
-    once, and with `dies` nothing is answered after it. With `status` everything is answered with that.
+    once, and with `dies` nothing is answered after it. `seconds` is what weights take. With `status` everything is answered with that.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -30,6 +31,7 @@ class Hub:
     private: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
     dies: bool = False
+    seconds: float = 0.0
     status: int = 0
     url: str = ""
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
@@ -113,11 +115,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(2)
             return
+        if body and self.hub.seconds and name.endswith(".safetensors"):
+            return self._send_slowly(part, headers)
         self._send(status, part, headers, body)
+
+    def _send_slowly(self, data: bytes, headers: dict[str, str]) -> None:
+        self._send(200, b"", {**headers, "Content-Length": str(len(data))}, False)
+        piece = max(len(data) // 20, 1)
+        for begin in range(0, len(data), piece):
+            try:
+                self.wfile.write(data[begin : begin + piece])
+                self.wfile.flush()
+            except OSError:
+                return  # the client has left
+            time.sleep(self.hub.seconds / 20)
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
         self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(data))}.items():
+        for key, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(key, value)
         self.end_headers()
         if body:

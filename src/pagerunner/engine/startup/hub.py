@@ -11,9 +11,12 @@ import errno
 import glob
 import logging
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -113,14 +116,45 @@ def _fetch(
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Quiet(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+    interrupted = threading.Event()
 
-    with _said(model, revision, download_dir):
-        bar = None if show_progress else Quiet
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            shown = kwargs if show_progress else {**kwargs, "disable": True}
+            super().__init__(*args, **shown)  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if interrupted.is_set():
+                raise _InterruptedError
+            return super().update(n)  # type: ignore[no-any-return]
+
+    with _said(model, revision, download_dir), _told_of_interrupts(interrupted):
         options = _options(revision, download_dir)
-        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=bar, **options))
+        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=Bar, **options))
+
+
+class _InterruptedError(Exception):
+    """Ends a thread that downloads."""
+
+
+@contextmanager
+def _told_of_interrupts(interrupted: threading.Event) -> Iterator[None]:
+    """Set the event at Ctrl-C. The main thread alone hears of it, and waits for the threads that download; without a word they
+    would finish their files of gigabytes first."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _options(revision: str | None, download_dir: str | None) -> dict[str, Any]:
