@@ -18,7 +18,7 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
-from pagerunner.server.gate import Access, Keys, access_of, marked
+from pagerunner.server.gate import Access, Gate, Keys, access_of, marked
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.page_routes import FILE_PATHS
 from pagerunner.server.service import Service
@@ -50,6 +50,18 @@ def status(app: Any, path: str, method: str = "GET", **headers: str) -> int:
         return response.status_code
 
     return asyncio.run(call())
+
+
+@pytest.mark.parametrize("form", ["Authorization", "x-api-key"])
+def test_clients_of_one_proxy_are_told_apart_by_their_keys(form: str) -> None:
+    gate = Gate(None, None, Keys(api=("a", "b")))  # type: ignore[arg-type]
+    names = [form.lower().encode(), b"host"]
+
+    def source(key: str) -> str:
+        value = f"Bearer {key}" if form == "Authorization" else key
+        return gate._source({"client": ("10.0.0.1", 5), "headers": [*zip(names, [value.encode(), b"h"], strict=True)]})
+
+    assert source("a") == source("a") != source("b")
 
 
 def routes(app: FastAPI) -> list[tuple[str, str]]:

@@ -113,7 +113,7 @@ class Gate:
     def _source(self, scope: Scope) -> str:
         """The client's address, and which key it has: behind a proxy all come from one address."""
         address = (scope.get("client") or ("",))[0]
-        return address if self._open else f"{address}/{hash(_header(scope['headers'], b'authorization'))}"
+        return address if self._open else f"{address}/{hash(_bearer(scope['headers']))}"
 
     def _from_foreign_page(self, headers: Sequence[tuple[bytes, bytes]]) -> HttpError | None:
         """A browser sends simple requests anywhere without asking, and a page's host name may be made to mean this machine."""
@@ -136,13 +136,10 @@ class Gate:
             return None
         if not admin and not self._keys.api:
             return None
-        scheme, _, key = _header(headers, b"authorization").partition(b" ")
-        bearer = scheme.lower() == b"bearer"
-        if not bearer and (own := _header(headers, b"x-api-key")):  # Anthropic's clients
-            key, bearer = own, True
-        if admin and not self._admin and (self._open or (bearer and _is_one(key, self._api))):
+        key = _bearer(headers)
+        if admin and not self._admin and (self._open or _is_one(key, self._api)):
             return HttpError(403, "This is a control endpoint, and the server was started without --admin-key.")
-        if bearer and _is_one(key, self._admin if admin else self._api):
+        if _is_one(key, self._admin if admin else self._api):
             return None
         which = "the admin key" if admin and self._admin else "a valid API key"
         return HttpError(
@@ -169,6 +166,12 @@ def _mark(route: BaseRoute | None) -> Access:
 
 def _header(headers: Sequence[tuple[bytes, bytes]], wanted: bytes) -> bytes:
     return next((value for name, value in headers if name == wanted), b"")
+
+
+def _bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The key that a request brings; empty, which is nobody's key, without one."""
+    scheme, _, key = _header(headers, b"authorization").partition(b" ")
+    return key if scheme.lower() == b"bearer" else _header(headers, b"x-api-key")  # the latter: Anthropic's clients
 
 
 def _is_one(key: bytes, expected: Sequence[bytes]) -> bool:

@@ -65,11 +65,10 @@ def run_server(
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status: 0, or 1 when the engine core has died.
 
-    With `api_keys` every path but /health asks for one of them, with `admin_keys` the control endpoints for one of those;
-    see gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes tool calls and
-    reasoning. The first signal stops accepting and lets running
-    requests finish for `drain_seconds`; then they end with an error. A second signal ends them with what they have; clients
-    then have 10 seconds to read it, unless there is a third one. When the core dies, every request and /health are answered
+    With `api_keys` every route that isn't public asks for one of them, with `admin_keys` the control endpoints for one of
+    those; see gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes tool calls and
+    reasoning. The first signal stops accepting and lets running requests finish for `drain_seconds`; then they end with an
+    error. A second signal ends them with what they have; clients then have 10 seconds to read it, unless there is a third one. When the core dies, every request and /health are answered
     503 for a moment; then the server ends, for whoever started it to start it again.
 
     Raises:
