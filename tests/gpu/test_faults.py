@@ -220,17 +220,8 @@ def test_a_device_that_others_have_filled_is_refused_with_numbers_and_served_lat
     }
     params = SamplingParams(temperature=0, max_tokens=3)
     refused = 0
-    for left in (
-        2,
-        8,
-        16,
-        24,
-        32,
-        40,
-        48,
-        64,
-        96,
-    ):  # what is missed first differs: a stream, pages, kernels' code, graphs
+    # what is missed first differs: a stream, pages, kernels' code, graphs
+    for left in (2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 96):
         with all_taken_but(left * MIB):
             try:
                 LLM(str(demo_path()), **limits)

@@ -97,7 +97,8 @@ def test_results_are_the_same_bit_for_bit_and_no_graph_is_captured_again(model: 
         assert results(llm) == before, "two runs differ, so that what follows would say nothing"
         for level, tags in ((1, None), (2, None), (1, "one by one"), (2, "one by one"), (0, None), (1, None)):
             llm.sleep(level)
-            with pytest.raises(EngineSleepingError, match=f"level {level}.*wake_up"):
+            said = f"level {level}.*wake_up" if level else "is paused; wake_up"
+            with pytest.raises(EngineSleepingError, match=said):
                 llm.generate(PROMPTS[0], use_tqdm=False)
             if tags is None:
                 llm.wake_up()

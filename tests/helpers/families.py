@@ -10,8 +10,15 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
+from helpers.checkpoints_image import make_image_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+
+
+def _image_checkpoint(path: Path, family: str) -> Path:
+    make_image_checkpoint(path, family, old_names=True)
+    return path
+
 
 MAKERS: dict[str, Callable[[Path], Any]] = {
     **{name: lambda path, name=name: make_checkpoint(path, name) for name in ("llama", "mistral", "qwen2", "qwen3")},
@@ -32,4 +39,5 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
         name: lambda path, name=name: make_window_checkpoint(path, name)
         for name in ("gemma3_text", "gpt_oss", "qwen3_moe")
     },
+    **{name: lambda path, name=name: _image_checkpoint(path, name) for name in ("gemma3", "mistral3")},
 }
