@@ -10,6 +10,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from pagerunner.llm import LLM
 from pagerunner.runner.sampling import sampler
+from pagerunner.sched import results
 from pagerunner.types import RequestOutput, SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [99, 100, 101, 102], [9, 10, 11]]
@@ -49,9 +50,8 @@ def plant(place: str, llm: LLM, patch: pytest.MonkeyPatch) -> None:
     elif place == "publishing":
         patch.setattr(manager, "publish", raise_for_victim(manager.publish, lambda grant, tokens, *rest: tokens))
     elif place == "commit":
-        patch.setattr(
-            scheduler, "_append", raise_for_victim(scheduler._append, lambda sequence, *rest: sequence.tokens)
-        )
+        appended = raise_for_victim(results._append, lambda state, sequence, *rest: sequence.tokens)
+        patch.setattr(results, "_append", appended)
     elif place == "sampler":
         compiled = raise_for_victim(sampler.compile_slot, lambda request, *rest: request.prompt_token_ids)
         patch.setattr(sampler, "compile_slot", compiled)

@@ -90,7 +90,7 @@ def check_empty(llm: LLM) -> None:
     assert all(group.pages_in_use == 0 for group in stats.groups)
     scheduler = llm._core._scheduler
     scheduler.manager.check_integrity()
-    assert sorted(scheduler._free_slots) == [0, 1, 2, 3]
+    assert sorted(scheduler._state.free_slots) == [0, 1, 2, 3]
     assert llm._outputs.num_unfinished == 0
 
 

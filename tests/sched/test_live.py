@@ -103,11 +103,11 @@ def full_engine(pages: int, requests: int, *, scattered: bool) -> Scheduler:
     for number in range(requests):
         add(scheduler, f"chatcmpl-{number:032}", [number, *tokens(length - 1, 7)], max_tokens=4)
     while scheduler.live() and any(one.slot < 0 for one in scheduler.live()):
-        assert scheduler.schedule() is not None or scheduler._in_flight
-        scheduler._in_flight.clear()
+        assert scheduler.schedule() is not None or scheduler._state.in_flight
+        scheduler._state.in_flight.clear()
     generator = random.Random(0)
     if scattered:
-        for sequence in scheduler._running:
+        for sequence in scheduler._state.running:
             assert sequence.grant is not None
             generator.shuffle(sequence.grant.pages[0])
     return scheduler

@@ -10,7 +10,7 @@ from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
-from pagerunner.sched import scheduler as scheduler_module
+from pagerunner.sched import state as state_module
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
@@ -252,7 +252,7 @@ def test_who_cannot_grow_preempts_the_last_or_the_worst(policy: str, victim: str
     bench.add(request("a", 40, 40, priority=1, arrival_time=1.0), request("b", 40, 40, priority=0, arrival_time=2.0))
     while not bench.scheduler.stats().preemptions_total:
         bench.step()
-    assert [item.request_id for item in bench.scheduler._waiting] == [victim]
+    assert [item.request_id for item in bench.scheduler._state.waiting] == [victim]
     while not (plan := bench.plan_step()).admitted:
         bench.commit(plan)
     (again,) = plan.admitted
@@ -272,10 +272,10 @@ def test_many_preemptions_are_few_lines_that_count_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 50.0
-    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(state_module.time, "monotonic", lambda: now)
     bench = Bench(6)
     lines = []
-    with caplog.at_level("WARNING", logger="pagerunner.sched.scheduler"):
+    with caplog.at_level("WARNING", logger="pagerunner.sched.state"):
         for second in range(30):
             now = 50.0 + second
             bench.add(request(f"a{second}", 40, 40), request(f"b{second}", 40, 40))
@@ -290,7 +290,7 @@ def test_many_preemptions_are_few_lines_that_count_them(
 def test_a_preemption_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(6)
     bench.add(request("a", 40, 40), request("b", 40, 40))
-    with caplog.at_level("WARNING", logger="pagerunner.sched.scheduler"):
+    with caplog.at_level("WARNING", logger="pagerunner.sched.state"):
         bench.drain()
     assert len(caplog.records) == bench.scheduler.stats().preemptions_total > 0
     message = caplog.records[0].getMessage()
@@ -318,7 +318,7 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
     bench.add(request("a", 64, 40))
     for _ in range(20):
         bench.step()
-    bench.scheduler._preempt(bench.scheduler._running.pop())
+    bench.scheduler._state.preempt(bench.scheduler._state.running.pop())
     plan = bench.plan_step()
     assert plan.rows[0].start == 80 and len(plan.rows[0].tokens) == 84 - 80
     bench.commit(plan)
@@ -333,7 +333,7 @@ def test_sleep_sends_everything_back_in_order_and_forgets_the_pages() -> None:
     bench.step()
     bench.scheduler.preempt_all()
     assert bench.manager.pool.used == [0] and not bench.manager.pool.cached[0] and not bench.manager.index.pages[0]
-    assert [item.request_id for item in bench.scheduler._waiting] == ["a", "b", "c"]
+    assert [item.request_id for item in bench.scheduler._state.waiting] == ["a", "b", "c"]
     bench.checker.lose_pages()
     bench.drain()
     for name in "abc":
@@ -378,7 +378,7 @@ def test_late_tokens_of_a_preempted_request_count_and_it_waits_for_them() -> Non
     bench = Bench(max_in_flight=2)
     bench.add(request("a", 10, 30))
     first, second = bench.plan_step(), bench.plan_step()
-    bench.scheduler._preempt(bench.scheduler._running.pop())
+    bench.scheduler._state.preempt(bench.scheduler._state.running.pop())
     results = [bench.checker.run(first), bench.checker.run(second)]
     bench.commit(first, results[0])
     assert bench.scheduler.schedule() is None, "its second token is still to come"
@@ -394,7 +394,7 @@ def test_a_preempted_request_may_finish_while_it_waits() -> None:
     bench = Bench(max_in_flight=2)
     bench.add(request("a", 10, 2))
     first, second = bench.plan_step(), bench.plan_step()
-    bench.scheduler._preempt(bench.scheduler._running.pop())
+    bench.scheduler._state.preempt(bench.scheduler._state.running.pop())
     results = [bench.checker.run(first), bench.checker.run(second)]
     bench.commit(first, results[0])
     assert bench.commit(second, results[1])[0].finish_reason == "length"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pagerunner.memory.manager import KVManager
     from pagerunner.memory.memory_plan import GroupPlan
     from pagerunner.sched.request import Sequence
+    from pagerunner.sched.state import SchedulerState
 
 Wait = Literal["", "sibling", "slot", "pages", "snapshot", "budget", "turn", "line"]
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
@@ -66,6 +68,31 @@ def live_request(sequence: Sequence, groups: Iterable[GroupPlan], wait: Wait = "
         wait,
         pages,
     )
+
+
+def live_requests(state: SchedulerState) -> list[LiveRequest]:
+    """The running requests, then the first of those that wait, and why."""
+    groups = state.manager.plan.groups
+    found = [live_request(sequence, groups) for sequence in state.running]
+    wait = why_first_waits(state)
+    for sequence in islice(state.waiting, MAX_WAITING):
+        found.append(live_request(sequence, groups, wait))
+        wait = "line"
+    return found
+
+
+def why_first_waits(state: SchedulerState) -> Wait:
+    """Why the first of those that wait has no row in the next step; empty if nobody waits."""
+    if not state.waiting:
+        return ""
+    first = state.waiting.peek()
+    if not state.free_slots:
+        return "slot"
+    if first.in_flight:
+        return "turn"
+    if first.retry_version >= 0 and state.manager.awaits_snapshot:
+        return "snapshot"
+    return "pages" if first.retry_version == state.manager.version else "budget"
 
 
 def page_books(manager: KVManager) -> tuple[bytes, bytes, list[bytes]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from pagerunner.memory.stats import MemoryStats
 from pagerunner.sched.live import Wait
 
@@ -21,3 +23,19 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
     last_step_tokens: int = 0
     busy_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What a scheduler has counted since it began; only the last one is of a single step."""
+
+    arrivals: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated: int = 0
+    last_step_tokens: int = 0
+
+    def carried_on(self) -> SchedulerCounts:
+        """The same counts for a scheduler that has not run a step yet."""
+        return replace(self, last_step_tokens=0)

@@ -1,0 +1,83 @@
+"""Takes the tokens of a step: what they end, what they make findable, and what is said about each request."""
+
+from __future__ import annotations
+
+from pagerunner.sched.request import Sequence
+from pagerunner.sched.state import SchedulerState
+from pagerunner.types import (
+    NO_TOKEN_ALLOWED,
+    FinishReason,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
+
+
+def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+    """Take the tokens of the oldest plan in flight; what changed, one update per request that got something."""
+    expected, sequences = state.in_flight.popleft()
+    assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
+    updates: list[RequestUpdate] = []
+    more = bool(result.errors or result.prompt_logprobs or result.pooled)
+    logprobs = result.logprobs
+    for number, (row, sequence, token_ids) in enumerate(zip(plan.rows, sequences, result.token_ids, strict=True)):
+        sequence.in_flight -= 1
+        sequence.pending -= row.samples
+        if sequence.finished:
+            continue
+        try:
+            if more and (update := _end_row(state, sequence, row, number, result)) is not None:
+                updates.append(update)
+            elif row.samples:
+                updates.append(_append(state, sequence, token_ids, logprobs.get(number) if logprobs else None))
+        except Exception as error:
+            state.manager.distrust(sequence.chain, row.start)
+            updates.append(state.fail(sequence, "continued", error))
+    return updates
+
+
+def _end_row(
+    state: SchedulerState, sequence: Sequence, row: StepRow, number: int, result: StepResult
+) -> RequestUpdate | None:
+    """Take what few rows have: a fault, log-probabilities of the prompt, a vector. The update if that ends the sequence."""
+    if number in result.errors:
+        state.manager.distrust(sequence.chain, row.start)
+        error = result.errors[number]
+        param = "structured_outputs" if error == NO_TOKEN_ALLOWED else None
+        return state.finish(sequence, "error", error=error, param=param)
+    if number in result.prompt_logprobs:
+        sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
+    if number in result.pooled:
+        return state.finish(sequence, "stop", pooled=result.pooled[number])
+    return None
+
+
+def _append(
+    state: SchedulerState, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+) -> RequestUpdate:
+    """Append sampled tokens up to the one that ends the sequence."""
+    tokens = sequence.tokens
+    known = len(tokens)
+    reason: FinishReason | None = None
+    stop: int | None = None
+    for token in token_ids:
+        tokens.append(token)
+        if token in sequence.stop_ids or len(tokens) >= sequence.max_total:
+            reason, stop = sequence.finish_reason(token)
+            if reason is not None:
+                token_ids = token_ids[: len(tokens) - known]
+                logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
+                break
+    state.counts.generated += len(token_ids)
+    grant = sequence.grant
+    if grant is not None and sequence.scheduled >= grant.next_publish:
+        state.manager.publish(grant, tokens, min(sequence.scheduled, len(tokens)))
+    if reason is not None:
+        return state.finish(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
+    if sequence.guide is not None:
+        sequence.guide.advance(token_ids)
+    if sequence.reported:
+        return RequestUpdate(request_id=sequence.request_id, new_token_ids=token_ids, logprobs=logprobs)
+    return state.update(sequence, token_ids=token_ids, logprobs=logprobs)

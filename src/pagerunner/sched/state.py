@@ -1,0 +1,161 @@
+"""What planning and committing share: who waits, who runs, which slots are free, and the ways out of each."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import deque
+from typing import Literal
+
+from pagerunner.memory.manager import KVManager
+from pagerunner.sched.guide import MakeGuide
+from pagerunner.sched.guided import GuidedSequences
+from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
+from pagerunner.sched.request import Sequence
+from pagerunner.sched.stats import SchedulerCounts
+from pagerunner.types import FinishReason, RequestUpdate, StepPlan, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+WARN_SECONDS = 10.0
+"""Least time between two lines about preemptions."""
+
+
+class SchedulerState:
+    """Every unfinished sequence stands in one place: in `waiting`, in `running`, or held back by `guided`.
+
+    `in_flight` has the plans that are not committed, oldest first, with the sequence of each row. `failed` has the last
+    updates of sequences that failed while a step was planned.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        *,
+        max_num_seqs: int,
+        policy: Literal["fcfs", "priority"],
+        make_guide: MakeGuide | None,
+    ) -> None:
+        self.manager = manager
+        self.by_priority = policy == "priority"
+        self.waiting: WaitingQueue = PriorityQueue() if self.by_priority else FcfsQueue()
+        self.running: list[Sequence] = []
+        self.sequences: dict[str, Sequence] = {}
+        self.free_slots = list(range(max_num_seqs))  # a heap: lowest first
+        self.guided = GuidedSequences(make_guide)
+        self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self.failed: list[RequestUpdate] = []
+        self.counts = SchedulerCounts()
+        self._warned_at = -WARN_SECONDS
+        self._warned_preemptions = 0
+
+    def count_on(self, earlier: SchedulerState) -> None:
+        """Go on with the counts of an earlier state."""
+        self.counts = earlier.counts.carried_on()
+        self._warned_preemptions = self.counts.preemptions
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
+        self.counts.preemptions += 1
+        self._warn_of_preemption(sequence)
+        self.vacate(sequence)
+        self.waiting.put_back(sequence)
+
+    def _warn_of_preemption(self, sequence: Sequence) -> None:
+        """One line at once, and then at most one every WARN_SECONDS, with how many there were since the last."""
+        now = time.monotonic()
+        if now - self._warned_at < WARN_SECONDS:
+            return
+        logger.warning(
+            "Request %s is preempted: up to %d computed tokens are lost, less what stays in the prefix cache (%d running, "
+            "%d waiting, %.1f%% of the page memory in use). Preemptions since the last such line: %d, in all: %d.",
+            sequence.request_id,
+            sequence.scheduled,
+            len(self.running),
+            len(self.waiting),
+            100 * self.manager.usage,
+            self.counts.preemptions - self._warned_preemptions,
+            self.counts.preemptions,
+        )
+        self._warned_at, self._warned_preemptions = now, self.counts.preemptions
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Give back a running sequence's pages and slot."""
+        grant = sequence.grant
+        assert grant is not None
+        self.manager.release(grant)
+        heapq.heappush(self.free_slots, grant.slot)
+        sequence.grant = None
+        sequence.scheduled = 0
+        sequence.retry_version = -1
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: list[int] | None = None,
+        stop: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+        param: str | None = None,
+        pooled: list[float] | None = None,
+    ) -> RequestUpdate:
+        """End a sequence, wherever it stands; its last update."""
+        sequence.finished = True
+        del self.sequences[sequence.request_id]
+        held = sequence.request_id in self.guided.held
+        self.guided.drop(sequence)
+        if held:
+            pass
+        elif sequence.grant is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self.vacate(sequence)
+        return self.update(
+            sequence,
+            token_ids=token_ids or [],
+            logprobs=logprobs,
+            reason=reason,
+            stop=stop,
+            error=error,
+            param=param,
+            pooled=pooled,
+        )
+
+    def update(
+        self,
+        sequence: Sequence,
+        *,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        reason: FinishReason | None = None,
+        stop: int | None = None,
+        error: str | None = None,
+        param: str | None = None,
+        pooled: list[float] | None = None,
+    ) -> RequestUpdate:
+        """An update; a sequence's first one with tokens also says what is known about its prompt."""
+        first = (bool(token_ids) or pooled is not None) and not sequence.reported
+        if first:
+            sequence.reported = True
+            self.counts.prompt_tokens += sequence.prompt_len
+        return RequestUpdate(
+            request_id=sequence.request_id,
+            new_token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=stop,
+            logprobs=logprobs,
+            prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
+            num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
+            admitted_time=sequence.admitted_time if first else 0.0,
+            error=error,
+            param=param,
+            pooled=pooled,
+        )
+
+    def fail(self, sequence: Sequence, what: str, error: Exception) -> RequestUpdate:
+        """End a sequence because of a bug that it has met; others go on."""
+        logger.exception("Request %s can't be %s.", sequence.request_id, what)
+        return self.finish(sequence, "error", error=f"It can't be {what}: {error!r}.")

@@ -1,0 +1,193 @@
+"""Chooses the rows of a step: tokens, not phases."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+
+from pagerunner.memory.grant import Grant
+from pagerunner.sched.request import Sequence
+from pagerunner.sched.state import SchedulerState
+from pagerunner.types import SlotInit, StepPlan, StepRow
+
+_ON_DEVICE: list[int] = []  # what the host knows of a row whose token the device sampled; never written to
+
+
+class StepPlanner:
+    """Running sequences come first, in order. Then waiting ones are admitted while slots, tokens and pages last."""
+
+    def __init__(self, state: SchedulerState, *, max_num_batched_tokens: int, enable_chunked_prefill: bool) -> None:
+        self._state = state
+        self._manager = state.manager
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._enable_chunked_prefill = enable_chunked_prefill
+
+    def next_plan(self) -> StepPlan | None:
+        """Choose the rows of a step and take their pages; None if there is nothing to run."""
+        state, manager = self._state, self._manager
+        manager.begin_step()
+        rows: list[StepRow] = []
+        sequences: list[Sequence] = []
+        admitted: list[SlotInit] = []
+        preempted = state.counts.preemptions
+        budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
+        may_admit = preempted == state.counts.preemptions and not manager.moves_unfinished
+        if may_admit and state.waiting and state.free_slots:
+            budget = self._schedule_waiting(budget, rows, sequences, admitted)
+        if not rows:
+            return None
+        state.counts.last_step_tokens = self._max_num_batched_tokens - budget
+        writes = manager.take_table_writes()
+        saves = manager.end_plan(
+            (sequence.grant, row.start, row.start + row.num_tokens)
+            for row, sequence in zip(rows, sequences, strict=True)
+            if sequence.grant is not None
+        )
+        plan = StepPlan(
+            step_id=state.counts.steps,
+            rows=rows,
+            admitted=admitted,
+            table_writes=writes,
+            zero=manager.take_fresh(),
+            copies=manager.take_copies(),
+            state_saves=saves,
+            masks=_masks(rows, sequences) if state.guided else {},
+        )
+        state.counts.steps += 1
+        state.in_flight.append((plan, sequences))
+        return plan
+
+    def _schedule_running(self, budget: int, rows: list[StepRow], sequences: list[Sequence]) -> int:
+        running = self._state.running
+        for sequence in running:  # of which the last ones may be taken away meanwhile
+            if not budget:
+                break
+            total = len(sequence.tokens) + sequence.pending
+            if total >= sequence.max_total or sequence.blocked:  # all its tokens are in flight, or the next needs them
+                continue
+            start = sequence.scheduled
+            end = total if total - start <= budget else start + budget
+            grant = sequence.grant
+            assert grant is not None
+            if end > grant.capacity and not (end := self._grow(sequence, grant, start, end)):
+                if sequence.grant is None:
+                    break
+                continue
+            budget -= end - start
+            if start >= sequence.refill and sequence.guide is None:
+                sequence.scheduled = end
+                sequence.in_flight += 1
+                sequence.pending += 1
+                rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
+            else:
+                rows.append(self._row(sequence, grant, start, end))
+            sequences.append(sequence)
+        return budget
+
+    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
+        """`KVManager.grow`, if need be with others' pages; 0 if the sequence itself was preempted, or waits for a step because
+        enough pages can be moved together, but not in this step.
+        """
+        while not (found := self._manager.grow(grant, start, end)):
+            if self._manager.moves_unfinished:
+                return 0
+            # Rows already in this plan belong to sequences before this one, so the victim has none.
+            self._state.preempt(victim := self._state.running.pop())
+            if victim is sequence:
+                return 0
+        return found
+
+    def _row(self, sequence: Sequence, grant: Grant, start: int, end: int) -> StepRow:
+        """Put positions [start, end) of a sequence into the plan that is being built."""
+        sequence.scheduled = end
+        sequence.in_flight += 1
+        tokens = sequence.tokens
+        sequence.blocked = sequence.guide is not None and end >= sequence.refill
+        if start >= sequence.refill:
+            sequence.pending += 1
+            return StepRow(grant.slot, start, end - start, _ON_DEVICE, True)
+        samples = end == sequence.refill
+        sequence.pending += samples
+        if end >= grant.next_publish:
+            self._manager.publish(grant, tokens, end)
+        if samples and sequence.parent_id:
+            self._manager.offer(grant, sequence.parent_id, tokens[: sequence.prompt_len])
+        return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
+
+    def _schedule_waiting(
+        self, budget: int, rows: list[StepRow], sequences: list[Sequence], admitted: list[SlotInit]
+    ) -> int:
+        manager, state = self._manager, self._state
+        waiting, free_slots = state.waiting, state.free_slots
+        while budget and waiting and free_slots:
+            sequence = waiting.peek()
+            # Tokens of a preempted sequence's last steps are still to come: they belong to what it resumes from.
+            # One that didn't fit can't fit before pages came back, or while the step has no more tokens to give.
+            if sequence.in_flight or sequence.retry_version == manager.version or budget < sequence.retry_budget:
+                break
+            if sequence.blocked:
+                waiting.remove(sequence)
+                state.guided.held[sequence.request_id] = sequence
+                continue
+            known = len(sequence.tokens)
+            slot = free_slots[0]
+            try:
+                grant = manager.admit(
+                    slot,
+                    sequence.chain,
+                    sequence.tokens,
+                    sequence.hit_limit(),
+                    shares=sequence.shares,
+                    parent_id=sequence.parent_id,
+                    prompt_len=sequence.prompt_len,
+                )
+            except Exception as error:  # a bug that one request has found must not end the others
+                state.failed.append(state.fail(sequence, "admitted", error))
+                continue
+            if grant is None:
+                sequence.retry_version = manager.version
+                break
+            start = grant.cached_tokens
+            waits = manager.must_wait(grant)
+            end = min(known, start + budget)
+            if end < known and not waits and not self._enable_chunked_prefill and budget < self._max_num_batched_tokens:
+                manager.release(grant)  # nothing was computed or published
+                sequence.retry_budget = min(known - start, self._max_num_batched_tokens)
+                break
+            if not waits:
+                end = manager.grow(grant, start, end)
+                assert end, "admission promised these pages"
+            waiting.remove(sequence)
+            heapq.heappop(free_slots)
+            sequence.grant = grant
+            sequence.refill = known
+            sequence.scheduled = start
+            sequence.retry_budget = 0
+            if sequence.cached_tokens < 0:
+                sequence.cached_tokens = start
+                sequence.admitted_time = time.monotonic()
+                if sequence.shares and not sequence.wants_prompt_logprobs:
+                    manager.count_query(grant)
+            if state.by_priority:
+                insort(state.running, sequence, key=_key)
+            else:
+                state.running.append(sequence)
+            admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
+            if not waits:
+                budget -= end - start
+                rows.append(self._row(sequence, grant, start, end))
+                sequences.append(sequence)
+        return budget
+
+
+def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, bytes]:
+    found = {}
+    for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+        if sequence.guide is not None and row.samples and (mask := sequence.guide.mask) is not None:
+            found[number] = mask
+    return found
+
+
+def _key(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.key
