@@ -9,7 +9,7 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from helpers.plans import mixed
-from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.manager import KVManager
 
 HYBRID = {"full": (16, 1), "recurrent": (16, 2)}
@@ -125,7 +125,7 @@ def test_a_broken_row_takes_its_snapshots_with_it() -> None:
 
 
 def held(grant: Grant, group: int) -> list[int]:
-    return [number for number, page in enumerate(grant.pages[group]) if page != HOLE]
+    return [number for number, page in enumerate(grant.pages[group]) if page != NO_PAGE]
 
 
 def test_a_long_chunk_holds_the_window_before_it_and_its_tail() -> None:

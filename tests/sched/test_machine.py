@@ -15,7 +15,7 @@ from helpers.plans import mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory import manager, rules
 from pagerunner.memory.forks import Forks
-from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
@@ -455,7 +455,7 @@ class _CarelessForks(Forks):
             found = []
             for group, kept in enumerate(rules):
                 first, stop = kept.span(tokens, tokens)
-                there = [page for page in holder.pages[group] if page != HOLE]
+                there = [page for page in holder.pages[group] if page != NO_PAGE]
                 if len(there) >= stop - first:
                     found.append((first, there[: stop - first]))
             if len(found) == len(rules) and holder.epoch == epoch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pagerunner.memory.grant import HOLE, Grant
+from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import GroupRule
 from pagerunner.memory.slabs import SlabPool
@@ -77,12 +77,12 @@ def _pages_of(
     """
     first, stop = rule.span(tokens, tokens)
     pages = holder.pages[group][first:stop]
-    if HOLE in pages:
+    if NO_PAGE in pages:
         for number in range(first, min(stop, rule.complete(tokens))):
-            if pages[number - first] == HOLE:
+            if pages[number - first] == NO_PAGE:
                 page = index.find(group, rule.key(holder.chain, number))
-                pages[number - first] = HOLE if page is None else page
-    return (first, pages) if len(pages) == stop - first and HOLE not in pages else None
+                pages[number - first] = NO_PAGE if page is None else page
+    return (first, pages) if len(pages) == stop - first and NO_PAGE not in pages else None
 
 
 def pages_to_copy(grant: Grant, group: int, pool: SlabPool, index: PrefixIndex) -> list[int]:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.rules import FOREVER
 
-HOLE = -1  # stands in a grant's list, and in a table write, for a page that was given back or never allocated
+NO_PAGE = -1  # stands in a grant's list, and in a table write, for a page that was given back or never allocated
 
 
 class Grant:
-    """One running request's pages: `pages[group][i]` is page i of the request, as a page id of the group, or HOLE.
+    """One running request's pages: `pages[group][i]` is page i of the request, as a page id of the group, or NO_PAGE.
 
     Positions below `capacity` have pages. When `next_publish` tokens are known and scheduled, `publish` has work to do.
-    `cached_tokens` is how many leading tokens were found in the index. `marks` are the positions within the first
+    `cached_tokens` is how many leading tokens were found in the index. `snapshot_positions` are the positions within the first
     `target` tokens, those known at admission, at which later requests will probably want to continue.
     """
 
     __slots__ = (
-        "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "held", "marks",
-        "next_publish", "next_save", "pages", "promise", "published", "reserve", "saves", "sent", "slot", "starts",
-        "target", "turn",
+        "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "latest_snapshot",
+        "next_publish", "next_save", "num_pages", "pages", "promise", "published", "reserve", "saves", "sent", "slot",
+        "snapshot_positions", "starts", "target",
     )  # fmt: skip
 
     def __init__(self, slot: int, chain: PrefixChain, groups: int, epoch: int) -> None:
@@ -30,10 +30,10 @@ class Grant:
         self.chain = chain
         self.epoch = epoch
         self.pages: list[list[int]] = [[] for _ in range(groups)]
-        self.first = [0] * groups  # pages before it are holes
+        self.first = [0] * groups  # pages before it are NO_PAGE
         self.published = [0] * groups
         self.sent = [0] * groups  # table entries that the device has
-        self.held = [0] * groups  # pages that are not holes
+        self.num_pages = [0] * groups  # pages that it has
         self.reserve = [0] * groups  # pages that admission promised it may hold at once
         self.promise = [0] * groups  # of them, not held now
         self.capacity = 0
@@ -43,10 +43,10 @@ class Grant:
         self.cached_tokens = 0
         self.group_hits = [0] * groups  # tokens that each group alone could have supplied
         self.target = 0
-        self.marks: list[int] = []
+        self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
         self.saves: list[tuple[int, int]] = []  # snapshots (position, page) that it holds itself
-        self.turn: tuple[int, int] = (0, HOLE)  # the latest snapshot of the text it generates
+        self.latest_snapshot: tuple[int, int] = (0, NO_PAGE)  # of the text it generates: position, page
 
 
 class Promises:
@@ -58,7 +58,7 @@ class Promises:
     def update(self, grant: Grant) -> None:
         """The grant's reserve, or what it holds, has changed."""
         for group, reserve in enumerate(grant.reserve):
-            left = max(reserve - grant.held[group], 0)
+            left = max(reserve - grant.num_pages[group], 0)
             self.by_group[group] += left - grant.promise[group]
             grant.promise[group] = left
 
@@ -94,9 +94,9 @@ class Refusal:
 
 
 def fill(held: list[int], pages: list[int], parts: list[range]) -> None:
-    """Append `pages` as the page numbers of `parts`, with holes between and before them."""
+    """Append `pages` as the page numbers of `parts`, with NO_PAGE between and before them."""
     taken = 0
     for part in parts:
-        held += [HOLE] * (part.start - len(held))
+        held += [NO_PAGE] * (part.start - len(held))
         held += pages[taken : taken + len(part)]
         taken += len(part)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from math import lcm
 
 from pagerunner.memory.forks import Forks, pages_to_copy, prompt_key, replace_borrowed
-from pagerunner.memory.grant import HOLE, Grant, Promises, Refusal, fill
+from pagerunner.memory.grant import NO_PAGE, Grant, Promises, Refusal, fill
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.moves import PageMoves
 from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
@@ -119,7 +119,7 @@ class KVManager:
         else:
             self._take_hit(grant, hit)
         lent = [len(numbers) for numbers in grant.borrowed] or [0] * len(self._rules)
-        taken = [count - others for count, others in zip(grant.held, lent, strict=True)]
+        taken = [count - others for count, others in zip(grant.num_pages, lent, strict=True)]
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
         wanted = self._promises.beside(needs)
         self._grants[grant] = None
@@ -145,7 +145,7 @@ class KVManager:
         self._promises.update(grant)
         if shares:
             grant.next_publish = min(map(_next_publish, self._rules, grant.published))
-            self._plan_marks(grant, hit)
+            self._plan_snapshots(grant, hit)
         grant.capacity = hit
         self._work.send_table(grant)
         return grant
@@ -171,9 +171,9 @@ class KVManager:
     def _hold(self, grant: Grant, group: int, first: int, pages: list[int]) -> None:
         """Put pages that are in use or cached into the grant, as its pages `first` .. ."""
         self.pool.share(group, pages)
-        grant.pages[group] = [HOLE] * first + pages
+        grant.pages[group] = [NO_PAGE] * first + pages
         grant.first[group] = first
-        grant.held[group] = len(pages)
+        grant.num_pages[group] = len(pages)
         self._moves.placed(grant, group, first, pages)
 
     def count_query(self, grant: Grant) -> None:
@@ -276,20 +276,20 @@ class KVManager:
         Where memory is short, steps of groups that forget are halved down to `SHORT_CHUNK` tokens, and where that can't be,
         pages are given up that later requests would have liked to find.
         """
-        marks = grant.marks
+        positions = grant.snapshot_positions
         while True:
-            wanted = [self._wanted(grant, group, end, marks) for group in range(len(self._rules))]
+            wanted = [self._wanted(grant, group, end, positions) for group in range(len(self._rules))]
             needs = [count for count, _ in wanted]
             for group, numbers in enumerate(copied):
                 needs[group] += len(numbers)
-            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not marks):
+            if not self._forgetting or end - start <= SHORT_CHUNK and (self._shortens or not positions):
                 break
             if self.pool.slack(self._promises.beside(needs, grant)) >= 0:
                 break
             if self._shortens:
                 end = start + max((end - start) // 2, SHORT_CHUNK)
-            elif marks:
-                marks = []
+            elif positions:
+                positions = []
             else:
                 break
         return end, wanted, needs
@@ -308,20 +308,20 @@ class KVManager:
             else:
                 self._moves.placed(grant, group, len(held), pages)
                 held += pages
-            grant.held[group] += len(pages)
+            grant.num_pages[group] += len(pages)
             self._work.add_fresh(group, pages)
             capacity = min(capacity, self._rules[group].capacity(len(held)))
         self._promises.update(grant)
         grant.capacity = capacity
 
-    def _wanted(self, grant: Grant, group: int, end: int, marks: Sequence[int]) -> tuple[int, list[range]]:
-        """How many more pages the positions below `end` and hits at `marks` need, and which, if not simply the next ones."""
+    def _wanted(self, grant: Grant, group: int, end: int, positions: Sequence[int]) -> tuple[int, list[range]]:
+        """How many more pages the positions below `end` and hits at `positions` need, and which, if not simply the next ones."""
         rule = self._rules[group]
         there = len(grant.pages[group])
         stop = rule.span(end, end)[1]
         if not rule.forgets or stop <= there:
             return max(stop - there, 0), []
-        spans = [rule.hit_span(mark) for mark in marks if mark <= end]
+        spans = [rule.hit_span(position) for position in positions if position <= end]
         spans.append((rule.tail(end), stop))
         parts: list[range] = []
         for first, last in spans:
@@ -337,11 +337,11 @@ class KVManager:
         if first <= old:
             return 0
         stop = min(first, len(pages))
-        gone = [page for page in pages[old:stop] if page != HOLE]
-        pages[old:stop] = [HOLE] * (stop - old)
-        pages += [HOLE] * (first - len(pages))
+        gone = [page for page in pages[old:stop] if page != NO_PAGE]
+        pages[old:stop] = [NO_PAGE] * (stop - old)
+        pages += [NO_PAGE] * (first - len(pages))
         grant.first[group] = first
-        grant.held[group] -= len(gone)
+        grant.num_pages[group] -= len(gone)
         self.pool.release(group, gone[::-1])
         return len(gone)
 
@@ -358,7 +358,7 @@ class KVManager:
             complete = rule.complete(end)
             pages = grant.pages[group]
             for number in range(max(grant.published[group], grant.first[group]), complete):
-                if pages[number] != HOLE:
+                if pages[number] != NO_PAGE:
                     self.index.publish(group, rule.key(chain, number), pages[number])
             grant.published[group] = complete
         grant.next_publish = min(map(_next_publish, self._rules, grant.published))
@@ -381,13 +381,13 @@ class KVManager:
         self._swollen.clear()
         return saves
 
-    def _plan_marks(self, grant: Grant, hit: int) -> None:
+    def _plan_snapshots(self, grant: Grant, hit: int) -> None:
         """Where a later request may want to continue: at the last boundary of this prompt, so that the same prompt hits, and
         where the hit would have ended if every group had as much as the best: others may branch off there too.
         """
         cell = self.hit_granularity
         wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
-        grant.marks = sorted(mark for mark in wanted if mark > hit)
+        grant.snapshot_positions = sorted(position for position in wanted if position > hit)
         self._snapshots.plan(grant, hit)
 
     # -- the end
@@ -395,7 +395,7 @@ class KVManager:
     def release(self, grant: Grant) -> None:
         """Return all pages. Published ones stay findable until evicted, the request's last page first."""
         for group, pages in enumerate(grant.pages):
-            held = [page for page in pages[grant.first[group] :] if page != HOLE]
+            held = [page for page in pages[grant.first[group] :] if page != NO_PAGE]
             self.pool.release(group, held[::-1])
         self._promises.withdraw(grant)
         self._snapshots.release(grant)
@@ -474,8 +474,8 @@ class KVManager:
         for group, refs in enumerate(self.pool.refs):
             counts: dict[int, int] = {}
             for grant in self._grants:
-                pages = [page for page in grant.pages[group][grant.first[group] :] if page != HOLE]
-                assert len(pages) == grant.held[group], f"group {group}: pages held"
+                pages = [page for page in grant.pages[group][grant.first[group] :] if page != NO_PAGE]
+                assert len(pages) == grant.num_pages[group], f"group {group}: pages held"
                 pages += [page for _, page in grant.saves] if self._rules[group].snapshots else []
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1

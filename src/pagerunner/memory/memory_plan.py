@@ -111,7 +111,7 @@ class MemoryPlan:
         return slab * self.slab_bytes + place * plan.page_bytes
 
     def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
-        """What a page table holds for these pages: byte offset // unit; -1 for a hole (-1)."""
+        """What a page table holds for these pages: byte offset // unit; -1 for NO_PAGE (-1)."""
         plan = self.groups[group]
         if -1 in pages:
             held = [page for page in pages if page != -1]

@@ -87,8 +87,8 @@ class PageMoves:
         if self._snapshots[group]:
             for grant in self._grants:
                 grant.saves = [(position, target if page == source else page) for position, page in grant.saves]
-                if grant.turn[1] == source:
-                    grant.turn = (grant.turn[0], target)
+                if grant.latest_snapshot[1] == source:
+                    grant.latest_snapshot = (grant.latest_snapshot[0], target)
 
     def holders(self, group: int, page: int, count: int) -> list[tuple[Grant, int]]:
         """The grants that have the page among their pages, at most `count` of them, and its number there.

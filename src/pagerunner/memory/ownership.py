@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagerunner.memory.grant import HOLE
+from pagerunner.memory.grant import NO_PAGE
 
 if TYPE_CHECKING:
     from pagerunner.memory.grant import Grant
@@ -59,16 +59,16 @@ class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:
-    """Adjacent ascending numbers as (first, count); holes are left out."""
+    """Adjacent ascending numbers as (first, count); NO_PAGE is left out."""
     runs: Runs = []
-    first = end = HOLE
+    first = end = NO_PAGE
     for number in numbers:
-        if number != end or first == HOLE:
-            if first != HOLE:
+        if number != end or first == NO_PAGE:
+            if first != NO_PAGE:
                 runs.append((first, end - first))
             first = number
         end = number + 1
-    if first != HOLE:
+    if first != NO_PAGE:
         runs.append((first, end - first))
     return runs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagerunner.memory.grant import HOLE, Grant, Promises
+from pagerunner.memory.grant import NO_PAGE, Grant, Promises
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import FOREVER
@@ -16,7 +16,7 @@ from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.step_work import StepWork
 from pagerunner.types import StateSave
 
-TURN_TOKENS = 64  # while text is generated, its latest snapshot is about that many tokens old at most
+LATEST_EVERY = 64  # tokens: while text is generated, its latest snapshot is about that old at most
 
 
 class Snapshots:
@@ -46,16 +46,16 @@ class Snapshots:
         self._planned: dict[tuple[int, PageKey], int] = {}  # what running requests will take
         self._one = [int(other == group) for other in range(len(plan.groups))]
         cell = plan.hit_granularity  # no hit ends elsewhere, whatever snapshots there are
-        self._turn_tokens = -(-TURN_TOKENS // cell) * cell
+        self._latest_every = -(-LATEST_EVERY // cell) * cell
 
     def find(self, chain: PrefixChain, tokens: int) -> int:
-        """The page with the state after `tokens` tokens, or HOLE."""
+        """The page with the state after `tokens` tokens, or NO_PAGE."""
         page = self._index.find(self._group, chain.hashes[tokens // UNIT_TOKENS - 1])
-        return HOLE if page is None else page
+        return NO_PAGE if page is None else page
 
     def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
         """Whether the snapshot after `tokens` tokens, which a request was to continue from, is gone."""
-        return self.find(chain, tokens) == HOLE
+        return self.find(chain, tokens) == NO_PAGE
 
     def restore(self, grant: Grant, hit: int) -> None:
         """Hand out the request's state page, filled with the snapshot after `hit` tokens.
@@ -73,31 +73,33 @@ class Snapshots:
         else:
             self._work.copy(group, source, page)
         grant.pages[group] = [page]
-        grant.held[group] = 1
+        grant.num_pages[group] = 1
 
     def plan(self, grant: Grant, hit: int) -> None:
-        """A new request, which has the state after `hit` tokens, will take a snapshot at each of its marks."""
-        for mark in grant.marks:
-            key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+        """A new request, which has the state after `hit` tokens, will take a snapshot at each of its `snapshot_positions`."""
+        for position in grant.snapshot_positions:
+            key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
             self._planned[key] = self._planned.get(key, 0) + 1
         self._set_next(grant, hit)
 
     def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
         """Whether a running request is about to take a snapshot that is of more use to `chain` than the one after `hit` tokens."""
         hashes = chain.hashes
-        return any(hit < mark <= limit and hashes[mark // UNIT_TOKENS - 1] == key for mark, key in self._planned)
+        return any(
+            hit < position <= limit and hashes[position // UNIT_TOKENS - 1] == key for position, key in self._planned
+        )
 
     def unplan(self, grant: Grant, end: int) -> bool:
         """Snapshots up to position `end` are taken, or never will be; whether any had been planned."""
-        before = len(grant.marks)
-        for mark in grant.marks:
-            if mark <= end:
-                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+        before = len(grant.snapshot_positions)
+        for position in grant.snapshot_positions:
+            if position <= end:
+                key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
                 self._planned[key] -= 1
                 if not self._planned[key]:
                     del self._planned[key]
-        grant.marks = [mark for mark in grant.marks if mark > end]
-        return len(grant.marks) < before
+        grant.snapshot_positions = [position for position in grant.snapshot_positions if position > end]
+        return len(grant.snapshot_positions) < before
 
     def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
         """The snapshots of a plan's rows (grant, start, end), and how many rows won't take any more of those planned."""
@@ -112,50 +114,50 @@ class Snapshots:
         """Decide the snapshots of plan row `row` over [start, end): they take what nobody has and nobody was promised, or are
         left out. Not `current` grants began before the index was cleared and take none. Whether any were planned.
         """
-        marks = [mark for mark in grant.marks if start < mark <= end]
-        turns = end // self._turn_tokens * self._turn_tokens
-        is_turn = not marks and turns >= grant.next_save > grant.target
+        positions = [position for position in grant.snapshot_positions if start < position <= end]
+        latest = end // self._latest_every * self._latest_every
+        is_latest = not positions and latest >= grant.next_save > grant.target
         if current:
-            for position in [turns] if is_turn else marks:
-                self._save(saves, row, grant, position, is_turn)
+            for position in [latest] if is_latest else positions:
+                self._save(saves, row, grant, position, is_latest)
         unplanned = self.unplan(grant, end)
         self._set_next(grant, end)
         self.publish(grant, current)
         return unplanned
 
     def _set_next(self, grant: Grant, end: int) -> None:
-        step = self._turn_tokens
-        turn = (max(end, grant.target) // step + 1) * step if self._keep else FOREVER
-        grant.next_save = next((mark for mark in grant.marks if mark > end), turn)
+        step = self._latest_every
+        latest = (max(end, grant.target) // step + 1) * step if self._keep else FOREVER
+        grant.next_save = next((position for position in grant.snapshot_positions if position > end), latest)
 
-    def _save(self, saves: list[StateSave], row: int, grant: Grant, position: int, is_turn: bool) -> None:
+    def _save(self, saves: list[StateSave], row: int, grant: Grant, position: int, is_latest: bool) -> None:
         group, pool = self._group, self._pool
         unit = position // UNIT_TOKENS
         hashes = grant.chain.hashes
         if unit <= len(hashes) and self._index.find(group, hashes[unit - 1]) is not None:
             return
-        if is_turn:
-            self._drop_turn(grant)
+        if is_latest:
+            self._drop_latest(grant)
         if pool.slack(self._promises.beside(self._one)) < 0:
             return
         pages = pool.allocate(self._one)
         assert pages is not None
         (page,) = pages[group]
         grant.saves.append((position, page))
-        if is_turn:
-            grant.turn = (position, page)
+        if is_latest:
+            grant.latest_snapshot = (position, page)
             grant.next_publish = min(grant.next_publish, position)
         saves.append(StateSave(row, position, group, self._plan.page_offset(group, page)))
 
-    def _drop_turn(self, grant: Grant) -> None:
+    def _drop_latest(self, grant: Grant) -> None:
         """The text went on: its last snapshot makes room for the next."""
-        group, (position, page) = self._group, grant.turn
+        group, (position, page) = self._group, grant.latest_snapshot
         unit = position // UNIT_TOKENS
-        if page == HOLE or unit > len(grant.chain.hashes):
+        if page == NO_PAGE or unit > len(grant.chain.hashes):
             return
         if self._index.find(group, grant.chain.hashes[unit - 1]) == page:
             self._pool.evict(group, page)
-        grant.turn = (0, HOLE)
+        grant.latest_snapshot = (0, NO_PAGE)
 
     def publish(self, grant: Grant, current: bool) -> None:
         """Make the snapshots findable whose tokens are known; from then on they are cache like any other."""
@@ -195,8 +197,8 @@ class Snapshots:
         """Recount. Raises AssertionError when what is planned isn't what `grants` will take."""
         planned: dict[tuple[int, PageKey], int] = {}
         for grant in grants:
-            for mark in grant.marks:
-                key = (mark, grant.chain.hashes[mark // UNIT_TOKENS - 1])
+            for position in grant.snapshot_positions:
+                key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
                 planned[key] = planned.get(key, 0) + 1
         assert planned == self._planned, "planned snapshots"
 
