@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import statistics
@@ -14,7 +15,7 @@ import pytest
 
 from helpers.checkpoints import write_tokenizer
 from pagerunner import limits
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.text import chat_template
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
@@ -176,6 +177,45 @@ def test_a_process_that_dies_is_replaced(tokenizer: Tokenizer) -> None:
         assert await renderer.render(ask("c"), {}) == "<c>"
 
     with_renderer(tokenizer, work)
+
+
+def kill_while_starting(monkeypatch: pytest.MonkeyPatch, how_many: int) -> list[int]:
+    """The next processes are killed before they have said a word. Returns the list of the killed, which grows."""
+    start, killed = asyncio.create_subprocess_exec, []
+
+    async def started(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*words, **options)
+        if len(killed) < how_many:
+            os.kill(process.pid, 9)
+            killed.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    return killed
+
+
+def test_a_process_that_is_killed_while_it_starts_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = kill_while_starting(monkeypatch, 1)
+    assert with_renderer(tokenizer, lambda renderer: renderer.render(USER, {})) == "<hi>"
+    assert len(killed) == 1
+
+
+def test_processes_that_never_start_end_in_a_sentence(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = kill_while_starting(monkeypatch, 99)
+    with pytest.raises(RequestFailedError, match="ended twice while it was started"):
+        with_renderer(tokenizer, lambda renderer: renderer.render(USER, {}))
+    assert len(killed) == 2
+
+
+def test_a_system_without_room_for_a_process_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*words: Any, **options: Any) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    with pytest.raises(RequestFailedError, match="can't be started: .*Resource temporarily unavailable"):
+        with_renderer(tokenizer, lambda renderer: renderer.render(USER, {}))
 
 
 def test_the_process_knows_no_keys(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,16 @@ class TemplateRenderer:
         template = self._tokenizer.chat_template
         if template is None:
             raise RuntimeError("there is no chat template")
-        process, frame = await _start(Setup(template.templates, template.where))
+        setup = Setup(template.templates, template.where)
+        try:
+            process, frame = await _start(setup)
+        except EOFError:  # the system may have killed it, for want of memory
+            try:
+                process, frame = await _start(setup)
+            except EOFError as error:
+                raise RequestFailedError(
+                    "The process that renders chat templates ended twice while it was started. The system may be short of memory."
+                ) from error
         return process, self._done.decode(frame)
 
 
@@ -246,20 +255,29 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
 
 
 async def _start(setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
+    """A process and what it says of the template. Raises EOFError when it ends first, RequestFailedError when it is late."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "pagerunner.text.template_worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**limits.helper_environment(), "PYTHONPATH": path},
-        start_new_session=True,  # a Ctrl-C is for the server, which drains first
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "pagerunner.text.template_worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**limits.helper_environment(), "PYTHONPATH": path},
+            start_new_session=True,  # a Ctrl-C is for the server, which drains first
+        )
+    except OSError as error:
+        raise RequestFailedError(f"The process that renders chat templates can't be started: {error}.") from error
     try:
         async with asyncio.timeout(_START_SECONDS):
             return process, await _ask(process, pack(setup))
-    except (OSError, EOFError, TimeoutError) as error:
+    except TimeoutError as error:
         await _end(process)
-        raise RequestFailedError(f"The process that renders chat templates could not be started: {error!r}.") from error
+        raise RequestFailedError(
+            f"The process that renders chat templates didn't start within {_START_SECONDS:g} seconds."
+        ) from error
+    except OSError as error:  # the process is gone, and so is the pipe to it
+        await _end(process)
+        raise EOFError from error
     except BaseException:
         await _end(process)
         raise
