@@ -78,7 +78,7 @@ class PagedRecurrentBackend:
     )
 
     def new_state(self, shape: GraphShape | None) -> SaveState:
-        """See DeviceBackend."""
+        """See AttentionBackend."""
         return SaveState(shape)
 
     def plan(self, inputs: PlanInputs, state: SaveState) -> StateSaves:

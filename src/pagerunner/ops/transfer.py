@@ -50,7 +50,7 @@ class ToHost:
 
 
 class BestCopies:
-    """Copies of the most likely tokens and their logits to the host: `ToHost` for what every step of a greedy batch
+    """Copies of sampled tokens and their rows' largest logits to the host: `ToHost` for what every step
     sends, in host memory that is used again, as allocating it and its event takes as long as the copies.
     """
 
