@@ -207,7 +207,11 @@ class _Copies:
         """Begin a copy, once there is a thread for it soon."""
         while len(self._begun) >= 2 * THREADS:
             self._finish()
-        self._begun.append((self._pool.submit(self._copy, target, source), source.nbytes))
+        self._begun.append((self._pool.submit(self._copied, target, source), source.nbytes))
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.inference_mode():  # a thread has a mode of its own, and weights made in this mode change only in it
+            self._copy(target, source)
 
     def count(self, size: int) -> None:
         """Bytes that nobody copies."""
