@@ -11,6 +11,7 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
+from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 
@@ -80,8 +81,48 @@ def test_a_layer_joined_with_its_norm_and_the_residual_stream_is_the_same(norm_c
     x = torch.randn(3, 4)
     want = x + mlp(norm(x))
     torch.testing.assert_close(mlp.gate_up_proj.of_norm(x, norm), mlp.gate_up_proj(norm(x)))
-    mlp.add_(x, norm)
-    torch.testing.assert_close(x, want)
+    stream = ResidualStream(x)
+    mlp.add_to(stream, norm)
+    assert stream.pending_TD is None
+    torch.testing.assert_close(stream.x_TD, want)
+
+
+def test_a_pending_output_is_added_by_the_next_norm() -> None:
+    norm, mlp = RMSNorm(4, 1e-6, torch.float32), GatedMLP(4, 8, torch.float32, bias=True)
+    give_memory(norm), give_memory(mlp)
+    x, pending = torch.randn(3, 4), torch.randn(3, 4)
+    between = x + pending
+    want = between + mlp(norm(between))
+    stream = ResidualStream(x.clone())
+    stream.pending_TD = pending
+    torch.testing.assert_close(stream.product(norm, mlp.gate_up_proj), mlp.gate_up_proj(norm(between)))
+    assert stream.pending_TD is None
+    torch.testing.assert_close(stream.x_TD, between)
+    stream = ResidualStream(x.clone())
+    stream.pending_TD = pending
+    mlp.add_to(stream, norm)
+    torch.testing.assert_close(stream.normed(norm), norm(want))
+    torch.testing.assert_close(stream.x_TD, want)
+
+
+def test_tokens_can_be_dropped_only_where_nothing_is_pending() -> None:
+    stream = ResidualStream(torch.arange(12.0).view(3, 4))
+    stream.keep(torch.tensor([2, 0]))
+    assert stream.x_TD[:, 0].tolist() == [8, 0]
+    stream.pending_TD = stream.x_TD
+    with pytest.raises(AssertionError):
+        stream.keep(torch.tensor([0]))
+
+
+def test_a_part_may_have_another_name_in_the_checkpoint() -> None:
+    class Named(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = {"inner": "outer"}
+            self.inner = RMSNorm(4, 1e-6, torch.float32)
+            self.other = RMSNorm(4, 1e-6, torch.float32)
+
+    assert [name for name, _ in Named().checkpoint("x.")] == ["x.outer.weight", "x.other.weight"]
 
 
 def test_experts_add_to_the_residual_stream() -> None:
@@ -89,8 +130,10 @@ def test_experts_add_to_the_residual_stream() -> None:
     give_memory(norm), give_memory(experts)
     x = torch.randn(5, 4)
     want = x + experts(norm(x))
-    experts.add_(x, norm)
-    torch.testing.assert_close(x, want)
+    stream = ResidualStream(x)
+    experts.add_to(stream, norm)
+    stream.normed(norm)
+    torch.testing.assert_close(stream.x_TD, want)
 
 
 def test_embedding_looks_up_and_scores() -> None:

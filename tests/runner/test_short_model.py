@@ -48,7 +48,7 @@ def test_layers_whose_pages_are_aligned_otherwise_are_kept(deep: str) -> None:
 @pytest.mark.parametrize("change", ["weight", "scale", "shape"])
 def test_a_layer_that_differs_in_anything_is_kept(deep: str, change: str) -> None:
     core = build(deep)
-    attention = core._executor._runner._model.model.layers[5].self_attn
+    attention = core._executor._runner._model.model.layers[5].mixer
     if change == "scale":
         attention.attend.scores = Scores(1.0)
     else:

@@ -38,15 +38,13 @@ class PagedAttention:
         v_TKD: torch.Tensor,
         batch: ForwardBatch,
         sinks_H: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write k and v into the layer's pages, and return the attention of q over each token's sequence so far."""
-        pages = batch.kv[self.layer_index]
-        assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
-        group = batch.groups[pages.group]
-        scores = self.scores if sinks_H is None else self._with_sinks(sinks_H, group)
-        inputs = Heads(q_THD, k_TKD, v_TKD)
-        out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores))
-        return out
+        """Write k and v into the layer's pages, and return the attention of q over each token's sequence so far.
+
+        With `wanted` [S], tokens by their places in T, only these are attended to, [S, H, D]; all are stored.
+        """
+        return self._run(Heads(q_THD, k_TKD, v_TKD), batch, sinks_H, wanted)
 
     def from_projection(
         self,
@@ -56,17 +54,23 @@ class PagedAttention:
         sinks_H: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`.
+        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`."""
+        group = batch.groups[batch.kv[self.layer_index].group]
+        takes_it = group.backend.capabilities.projection
+        return self._run(Projection(qkv_TND, prep) if takes_it else prepared(qkv_TND, prep), batch, sinks_H, wanted)
 
-        With `wanted` [S], tokens by their places in T, only these are attended to, [S, H, D]; all are stored.
-        """
+    def _run(
+        self,
+        inputs: Heads | Projection,
+        batch: ForwardBatch,
+        sinks_H: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
         pages = batch.kv[self.layer_index]
         assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
         group = batch.groups[pages.group]
-        capabilities = group.backend.capabilities
         scores = self.scores if sinks_H is None else self._with_sinks(sinks_H, group)
-        inputs = Projection(qkv_TND, prep) if capabilities.projection else prepared(qkv_TND, prep)
-        alone = wanted if capabilities.wanted else None
+        alone = wanted if group.backend.capabilities.wanted else None
         out: torch.Tensor = group.backend.run(AttentionCall(inputs, pages, group, batch.rows, scores, alone))
         return out if wanted is alone else out.index_select(0, wanted)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from pagerunner.layers.linear import FusedLinear, Linear
-from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import silu_and_mul
 
 
-class GatedMLP(Module):
+class GatedMLP(FeedForward):
     """`down(silu(gate(x)) * up(x))`, with gate and up as one matrix; or another gated `activation`."""
 
     def __init__(
@@ -33,8 +33,12 @@ class GatedMLP(Module):
         """Apply the layer."""
         return self.down_proj(self.activation(self.gate_up_proj(x_TD)))
 
-    def add_(self, x_TD: torch.Tensor, norm: RMSNorm) -> None:
-        """Add the layer's output for `norm(x)` to x in place."""
+    def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
+        """See FeedForward. Where nothing is pending, norm and addition are part of the products."""
+        if stream.pending_TD is not None:
+            super().add_to(stream, norm)
+            return
+        x_TD = stream.x_TD
         if self.activation is silu_and_mul:
             projection = self.gate_up_proj
             inner = projection.method.apply_to_norm_silu(x_TD, norm.parameters, projection.weights)

@@ -6,7 +6,8 @@ the hot path of small models, and nothing here needs gradients, hooks or buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -15,18 +16,21 @@ class Module:
     """Base of everything that holds weights.
 
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
-    Attributes that are modules, or tuples of modules, are children; their names are those in the checkpoint.
+    Attributes that are modules, or tuples of modules, are children. Their names are those in the checkpoint, unless `names`
+    maps the attribute's name to another one there.
     `unused_tensors` are beginnings of names of tensors that a checkpoint may hold and the whole model has no use for.
     """
 
     unused_tensors: tuple[str, ...] = ()
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Named children; a tuple's members are named `name.index`."""
-        for name, value in vars(self).items():
+        for attribute, value in vars(self).items():
+            name = self.names.get(attribute, attribute)
             if isinstance(value, Module):
                 yield name, value
             elif isinstance(value, tuple):

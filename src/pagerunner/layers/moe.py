@@ -8,7 +8,7 @@ import torch
 
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
-from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.moe import moe_experts, route_softmax_topk
 
@@ -48,7 +48,7 @@ class GatedExperts(Module):
         yield f"{prefix}down_proj", self.weights["down_proj"], down
 
 
-class SparseMLP(Module):
+class SparseMLP(FeedForward):
     """A router, and the experts it sends each token to with the weights of its softmax."""
 
     def __init__(
@@ -64,7 +64,3 @@ class SparseMLP(Module):
         """Apply the layer."""
         weights_TA, experts_TA = route_softmax_topk(self.gate(x_TD), self.active, normalise=self.normalise)
         return self.experts(x_TD, weights_TA, experts_TA)
-
-    def add_(self, x_TD: torch.Tensor, norm: RMSNorm) -> None:
-        """Add the layer's output for `norm(x)` to x in place."""
-        x_TD.add_(self(norm(x_TD)))

@@ -1,10 +1,11 @@
-"""What stands around the layers in most families: embedding before them, norm and output weights after them.
+"""The stack that families share: embedding, layers of mixer and feed-forward, final norm, output weights.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,82 +15,111 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.rope import RopeAngles
+
+LAYER_NAMES = {
+    "mixer_norm": "input_layernorm",
+    "mixer": "self_attn",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+}
 
 
 class DecoderLayer(Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Mixer (attention or a recurrence) and feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, self_attn: Any, mlp: Any, dtype: torch.dtype) -> None:
+    `names` are the parts' names in the checkpoint where they differ from LAYER_NAMES, as `{"mixer": "linear_attn"}`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mixer: Mixer,
+        feed_forward: FeedForward,
+        dtype: torch.dtype,
+        *,
+        norm: type[RMSNorm] = RMSNorm,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = mlp
+        self.names = LAYER_NAMES | dict(names or {})
+        self.mixer_norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mixer = mixer
+        self.feed_forward_norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.feed_forward = feed_forward
 
-    def add_(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> None:
-        """Add the layer's output to the residual stream `x` in place."""
-        self.self_attn.add_(x_TD, self.input_layernorm, angles, batch)
-        self.mlp.add_(x_TD, self.post_attention_layernorm)
+    def __call__(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
+        """Add the layer's output to the stream; the last sublayer's may be pending afterwards."""
+        self.mixer.add_to(stream, self.mixer_norm, angles, batch, None)
+        self.feed_forward.add_to(stream, self.feed_forward_norm)
 
-    def last(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """The residual stream behind the last layer, of the tokens that are asked for: of the others, only the keys and
-        values matter any more.
+    def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
+        """As `__call__`, for the last layer of a batch that is `last_alone`: only sampled tokens stay in the stream.
+
+        Of the other tokens only keys, values and states matter any more.
         """
-        if not batch.last_alone:
-            self.add_(x_TD, angles, batch)
-            return x_TD
-        x_SD: torch.Tensor = self.self_attn.of_sampled(x_TD, self.input_layernorm, angles, batch)
-        if x_SD.shape[0]:
-            self.mlp.add_(x_SD, self.post_attention_layernorm)
-        return x_SD
+        self.mixer.add_to(stream, self.mixer_norm, angles, batch, batch.logits_index)
+        if stream.x_TD.shape[0]:
+            self.feed_forward.add_to(stream, self.feed_forward_norm)
 
 
 class Decoder(Module):
-    """Embedding, layers that add to the residual stream in place (`add_`), and final norm. All layers have one `rotary`."""
+    """Embedding, layers, and final norm.
+
+    A layer is called with the stream, the step's angles and the batch. It has a second method, `last`, as DecoderLayer's.
+    `names` are the parts' names in the checkpoint where they differ from the attributes'.
+    """
 
     def __init__(
-        self, config: ModelConfig, layers: tuple[Any, ...], norm: RMSNorm, rotary: Rotary, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layers: tuple[Any, ...],
+        norm: RMSNorm,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        *,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.names = dict(names or {})
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = layers
         self.norm = norm
         self.rotary = rotary
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden states, [T, D]; [S, D] if the batch says so and the last layer can."""
-        angles = self.rotary(batch.positions)
-        x_TD = self.embed_tokens(batch.token_ids)
+        """The normed hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
+        angles, stream = self.angles(batch), self.embed(batch)
         *others, last = self.layers
         for layer in others:
-            layer.add_(x_TD, angles, batch)
-        if isinstance(last, DecoderLayer):
-            x_TD = last.last(x_TD, angles, batch)
+            layer(stream, angles, batch)
+        if batch.last_alone:
+            last.last(stream, angles, batch)
         else:
-            last.add_(x_TD, angles, batch)
-        return self.norm(x_TD) if x_TD.shape[0] else x_TD
+            last(stream, angles, batch)
+        if not stream.x_TD.shape[0]:
+            return stream.x_TD.new_empty(0, stream.x_TD.shape[-1])
+        return self.finish(stream)
 
+    def angles(self, batch: ForwardBatch) -> Any:
+        """What layers need of the step's positions."""
+        return self.rotary(batch.positions)
 
-class LaggingDecoder(Decoder):
-    """A decoder whose layers return what they still have to add to the residual stream: the next norm adds it."""
+    def embed(self, batch: ForwardBatch) -> ResidualStream:
+        """The stream before the first layer."""
+        return ResidualStream(self.embed_tokens(batch.token_ids))
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
-        angles = self.rotary(batch.positions)
-        x_TD = self.embed_tokens(batch.token_ids)
-        residual_TD = torch.zeros_like(x_TD)
-        for layer in self.layers:
-            x_TD = layer(x_TD, residual_TD, angles, batch)
-        return self.norm.add(x_TD, residual_TD)
+    def finish(self, stream: ResidualStream) -> torch.Tensor:
+        """The hidden states that the output weights get, from the stream behind the last layer."""
+        return stream.normed(self.norm)
 
 
 class CausalLM(Module):
     """A decoder, whose embedding is its `embed_tokens`, and its output weights, which may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, model: Decoder, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.tied = config.tie_word_embeddings
@@ -97,11 +127,9 @@ class CausalLM(Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden states, [T, D] or, where the batch allows it, [S, D]."""
-        hidden_TD: torch.Tensor = self.model(batch)
-        return hidden_TD
+        """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
+        return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        logits_SV: torch.Tensor = self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
-        return logits_SV
+        return self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)

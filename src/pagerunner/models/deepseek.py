@@ -19,8 +19,9 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import GatedExperts
 from pagerunner.layers.norm import LayerNorm, RMSNorm
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig, RoutingConfig
-from pagerunner.models.decoder import CausalLM, LaggingDecoder
+from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
 from pagerunner.ops.routing import sigmoid_top_k, softmax_top_k
@@ -51,7 +52,7 @@ class Indexer(Module):
         return IndexerQueries(q_TJI, weights_TJ, self.top_k), keys_TI
 
 
-class Attention(Module):
+class Attention(Mixer):
     """Latent attention: queries directly or through a compressed form, keys and values from a shared latent."""
 
     def __init__(self, config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> None:
@@ -80,8 +81,16 @@ class Attention(Module):
             self.indexer = Indexer(config, config.indexer, dtype)
             self.attend_chosen = PagedSlots(layer_index, scale)
 
-    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of the normed hidden states."""
+    def mix(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        angles: RopeAngles,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Mixer."""
+        x_TD = stream.normed(norm)
         if self.query_rank is None:
             q, vectors_TL = self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
         else:
@@ -95,10 +104,10 @@ class Attention(Module):
         self.rotate(vectors_TL[:, None, self.latent_dim :], angles)
         up = UpProjection(self.kv_b_proj.weights["weight"], self.num_heads, self.key_dim, self.value_dim)
         if not self.sparse:
-            return self.o_proj(self.attend(q_THd, vectors_TL, up, batch).reshape(q.shape[0], -1))
+            return only(self.attend(q_THd, vectors_TL, up, batch), wanted_S).flatten(1)
         chooser, keys_TI = self.indexer(x_TD, query_TR, angles)
         out_THL = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
-        return self.o_proj(up.values(out_THL[..., : self.latent_dim]).reshape(q.shape[0], -1))
+        return up.values(only(out_THL, wanted_S)[..., : self.latent_dim]).flatten(1)
 
 
 class Router(Module):
@@ -125,7 +134,7 @@ class Router(Module):
         )
 
 
-class ExpertMLP(Module):
+class ExpertMLP(FeedForward):
     """Each token's routed experts, weighted, plus the shared ones that every token passes."""
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype) -> None:
@@ -141,35 +150,22 @@ class ExpertMLP(Module):
         return self.experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK).add_(self.shared_experts(x_TD))
 
 
-class DecoderLayer(Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, layer_index, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp: GatedMLP | ExpertMLP
-        if layer_index < config.dense_layers:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
-        else:
-            self.mlp = ExpertMLP(config, dtype)
-
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
-        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+def _layer(config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
+    feed_forward: FeedForward
+    if layer_index < config.dense_layers:
+        feed_forward = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
+    else:
+        feed_forward = ExpertMLP(config, dtype)
+    return DecoderLayer(config, Attention(config, layer_index, dtype), feed_forward, dtype)
 
 
 class DeepseekForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
-        layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.rope_dim, dtype, device)
-        super().__init__(config, LaggingDecoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
         last = config.num_layers
         self.unused_tensors = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))

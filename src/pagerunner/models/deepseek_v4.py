@@ -19,12 +19,13 @@ from pagerunner.attention.calls import IndexerQueries
 from pagerunner.attention.compressed import SlotPooling
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
-from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
+from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
+from pagerunner.models.decoder import Decoder
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import limited_silu_and_mul
 from pagerunner.ops.moe import moe_experts
@@ -251,7 +252,7 @@ def _mixes(streams_TMD: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Ten
     return F.linear(rms_norm(flat, torch.ones_like(flat[0]), eps), fn)
 
 
-class DecoderLayer(Module):
+class HyperConnectedLayer(Module):
     """Attention and experts. Each reads a mixture of the residual streams and is added to all of them; the streams are
     mixed among each other by a matrix whose rows and columns sum to one.
     """
@@ -271,12 +272,25 @@ class DecoderLayer(Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.ffn = ExpertMLP(config, hashed=layer.hashed, dtype=dtype)
 
-    def __call__(self, streams_TMD: torch.Tensor, angles: Angles, batch: ForwardBatch) -> torch.Tensor:
-        """The streams after the layer."""
-        x_TD, out_TM, mixed = self._enter("attn", streams_TMD)
-        streams_TMD = mixed + out_TM.unsqueeze(-1) * self.attn(self.attn_norm(x_TD), angles, batch).unsqueeze(1)
-        x_TD, out_TM, mixed = self._enter("ffn", streams_TMD)
-        return mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), batch.token_ids).unsqueeze(1)
+    def __call__(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
+        """Put the streams after the layer, [T, M, D], in the place of those before it."""
+        self._attend(stream, angles, batch)
+        self._feed_forward(stream, batch.token_ids)
+
+    def last(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
+        """As `__call__`; only sampled tokens stay, [S, M, D]."""
+        self._attend(stream, angles, batch)
+        stream.keep(batch.logits_index)
+        if stream.x_TD.shape[0]:
+            self._feed_forward(stream, batch.token_ids.index_select(0, batch.logits_index))
+
+    def _attend(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
+        x_TD, out_TM, mixed = self._enter("attn", stream.x_TD)
+        stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.attn(self.attn_norm(x_TD), angles, batch).unsqueeze(1)
+
+    def _feed_forward(self, stream: ResidualStream, token_ids_T: torch.Tensor) -> None:
+        x_TD, out_TM, mixed = self._enter("ffn", stream.x_TD)
+        stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), token_ids_T).unsqueeze(1)
 
     def _enter(self, place: str, streams_TMD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the sublayer reads [T, D], how much of its result goes to each stream [T, M], and the streams mixed."""
@@ -317,26 +331,28 @@ class Collapse(Module):
         return (read_TM.unsqueeze(-1) * streams_TMD).sum(1).to(streams_TMD.dtype)
 
 
-class Decoder(Module):
-    """Embedding, layers and final norm."""
+class StreamsDecoder(Decoder):
+    """A stack with several residual streams, which are one again before the final norm."""
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
+        layers = tuple(HyperConnectedLayer(config, layer, dtype) for layer in config.layers)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        super().__init__(config, layers, norm, Rotary(config.slot_rope, config.rope_dim, dtype, device), dtype)
         self.streams = config.streams
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = tuple(DecoderLayer(config, layer, dtype) for layer in config.layers)
         self.hc_head = Collapse(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.window_rotary = Rotary(config.window_rope, config.rope_dim, dtype, device)
-        self.slot_rotary = Rotary(config.slot_rope, config.rope_dim, dtype, device)
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden state of every token, [T, D]."""
-        angles = Angles(self.window_rotary, self.slot_rotary, batch)
-        streams_TMD = self.embed_tokens(batch.token_ids).unsqueeze(1).repeat(1, self.streams, 1)
-        for layer in self.layers:
-            streams_TMD = layer(streams_TMD, angles, batch)
-        return self.norm(self.hc_head(streams_TMD))
+    def angles(self, batch: ForwardBatch) -> Angles:
+        """See Decoder."""
+        return Angles(self.window_rotary, self.rotary, batch)
+
+    def embed(self, batch: ForwardBatch) -> ResidualStream:
+        """The embedding in each of the streams, [T, M, D]."""
+        return ResidualStream(self.embed_tokens(batch.token_ids).unsqueeze(1).repeat(1, self.streams, 1))
+
+    def finish(self, stream: ResidualStream) -> torch.Tensor:
+        """See Decoder."""
+        return self.norm(self.hc_head(stream.x_TD))
 
 
 class DeepseekV4ForCausalLM(Module):
@@ -346,11 +362,11 @@ class DeepseekV4ForCausalLM(Module):
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.model = Decoder(config, dtype, device)
+        self.model = StreamsDecoder(config, dtype, device)
         self.head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
+        """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
         return self.model(batch)
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:

@@ -12,39 +12,39 @@ from collections.abc import Iterator
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention, head_projection
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.window import GptOssConfig
-from pagerunner.models.decoder import CausalLM, LaggingDecoder
+from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import clamped_swiglu
 from pagerunner.ops.moe import moe_experts, route_topk_softmax
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
-class Attention(Module):
+class Attention(GroupedQueryAttention):
     """Grouped-query attention with rotary positions; a sink takes a share of each head's weight."""
 
     def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
+        super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         self.weights = {"sinks": torch.empty(self.num_heads, dtype=dtype, device="meta")}
-        self.qkv_proj = head_projection(*sizes, dtype, bias=config.qkv_bias)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=config.o_bias)
-        self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
-    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of the normed hidden states."""
-        qkv = self.qkv_proj(x_TD)
-        qkv_TNd = qkv.view(qkv.shape[0], -1, self.head_dim)
-        k_first, v_first = self.num_heads, self.num_heads + self.num_kv_heads
-        rope_(qkv_TNd[:, :v_first], angles)
-        q_THd, k_TKd, v_TKd = qkv_TNd[:, :k_first], qkv_TNd[:, k_first:v_first], qkv_TNd[:, v_first:]
-        out_THd = self.attend(q_THd, k_TKd, v_TKd, batch, self.weights["sinks"])
-        return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
+    def mix(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        angles: RopeAngles,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Mixer."""
+        qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
+        rope_(qk_TNd, angles)
+        q_THd, k_TKd = qk_TNd[:, : self.num_heads], qk_TNd[:, self.num_heads :]
+        return self.attend(q_THd, k_TKd, v_TKd, batch, self.weights["sinks"], wanted_S).flatten(1)
 
 
 class Experts(Module):
@@ -84,7 +84,7 @@ class Experts(Module):
             yield f"{prefix}{name}", tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
 
 
-class SparseMLP(Module):
+class SparseMLP(FeedForward):
     """A router with biases, and the experts it sends each token to."""
 
     def __init__(self, config: GptOssConfig, dtype: torch.dtype) -> None:
@@ -99,29 +99,14 @@ class SparseMLP(Module):
         return self.experts(x_TD, weights_TA, experts_TA)
 
 
-class DecoderLayer(Module):
-    """Attention and experts, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, layer_index, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = SparseMLP(config, dtype)
-
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
-        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
-
-
 class GptOssForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
-        layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        layers = tuple(
+            DecoderLayer(config, Attention(config, i, dtype), SparseMLP(config, dtype), dtype)
+            for i in range(config.num_layers)
+        )
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        super().__init__(config, LaggingDecoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)

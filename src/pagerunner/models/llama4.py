@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention, head_projection
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.llama4 import Llama4Config
-from pagerunner.models.decoder import CausalLM, LaggingDecoder
+from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.moe import moe_experts
@@ -26,36 +27,34 @@ from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 
 
-class Attention(Module):
+class Attention(GroupedQueryAttention):
     """Grouped-query attention, with rotary positions or with queries that grow with their position."""
 
     def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         self.rotary, self.eps = config.rotary[layer_index], config.rms_norm_eps
         self.head_norm = config.head_norm and self.rotary
         self.floor, self.scale = config.temperature_floor, 0.0 if self.rotary else config.temperature_scale
-        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
-        self.qkv_proj = head_projection(*sizes, dtype, bias=config.qkv_bias)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=config.o_bias)
-        self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
-    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of the normed hidden states."""
-        qkv = self.qkv_proj(x_TD)
-        qkv_TNd = qkv.view(qkv.shape[0], -1, self.head_dim)
-        k_first, v_first = self.num_heads, self.num_heads + self.num_kv_heads
-        qk_TNd = qkv_TNd[:, :v_first]
+    def mix(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        angles: RopeAngles,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Mixer."""
+        qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
         if self.rotary:
             rope_pairs_(qk_TNd, angles)
         if self.head_norm:
             qk_TNd = rms_norm(qk_TNd, torch.ones_like(qk_TNd[0, 0]), self.eps)
-        q_THd = qk_TNd[:, :k_first]
+        q_THd, k_TKd = qk_TNd[:, : self.num_heads], qk_TNd[:, self.num_heads :]
         if self.scale:
             steps_T = torch.floor((batch.positions.float() + 1) / self.floor)
             q_THd = (q_THd * (torch.log1p(steps_T) * self.scale + 1)[:, None, None]).to(q_THd.dtype)
-        out_THd = self.attend(q_THd, qk_TNd[:, k_first:], qkv_TNd[:, v_first:], batch)
-        return self.o_proj(out_THd.reshape(qkv.shape[0], -1))
+        return self.attend(q_THd, k_TKd, v_TKd, batch, wanted=wanted_S).flatten(1)
 
 
 class Experts(Module):
@@ -84,7 +83,7 @@ class Experts(Module):
             yield f"{prefix}{name}", tensor.transpose(1, 2)
 
 
-class ExpertMLP(Module):
+class ExpertMLP(FeedForward):
     """The experts that a token's best logits name, weighted by their sigmoids, plus the shared one."""
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
@@ -101,26 +100,14 @@ class ExpertMLP(Module):
         return self.experts(x_TD, weights_TA, experts_TA).add_(self.shared_expert(x_TD))
 
 
-class DecoderLayer(Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, layer_index, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.feed_forward: GatedMLP | ExpertMLP
-        if layer_index in config.expert_layers:
-            self.feed_forward = ExpertMLP(config, dtype)
-        else:
-            self.feed_forward = GatedMLP(config.hidden_size, config.dense_size, dtype)
-
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.self_attn(self.input_layernorm.add(x_TD, residual_TD), angles, batch)
-        return self.feed_forward(self.post_attention_layernorm.add(x_TD, residual_TD))
+def _layer(config: Llama4Config, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
+    feed_forward: FeedForward
+    if layer_index in config.expert_layers:
+        feed_forward = ExpertMLP(config, dtype)
+    else:
+        feed_forward = GatedMLP(config.hidden_size, config.dense_size, dtype)
+    names = {"feed_forward": "feed_forward"}
+    return DecoderLayer(config, Attention(config, layer_index, dtype), feed_forward, dtype, names=names)
 
 
 class Llama4ForCausalLM(CausalLM):
@@ -132,10 +119,10 @@ class Llama4ForCausalLM(CausalLM):
     unused_tensors = ("vision_model.", "multi_modal_projector.")
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype, device: torch.device) -> None:
-        layers = tuple(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
+        layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        super().__init__(config, LaggingDecoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
         self.outer_name = "language_model." if config.family == "llama4" else ""
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

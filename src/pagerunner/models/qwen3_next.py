@@ -8,7 +8,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -18,18 +18,18 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.module import Module
 from pagerunner.layers.moe import SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
 from pagerunner.models.configs.hybrid import ExpertsConfig, GatedDeltaConfig
-from pagerunner.models.decoder import CausalLM, LaggingDecoder
+from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
-class Attention(Module):
+class Attention(Mixer):
     """Grouped-query attention with normed, partly rotated heads and gated outputs."""
 
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
@@ -44,18 +44,25 @@ class Attention(Module):
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
-    def __call__(self, x_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of the normed hidden states."""
-        q_gate, k, v = self.qkv_proj(x_TD).split(self.sizes, -1)
+    def mix(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        angles: RopeAngles,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Mixer."""
+        q_gate, k, v = stream.product(norm, self.qkv_proj).split(self.sizes, -1)
         q_THd, gate_THd = q_gate.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
         rope_(q_THd[..., : self.rotary_dim], angles)
         rope_(k_TKd[..., : self.rotary_dim], angles)
-        out_THd = self.attend(q_THd, k_TKd, v.unflatten(-1, (-1, self.head_dim)), batch)
-        return self.o_proj((out_THd * gate_THd.sigmoid()).flatten(1))
+        out_SHd = self.attend(q_THd, k_TKd, v.unflatten(-1, (-1, self.head_dim)), batch, wanted=wanted_S)
+        return (out_SHd * only(gate_THd, wanted_S).sigmoid()).flatten(1)
 
 
-class GatedDeltaNet(Module, ABC):
+class GatedDeltaNet(Mixer):
     """Everything of a gated delta rule layer but its input projections, which the two families store differently."""
 
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
@@ -69,10 +76,22 @@ class GatedDeltaNet(Module, ABC):
         self.out_proj = Linear(config.value_heads * config.value_head_dim, config.hidden_size, dtype)
         self.recur = PagedRecurrence(layer_index)
 
-    def __call__(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The recurrence over the normed hidden states."""
+    @property
+    def output(self) -> Linear:
+        """See Mixer."""
+        return self.out_proj
+
+    def mix(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        angles: RopeAngles,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Mixer."""
         config = self.config
-        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(x_TD)
+        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm))
         recurrence = GatedDelta(
             conv_weight_CW=self.conv1d.weight_CW,
             decay_log_H=self.weights["A_log"],
@@ -83,7 +102,7 @@ class GatedDeltaNet(Module, ABC):
         )
         out_THd = self.recur(recurrence, (mixed_TC, rates_TH, decays_TH), batch)
         normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weights["weight"], self.norm.eps)
-        return self.out_proj(normed.flatten(1))
+        return only(normed.flatten(1), wanted_S)
 
     @abstractmethod
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,41 +167,26 @@ class SharedSparseMLP(SparseMLP):
         return super().__call__(x_TD).add_(shared_TD)
 
 
-class DecoderLayer(Module):
-    """Attention or recurrence, then feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype, recurrent: type[GatedDeltaNet]
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attends = config.layer_kinds[layer_index] != "linear_attention"
-        if self.attends:
-            self.self_attn = Attention(config, layer_index, dtype)
-        else:
-            self.linear_attn = recurrent(config, layer_index, dtype)
-        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp: SharedSparseMLP | GatedMLP
-        if config.experts is not None and config.expert_layers[layer_index]:
-            self.mlp = SharedSparseMLP(config.hidden_size, config.experts, dtype)
-        else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
-
-    def __call__(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, angles: RopeAngles, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Add `x`, what the layer before produced, to the residual in place; return what is still to be added."""
-        x_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, angles, batch) if self.attends else self.linear_attn(x_TD, batch)
-        return self.mlp(self.post_attention_layernorm.add(x_TD, residual_TD))
+def _layer(
+    config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype, recurrent: type[GatedDeltaNet]
+) -> DecoderLayer:
+    attends = config.layer_kinds[layer_index] != "linear_attention"
+    mixer = Attention(config, layer_index, dtype) if attends else recurrent(config, layer_index, dtype)
+    names = {"mixer": "self_attn" if attends else "linear_attn"}
+    feed_forward: FeedForward
+    if config.experts is not None and config.expert_layers[layer_index]:
+        feed_forward = SharedSparseMLP(config.hidden_size, config.experts, dtype)
+    else:
+        feed_forward = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+    return DecoderLayer(config, mixer, feed_forward, dtype, norm=OffsetRMSNorm, names=names)
 
 
 def _decoder(
     config: GatedDeltaConfig, recurrent: type[GatedDeltaNet], dtype: torch.dtype, device: torch.device
-) -> LaggingDecoder:
-    layers = tuple(DecoderLayer(config, i, dtype, recurrent) for i in range(config.num_layers))
+) -> Decoder:
+    layers = tuple(_layer(config, i, dtype, recurrent) for i in range(config.num_layers))
     norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-    return LaggingDecoder(config, layers, norm, Rotary(config.rope, config.rotary_dim, dtype, device), dtype)
+    return Decoder(config, layers, norm, Rotary(config.rope, config.rotary_dim, dtype, device), dtype)
 
 
 class Qwen3NextForCausalLM(CausalLM):

@@ -1,0 +1,104 @@
+"""The two halves of a decoder layer, and the residual stream that they add to.
+
+Shape letters: T tokens of the step, S wanted tokens, D hidden features, I features before an output projection.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from pagerunner.batch import ForwardBatch
+from pagerunner.layers.linear import Linear
+from pagerunner.layers.module import Module
+from pagerunner.layers.norm import RMSNorm
+
+
+class ResidualStream:
+    """What flows through the layers of a decoder.
+
+    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. The
+    next norm adds it in the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
+    """
+
+    __slots__ = ("pending_TD", "x_TD")
+
+    def __init__(self, x_TD: torch.Tensor) -> None:
+        self.x_TD = x_TD
+        self.pending_TD: torch.Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """`norm(x)` with what was pending added to x, [T, D]."""
+        pending_TD, self.pending_TD = self.pending_TD, None
+        return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
+
+    def product(self, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+        """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending."""
+        if self.pending_TD is None:
+            return linear.of_norm(self.x_TD, norm)
+        return linear(self.normed(norm))
+
+    def keep(self, tokens_S: torch.Tensor) -> None:
+        """Drop all tokens but these, given by their places in T. Nothing may be pending."""
+        assert self.pending_TD is None, "a sublayer's output waits for tokens that are dropped"
+        self.x_TD = self.x_TD.index_select(0, tokens_S)
+
+
+class FeedForward(Module, ABC):
+    """The half of a layer that looks at each token by itself."""
+
+    @abstractmethod
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The output for normed hidden states, [T, D]."""
+
+    def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
+        """Add the output for the normed stream to the stream, now or by the next norm."""
+        stream.pending_TD = self(stream.normed(norm))
+
+
+class Mixer(Module, ABC):
+    """The half of a layer that looks at other tokens: attention or a recurrence, and an output projection.
+
+    `adds_itself`: the output projection adds to the stream. Otherwise the next norm adds its output.
+    """
+
+    adds_itself = False
+    o_proj: Linear
+
+    @property
+    def output(self) -> Linear:
+        """The output projection, which most checkpoints name `o_proj`."""
+        return self.o_proj
+
+    @abstractmethod
+    def mix(
+        self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the output projection gets for the normed stream, [T, I]; of the tokens `wanted` alone, [S, I].
+
+        Keys, values and states of all tokens are stored. `angles` are what the decoder made of the step's positions.
+        """
+
+    def add_to(
+        self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
+    ) -> None:
+        """Add the output for the normed stream to the stream, now or by the next norm.
+
+        With `wanted` [S], tokens by their places in T, only these stay in the stream.
+        """
+        mixed_SI = self.mix(stream, norm, angles, batch, wanted_S)
+        if wanted_S is not None:
+            stream.keep(wanted_S)
+        if not mixed_SI.shape[0]:
+            return
+        if self.adds_itself:
+            self.output.add_(mixed_SI, stream.x_TD)
+        else:
+            stream.pending_TD = self.output(mixed_SI)
+
+
+def only(x: torch.Tensor, wanted_S: torch.Tensor | None) -> torch.Tensor:
+    """`x` [T, ..] of the wanted tokens alone, [S, ..]; of all, if `wanted` is None."""
+    return x if wanted_S is None else x.index_select(0, wanted_S)

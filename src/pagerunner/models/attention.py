@@ -1,0 +1,68 @@
+"""What the families with grouped-query attention share: projections, and the split of their output into heads.
+
+Shape letters: T tokens of the step, S wanted tokens, N query and key/value heads together, H query heads, K key/value
+heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pagerunner.layers.attention import PagedAttention, head_projection
+from pagerunner.layers.linear import Linear
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import Mixer, ResidualStream
+
+
+class HeadSizes(Protocol):
+    """What a config says of heads."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the residual stream."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+
+
+class GroupedQueryAttention(Mixer):
+    """Query, key and value heads of one projection, paged attention, and an output projection."""
+
+    def __init__(
+        self,
+        config: HeadSizes,
+        layer_index: int,
+        dtype: torch.dtype,
+        *,
+        qkv_bias: bool,
+        o_bias: bool,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
+        self.qkv_proj = head_projection(*sizes, dtype, bias=qkv_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias)
+        scale = self.head_dim**-0.5 if scale is None else scale
+        self.attend = PagedAttention(layer_index, scale, softcap)
+
+    def project(self, stream: ResidualStream, norm: RMSNorm) -> torch.Tensor:
+        """All heads of the normed stream, [T, N, d]: queries, then keys, then values."""
+        return stream.product(norm, self.qkv_proj).unflatten(-1, (-1, self.head_dim))
+
+    def rotated_and_values(self, qkv_TNd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a projection's heads: queries with keys, [T, H + K, d], and values [T, K, d]."""
+        v_first = self.num_heads + self.num_kv_heads
+        return qkv_TNd[:, :v_first], qkv_TNd[:, v_first:]
