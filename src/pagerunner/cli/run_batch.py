@@ -21,7 +21,7 @@ from pagerunner.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagerunner.engine.frontend.async_engine import AsyncEngine
-    from pagerunner.server.batch import AnswerFile, AnswerStream
+    from pagerunner.server.batch_files import AnswerFile, AnswerStream
     from pagerunner.server.launch import StopSignals
 
 _INTERRUPTED = 130
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
 
 def run(namespace: argparse.Namespace) -> int:
     """Answer what the output doesn't have yet."""
-    from pagerunner.server.batch import BatchEndedError, answer_all, read_requests
+    from pagerunner.server.batch_files import BatchEndedError, answer_all, read_requests
 
     source = Path(namespace.input_file)
     _check_words(namespace, source)
@@ -85,7 +85,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _check_words(namespace: argparse.Namespace, source: Path) -> None:
-    from pagerunner.server.batch import check_files
+    from pagerunner.server.batch_files import check_files
 
     if namespace.input_file == "-":
         raise ConfigError("-i is read twice, which standard input can't be; name a file.")
@@ -96,7 +96,7 @@ def _check_words(namespace: argparse.Namespace, source: Path) -> None:
 
 
 def _open_answers(namespace: argparse.Namespace) -> AnswerFile | AnswerStream:
-    from pagerunner.server.batch import AnswerFile, AnswerStream
+    from pagerunner.server.batch_files import AnswerFile, AnswerStream
 
     if namespace.output_file == "-":
         return AnswerStream(sys.stdout.buffer)
@@ -120,7 +120,7 @@ async def _serve(namespace: argparse.Namespace, answering: Answering) -> bool:
 
 
 async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
-    from pagerunner.server.batch import BatchEndedError
+    from pagerunner.server.batch_files import BatchEndedError
     from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import bind, serve
 

@@ -12,7 +12,7 @@ from pagerunner.runner.staging import StagedStep
 from pagerunner.types import Pooling, SlotInit
 
 
-class Pooler:
+class HiddenStatePooler:
     """Knows which slots hold pooling requests, and for means the float32 sum over the tokens so far."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
-from pagerunner.runner.pooling import Pooler
+from pagerunner.runner.pooling import HiddenStatePooler
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
@@ -33,7 +33,7 @@ from pagerunner.types import (
 BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
 
 
-class CausalLM(Protocol):
+class RunnableModel(Protocol):
     """What the runner needs of a model."""
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: RunnableModel,
         pages: Pages,
         tables: PageTables,
         last_tokens: LastTokens,
@@ -113,7 +113,7 @@ class ModelRunner:
         self._max_model_len = graphs.max_model_len
         self._graphs = StepGraphs(graphs, builder)
         self._scorer = PromptScorer()
-        self._pooler = Pooler()
+        self._pooler = HiddenStatePooler()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:

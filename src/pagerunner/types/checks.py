@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
@@ -78,6 +79,15 @@ def as_token_ids(param: str, value: object, limit: str) -> tuple[int, ...]:
         for token in value:
             require(is_int(token) and token >= 0, param, f"must hold token ids (integers from 0), got {show(token)}.")
     return tuple(value)
+
+
+def in_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError if one of `ids` is no token id of a model with `vocab_size` of them."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds token id {token}, outside the vocabulary of {vocab_size} tokens.", param=param
+            )
 
 
 def as_logit_bias(value: object) -> dict[int, float]:

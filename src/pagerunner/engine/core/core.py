@@ -15,7 +15,7 @@ from pagerunner.engine.core.executors.base import Executor, Pending
 from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
-from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.ops.device_errors import device_failure, never_free
@@ -23,6 +23,7 @@ from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
+from pagerunner.types.checks import in_vocabulary
 
 SleepMode = Literal["abort", "wait", "keep"]
 GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
@@ -81,7 +82,7 @@ class EngineCore:
         ids = (request.prompt_token_ids, request.params, request.bad_words_ids)
         if all(map(operator.is_, ids, self._checked_ids)):
             return
-        words = (token for word in request.bad_words_ids for token in word)
+        words = [token for word in request.bad_words_ids for token in word]
         params = request.params
         for name, numbers in (
             ("prompt", request.prompt_token_ids),
@@ -90,10 +91,7 @@ class EngineCore:
             ("logit_bias", params.logit_bias or ()),
             ("bad_words", words),
         ):
-            if (largest := max(numbers, default=0)) >= self._vocab_size:
-                raise InvalidRequestError(
-                    f"{name} holds token id {largest}, outside the vocabulary of {self._vocab_size} tokens.", param=name
-                )
+            in_vocabulary(name, numbers, self._vocab_size)
         self._checked_ids = ids
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
+from pagerunner.types.checks import in_vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
@@ -305,13 +306,9 @@ class InputProcessor:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def check_token_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_token_ids(self, name: str, ids: Collection[int]) -> None:
         """Raise InvalidRequestError, with the parameter's name, for an id outside the vocabulary."""
-        for token in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{name} holds token id {token}, outside the vocabulary of {self._vocab_size} tokens.", param=name
-                )
+        in_vocabulary(name, ids, self._vocab_size)
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Every word as it is tokenised at the start of a text and after a space, without duplicates.

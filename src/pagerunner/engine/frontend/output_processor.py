@@ -31,7 +31,7 @@ class OutputProcessor:
         self._table = None if tokenizer is None else TokenTable(tokenizer)
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _SequenceOutput] = {}
 
     def add(
         self, request_id: str, prompt: str | None, requests: list[EngineRequest], kind: OutputKind | None = None
@@ -146,10 +146,10 @@ class _Request:
         self.error: str | None = None
         self.pooled: list[float] | None = None
         self.table = table
-        self.sequences = [_Sequence(self, index, each, table) for index, each in enumerate(requests)]
+        self.sequences = [_SequenceOutput(self, index, each, table) for index, each in enumerate(requests)]
         self.unfinished = len(self.sequences)
 
-    def absorb(self, sequence: _Sequence, update: RequestUpdate, now: float) -> None:
+    def absorb(self, sequence: _SequenceOutput, update: RequestUpdate, now: float) -> None:
         """Take what an update says about the request as a whole."""
         if self.first_token_time is None and update.new_token_ids:
             self.first_token_time = now
@@ -192,7 +192,7 @@ class _Request:
         )
 
 
-class _Sequence:
+class _SequenceOutput:
     """One sequence: its tokens, its text as far as it may be shown, and how it ended."""
 
     __slots__ = (

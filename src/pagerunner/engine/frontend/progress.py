@@ -9,7 +9,7 @@ from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.types import EngineRequest, RequestUpdate
 
 
-class _Sequence:
+class _Progress:
     __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "queued", "request", "tokens")
 
     def __init__(self, request: EngineRequest, arrival: float) -> None:
@@ -25,7 +25,7 @@ class ProgressMeter:
 
     def __init__(self, observer: EngineObserver) -> None:
         self._observer = observer
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _Progress] = {}
         self.queued = self.queued_tokens = 0  # sequences without a first token, and their prompts' tokens
         self._progress_at = time.monotonic()
 
@@ -50,7 +50,7 @@ class ProgressMeter:
         if not self._sequences:
             self.touch()
         for request in requests:
-            self._sequences[request.request_id] = _Sequence(request, arrival)
+            self._sequences[request.request_id] = _Progress(request, arrival)
             self.queued += 1
             self.queued_tokens += len(request.prompt_token_ids)
             self._observer.on_started(request)
@@ -103,13 +103,13 @@ class ProgressMeter:
         if prompt or generated:
             self._observer.on_step(prompt, cached, generated)
 
-    def _leave_queue(self, sequence: _Sequence) -> None:
+    def _leave_queue(self, sequence: _Progress) -> None:
         if sequence.queued:
             sequence.queued = False
             self.queued -= 1
             self.queued_tokens -= len(sequence.request.prompt_token_ids)
 
-    def _finish(self, sequence: _Sequence, reason: str, now: float) -> None:
+    def _finish(self, sequence: _Progress, reason: str, now: float) -> None:
         self._leave_queue(sequence)
         self._observer.on_finished(
             FinishedSequence(

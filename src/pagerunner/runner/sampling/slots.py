@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from pagerunner.errors import InvalidRequestError
 from pagerunner.ops.sample import SlotSettings
 from pagerunner.ops.transfer import to_device
 from pagerunner.types import EngineRequest
+from pagerunner.types.checks import in_vocabulary
 
 # Below this a temperature is greedy decoding (vLLM's bound): dividing by less overflows float32 logits.
 GREEDY_TEMPERATURE = 1e-5
@@ -100,7 +99,7 @@ class AllowedIds:
         """int64 [len(ids)]. Raises InvalidRequestError for an id outside the vocabulary."""
         found = None if self._latest is None or ids is not self._ids else self._latest()
         if found is None:
-            _check_ids("allowed_token_ids", ids, self._vocab_size)
+            in_vocabulary("allowed_token_ids", ids, self._vocab_size)
             found = to_device(list(ids), torch.int64, self._device)
             self._ids, self._latest = ids, weakref.ref(found)
         return found
@@ -119,16 +118,16 @@ def compile_slot(
     bias: Bias | None = None
     allowed: torch.Tensor | None = None
     if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-        _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+        in_vocabulary("prompt_token_ids", request.prompt_token_ids, vocab_size)
         repetition = min(max(params.repetition_penalty, 1.0 / _MAX_REPETITION), _MAX_REPETITION)
         penalties = Penalties(repetition, params.frequency_penalty, params.presence_penalty)
     held_ids: tuple[int, ...] = ()
     if params.min_tokens > 0:
-        _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+        in_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
         eos = (token for token in request.eos_token_ids if token < vocab_size)
         held_ids = tuple(sorted({*eos, *(params.stop_token_ids or ())}))
     if params.logit_bias:
-        _check_ids("logit_bias", params.logit_bias, vocab_size)
+        in_vocabulary("logit_bias", params.logit_bias, vocab_size)
         bias = Bias(
             to_device(list(params.logit_bias.keys()), torch.int64, device),
             to_device(list(params.logit_bias.values()), torch.float32, device),
@@ -155,19 +154,11 @@ def compile_slot(
     )
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"{name} holds token id {token}, outside the vocabulary of {vocab_size} tokens.", param=name
-            )
-
-
 def _compile_bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int, device: torch.device) -> BadWords | None:
     if not words:
         return None
     for word in words:
-        _check_ids("bad_words", word, vocab_size)
+        in_vocabulary("bad_words", word, vocab_size)
     prefix = [token for word in words for token in word[:-1]]
     distance = [d for word in words for d in range(len(word) - 1, 0, -1)]
     owner = [w for w, word in enumerate(words) for _ in word[:-1]]
