@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 from triton.testing import do_bench_cudagraph
 
+from pagerunner.batch import StepRows
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
-from pagerunner.ops.latent_attention import BLOCK_QUERIES, LatentRows, Pieces, expanded_attention, latent_attention
+from pagerunner.ops.latent_attention import BLOCK_QUERIES, Pieces, expanded_attention, latent_attention
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.state_rows import StateRows
 
@@ -42,11 +43,8 @@ class Timed(NamedTuple):
 def rows_of(lengths: list[int]) -> StateRows:
     """Rows whose pages are scattered; the pages' numbers are below 1.5 times the number of rows."""
     count = len(lengths)
-    start = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
-    row_T = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to("cuda", torch.int32)
     table = torch.randperm(count + count // 2, device="cuda")[:count, None]
-    slots = torch.randperm(count, device="cuda").to(torch.int32)
-    return StateRows(slots, start, row_T, table, max(lengths) == 1, max(lengths))
+    return StateRows(StepRows.of(lengths, lengths, torch.randperm(count).tolist(), "cuda"), table)
 
 
 def rand(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -119,14 +117,13 @@ def latent_line(heads: int, count: int, length: int) -> Timed:
     pages_each = -(-length // 64)
     pages = rand(count * pages_each, 64, 576)
     table = torch.randperm(count * pages_each, device="cuda").view(count, pages_each)
-    index = torch.arange(count, dtype=torch.int32, device="cuda")
-    rows = LatentRows(table, index, index, torch.full((count,), length - 1, device="cuda"), length)
+    rows = StepRows.of([1] * count, [length] * count, range(count), "cuda")
     q, q_rope = rand(heads, count, 512).transpose(0, 1), rand(count, heads, 192)[..., 128:]
     work = count * length
     return Timed(
         f"latent, {heads} heads",
         f"{count} x {length}",
-        lambda: latent_attention(q, q_rope, pages, rows, 0.07),
+        lambda: latent_attention(q, q_rope, pages, table, rows, 0.07),
         work * 1152e-9,
         work * heads * 2 * (576 + 512) * 1e-9,
     )

@@ -46,7 +46,7 @@ def test_dividing_a_step_does_not_wait_for_the_device() -> None:
         division = plan.divide(512)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert division.short_T is not None and division.short_T.tolist() == [100, 101, 102]
+    assert division is not None and division.short_T.tolist() == [100, 101, 102]
 
 
 def check(case: Case, dtype: torch.dtype) -> None:

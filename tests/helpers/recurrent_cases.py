@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
+from pagerunner.batch import StepRows
 from pagerunner.ops.state_rows import StateRows, StateSaves
 
 
@@ -54,14 +56,14 @@ class Memory:
         table = torch.full((rows + 3, 2), -1, dtype=torch.int64)
         table[slots, 0] = torch.tensor(self.entries)
         pad_rows, pad_tokens = step.padding
-        lengths = torch.tensor([0, *step.lengths, *[0] * pad_rows])
-        row_T = torch.tensor([row for row, n in enumerate(step.lengths) for _ in range(n)] + [-1] * pad_tokens)
-        start = lengths.cumsum(0)
+        lengths = [*step.lengths, *[0] * pad_rows]
+        rows_alone = StepRows.of(lengths, lengths, [*slots, *[0] * pad_rows], device)
+        start = rows_alone.query_start_R1.tolist()
         ordered = sorted(zip(step.saves, targets, strict=True))
-        ends = [int(start[row]) + after for (row, after), _ in ordered] + [0]
+        ends = [start[row] + after for (row, after), _ in ordered] + [0]
         owners = torch.tensor([row for (row, _), _ in ordered], dtype=torch.int64)
         save_start = torch.cat(
-            (torch.zeros(1, dtype=torch.int64), torch.bincount(owners, minlength=len(lengths) - 1).cumsum(0))
+            (torch.zeros(1, dtype=torch.int64), torch.bincount(owners, minlength=len(lengths)).cumsum(0))
         )
         offsets = [target * unit for _, target in ordered] + [0]
 
@@ -69,12 +71,13 @@ class Memory:
             return torch.as_tensor(values).to(dtype).to(device)
 
         self.rows = StateRows(
-            slots_R=on([*slots, *[0] * pad_rows], torch.int32),
-            query_start_R1=on(start, torch.int32),
-            row_T=on(row_T, torch.int32),
-            page_table=table.to(device),
-            one_token=max(step.lengths) == 1 and pad_rows == pad_tokens,
-            max_query_len=max(step.lengths),
+            replace(
+                rows_alone,
+                row_T=F.pad(rows_alone.row_T, (0, pad_tokens), value=-1),
+                positions_T=F.pad(rows_alone.positions_T, (0, pad_tokens)),
+                one_token=max(step.lengths) == 1 and pad_rows == pad_tokens,
+            ),
+            table.to(device),
             saves=None
             if not step.saves
             else StateSaves(on(save_start, torch.int32), on(ends, torch.int32), on(offsets, torch.int64)),

@@ -79,21 +79,21 @@ class SlotPooling:
     def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
         """See Recurrence. Reads the device: which tokens complete slots, and how many states are saved."""
         *projected, positions_T = inputs
-        done_N = (((positions_T + 1) % self.ratio == 0) & (rows.row_T >= 0)).nonzero().squeeze(-1)
-        lengths_R = rows.query_start_R1.diff()
+        done_N = (((positions_T + 1) % self.ratio == 0) & (rows.step.row_T >= 0)).nonzero().squeeze(-1)
+        lengths_R = rows.step.query_start_R1.diff()
         used_R = lengths_R.nonzero().squeeze(-1)
-        entries_R = rows.page_table[rows.slots_R.long(), 0]
+        entries_R = rows.page_table[rows.step.slots_R.long(), 0]
         outputs = []
         for x_TC, state_EWC, bias in zip(projected, pages, self.biases, strict=True):
 
             def windows(
                 ends: torch.Tensor, of: torch.Tensor, x: torch.Tensor = x_TC, state: torch.Tensor = state_EWC
             ) -> torch.Tensor:
-                return _windows(x, state, ends.long(), rows.query_start_R1.long()[of], entries_R[of])
+                return _windows(x, state, ends.long(), rows.step.query_start_R1.long()[of], entries_R[of])
 
-            pooled_ND = self._pool(windows(done_N + 1, rows.row_T[done_N].long()), bias, positions_T[done_N])
+            pooled_ND = self._pool(windows(done_N + 1, rows.step.row_T[done_N].long()), bias, positions_T[done_N])
             outputs.append(pooled_ND.new_zeros(x_TC.shape[0], pooled_ND.shape[-1]).index_copy_(0, done_N, pooled_ND))
-            written = [(entries_R[used_R], windows(rows.query_start_R1[1:][used_R], used_R))]
+            written = [(entries_R[used_R], windows(rows.step.query_start_R1[1:][used_R], used_R))]
             if rows.saves is not None and (count := int(rows.saves.start_R1[-1])):
                 row_S = torch.repeat_interleave(rows.saves.start_R1.diff().long(), output_size=count)
                 targets_S = rows.saves.target_N[:count] // (state_EWC.stride(0) * state_EWC.element_size())

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.attention.capability import FLOATS, Capabilities
+from pagerunner.batch import StepRows
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
-    LatentRows,
     Pieces,
     expanded_attention,
     latent_attention,
@@ -47,9 +47,10 @@ class ExpandedCall:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """`short_T`: the tokens that are queries in the latent space, None for all."""
+    """`short_T`: the tokens that are queries in the latent space, each of them a row of `short`."""
 
-    short_T: torch.Tensor | None
+    short_T: torch.Tensor
+    short: StepRows
     calls: tuple[ExpandedCall, ...]
 
 
@@ -60,10 +61,10 @@ class LatentPlan:
     inputs: PlanInputs | None
     _made: dict[int, Division] = field(default_factory=dict)
 
-    def divide(self, elements: int) -> Division:
-        """`elements` are those of a key and a value of all heads."""
+    def divide(self, elements: int) -> Division | None:
+        """`elements` are those of a key and a value of all heads. None: all tokens are queries in the latent space."""
         if self.inputs is None or max(self.inputs.query_lens) <= MAX_SHORT_QUERIES:
-            return Division(None, ())
+            return None
         step = max(1, MAX_EXPANDED_ELEMENTS // elements)
         if step not in self._made:
             self._made[step] = _divide(self.inputs, step)
@@ -98,7 +99,8 @@ def _divide(inputs: PlanInputs, step: int) -> Division:
                 calls[-1].append(_Piece(row, token, queries, length - queries, first, keys))
                 room = 0 if first else room - keys
         token += queries
-    return Division(to_device(short, torch.int64, device), tuple(_call(pieces, inputs) for pieces in calls))
+    short_T = to_device(short, torch.int64, device)
+    return Division(short_T, inputs.rows.of_tokens(short_T), tuple(_call(pieces, inputs) for pieces in calls))
 
 
 def _call(pieces: Sequence[_Piece], inputs: PlanInputs) -> ExpandedCall:
@@ -148,9 +150,8 @@ class PagedLatentBackend:
         plan: LatentPlan = group.plan
         store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
         division = plan.divide(up.weight.shape[0])
-        where = LatentRows(group.page_table, rows.slots_R, rows.row_T, rows.positions_T, rows.max_seq_len)
-        if division.short_T is None:
-            return _absorbed(q_THD, up, pages, where, scale)
+        if division is None:
+            return _absorbed(q_THD, up, pages, group.page_table, rows, scale)
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         for part in division.calls:
@@ -160,8 +161,7 @@ class PagedLatentBackend:
             expanded_attention(q_THD, both_SHU, rope_SP, part.pieces, scale, out_THV, lse_TH, part.more)
         short_T = division.short_T
         if short_T.numel():
-            chosen = where._replace(row_T=rows.row_T[short_T], positions_T=rows.positions_T[short_T])
-            out_THV[short_T] = _absorbed(q_THD[short_T], up, pages, chosen, scale)
+            out_THV[short_T] = _absorbed(q_THD[short_T], up, pages, group.page_table, division.short, scale)
         return out_THV
 
 
@@ -180,7 +180,7 @@ def to_values(latent_THC: torch.Tensor, up: UpProjection) -> torch.Tensor:
 
 
 def _absorbed(
-    q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, rows: LatentRows, scale: float
+    q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, table_SW: torch.Tensor, rows: StepRows, scale: float
 ) -> torch.Tensor:
-    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, rows, scale)
+    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, table_SW, rows, scale)
     return to_values(latent_THC, up)

@@ -88,13 +88,4 @@ class PagedRecurrentBackend:
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, step = call
-        rows = StateRows(
-            slots_R=step.slots_R,
-            query_start_R1=step.query_start_R1,
-            row_T=step.row_T,
-            page_table=group.page_table,
-            one_token=step.one_token,
-            max_query_len=step.max_query_len,
-            saves=group.plan,
-        )
-        return recurrence.rows(inputs, pages.states, rows)
+        return recurrence.rows(inputs, pages.states, StateRows(step, group.page_table, group.plan))

@@ -13,19 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.batch import StepRows
 from pagerunner.ops.dispatch import gpu_kernel
-
-
-class LatentRows(NamedTuple):
-    """Where tokens belong: token t is at `positions_T[t]` of row `row_T[t]`, -1 for padding. `page_table` [slots, W] int64
-    is the group's of all slots, `slots_R` the rows' places in it.
-    """
-
-    page_table: torch.Tensor
-    slots_R: torch.Tensor
-    row_T: torch.Tensor
-    positions_T: torch.Tensor
-    max_seq_len: int  # a bound of the positions
 
 
 class Pieces(NamedTuple):
@@ -53,10 +42,15 @@ def store_latent_(
 
 @gpu_kernel("latent_attention")
 def latent_attention(
-    q_THC: torch.Tensor, q_THP: torch.Tensor, pages_EXL: torch.Tensor, rows: LatentRows, scale: float
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of queries carried into the latent space over every slot up to their own; weighted latents [T, H, C] in
-    q's dtype, zeros for padding. `q_THP` are the rotary parts.
+    q's dtype, zeros for padding. `q_THP` are the rotary parts, `table_SW` the group's page table of all slots.
     """
     out_THC = torch.zeros_like(q_THC)
     size, latent = pages_EXL.shape[1], q_THC.shape[-1]
@@ -66,7 +60,7 @@ def latent_attention(
         tokens = (row_T == row).nonzero().squeeze(-1)
         ends_T1 = rows.positions_T[tokens].unsqueeze(-1)
         at_S = torch.arange(int(ends_T1.max()) + 1, device=q_THC.device)
-        entries_S = rows.page_table[rows.slots_R[row].long()][at_S // size]
+        entries_S = table_SW[rows.slots_R[row].long()][at_S // size]
         keys_SL = pages_EXL[entries_S, at_S % size].to(q_THC.dtype).float()
         scores_HTS = torch.einsum("thl,sl->hts", q_THL[tokens], keys_SL) * scale
         weights_HTS = scores_HTS.masked_fill(at_S > ends_T1, float("-inf")).softmax(-1)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.batch import StepRows
+
 # Rows of at most so many tokens take one token after another; longer ones run in chunks of CHUNK.
 FEW_TOKENS = 8
 CHUNK = 64
@@ -29,25 +31,16 @@ class StateSaves(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The rows of a step; see StepRows for the first three and the two bounds."""
+    """The rows of a step, the group's page table of all slots, [slots, W] int64, and the states to keep from within the step."""
 
-    slots_R: torch.Tensor
-    query_start_R1: torch.Tensor
-    row_T: torch.Tensor
-    page_table: torch.Tensor  # [slots, W] int64, of all slots
-    one_token: bool
-    max_query_len: int
+    step: StepRows
+    page_table: torch.Tensor
     saves: StateSaves | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.slots_R.shape[0]
 
     @property
     def few(self) -> bool:
         """Whether every row takes its tokens one after another."""
-        return self.one_token or self.max_query_len <= FEW_TOKENS
+        return self.step.one_token or self.step.max_query_len <= FEW_TOKENS
 
 
 class Span(NamedTuple):
@@ -61,8 +54,8 @@ class Span(NamedTuple):
 
 def spans(rows: StateRows) -> Iterator[Span]:
     """The rows that have tokens; reads the device."""
-    start = rows.query_start_R1.tolist()
-    for row, slot in enumerate(rows.slots_R.tolist()):
+    start = rows.step.query_start_R1.tolist()
+    for row, slot in enumerate(rows.step.slots_R.tolist()):
         first, end = start[row], start[row + 1]
         if first < end:
             saves: list[tuple[int, int]] = []

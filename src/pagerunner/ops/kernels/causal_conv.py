@@ -127,22 +127,22 @@ def causal_conv_rows(
     tokens, channels = x_TC.shape
     out_TC = torch.empty(tokens, channels, dtype=x_TC.dtype, device=x_TC.device)
     taps, bias = weight_CW.shape[1], weight_CW if bias_C is None else bias_C
-    where = (rows.page_table, rows.slots_R, rows.query_start_R1)
+    where = (rows.page_table, rows.step.slots_R, rows.step.query_start_R1)
     *saves, has_saves = save_arguments(rows)
     strides = (x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0))
     columns = blocks(channels, BLOCK_CHANNELS)
     item = state_EWC.element_size()
-    if rows.one_token:
-        _step[(rows.num_rows, columns)](
+    if rows.step.one_token:
+        _step[(rows.step.num_rows, columns)](
             x_TC, out_TC, state_EWC, weight_CW, bias, *where, *saves, channels, *strides,
             has_saves, item, taps, bias_C is not None, BLOCK_CHANNELS,
         )  # fmt: skip
         return out_TC
     _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
-        x_TC, out_TC, state_EWC, weight_CW, bias, *where, rows.row_T, tokens, channels, *strides,
+        x_TC, out_TC, state_EWC, weight_CW, bias, *where, rows.step.row_T, tokens, channels, *strides,
         taps, bias_C is not None, BLOCK_TOKENS, BLOCK_CHANNELS,
     )  # fmt: skip
-    _states[(rows.num_rows, columns)](
+    _states[(rows.step.num_rows, columns)](
         x_TC, state_EWC, *where, *saves, channels, strides[0], *strides[2:],
         has_saves, item, taps, BLOCK_CHANNELS,
     )  # fmt: skip

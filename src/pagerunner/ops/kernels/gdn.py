@@ -268,7 +268,7 @@ def _long_rows(
     factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=mixed_TC.device)
     parts, precision = (wanted, known, attended, factors), "tf32x3" if wide else "tf32"
     _systems[(blocks(tokens, CHUNK), heads)](
-        *inputs, *parts, rows.row_T, tokens, *strides, *sizes, max(ROW, padded(key_dim)), max(ROW, padded(value_dim)), CHUNK,
+        *inputs, *parts, rows.step.row_T, tokens, *strides, *sizes, max(ROW, padded(key_dim)), max(ROW, padded(value_dim)), CHUNK,
         CHUNK.bit_length() - 1, tl.float32 if wide else tl.float16, precision, tl.float64 if wide else tl.float32,
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
@@ -276,16 +276,16 @@ def _long_rows(
     tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
     state_strides, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
     constants, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
-    _chunks[(blocks(value_dim, block_v), heads, rows.num_rows)](
-        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
+    _chunks[(blocks(value_dim, block_v), heads, rows.step.num_rows)](
+        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
         *lengths, *state_strides, has_saves, *constants, block_v, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_v, warps = NARROW
         _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
-            mixed_TC, *parts, state_EHKV, out_THV, rows.query_start_R1, rows.row_T, *saves,
-            rows.num_rows, *lengths, state_strides[0], *constants, block_v, CHUNK, precision, num_warps=warps,
+            mixed_TC, *parts, state_EHKV, out_THV, rows.step.query_start_R1, rows.step.row_T, *saves,
+            rows.step.num_rows, *lengths, state_strides[0], *constants, block_v, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 
@@ -306,9 +306,9 @@ def gated_delta_rows(
     inputs = (mixed_TC, rates_TH, decays_TH, decay_log_H, decay_bias_H)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     (*saves, has_saves), (block_v, warps) = save_arguments(rows), FEW
-    _few[(blocks(value_dim, block_v), heads, rows.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
-        rows.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
+    _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1)](
+        *inputs, state_EHKV, out_THV, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
+        rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
         has_saves, state_EHKV.element_size(), FEW_TOKENS, key_heads, heads, key_dim, value_dim, max(16, padded(key_dim)),
         block_v, num_warps=warps,
     )  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.launch import blocks, multiprocessors, padded
-from pagerunner.ops.latent_attention import LatentRows
 
 MAX_SPLITS = 64
 MIN_SPLIT = 128  # keys of a split, so that the merge stays cheap
@@ -123,14 +123,19 @@ def _merge(
     tl.store(target, (sums / total).to(out.dtype.element_ty), mask=c < C)
 
 
-def _splits(programs: int, rows: LatentRows, device: torch.device) -> int:
+def _splits(programs: int, rows: StepRows, device: torch.device) -> int:
     """Enough for about two programs a multiprocessor, as far as sequences may be long enough."""
     wanted = -(-2 * multiprocessors(device) // programs)
     return max(1, min(wanted, -(-rows.max_seq_len // MIN_SPLIT), MAX_SPLITS))
 
 
 def latent_attention(
-    q_THC: torch.Tensor, q_THP: torch.Tensor, pages_EXL: torch.Tensor, rows: LatentRows, scale: float
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    scale: float,
 ) -> torch.Tensor:
     """See the twin. The result's memory is one head after another, as the product with up projections wants it."""
     tokens, heads, latent = q_THC.shape
@@ -149,9 +154,9 @@ def latent_attention(
     rope = q_THP.shape[-1]
     block_c, block_p = max(16, padded(latent)), max(16, padded(rope))
     _attend[(head_blocks, tokens, splits)](
-        q_THC, q_THP, pages_EXL, parts, lse, rows.page_table, rows.slots_R, rows.row_T, rows.positions_T,
+        q_THC, q_THP, pages_EXL, parts, lse, table_SW, rows.slots_R, rows.row_T, rows.positions_T,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
-        rows.page_table.stride(0), *parts.stride()[:3], *lse.stride()[:2],
+        table_SW.stride(0), *parts.stride()[:3], *lse.stride()[:2],
         pages_EXL.shape[1], latent, rope, block_c, block_p, block_h, block_n, "tf32x3" if wide else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

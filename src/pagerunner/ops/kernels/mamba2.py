@@ -224,23 +224,23 @@ def _long_rows(
     factors = torch.empty(2, heads, tokens, dtype=torch.float64 if wide else torch.float32, device=mixed_TC.device)
     block_h, warps = PREPARE
     _prepare[(blocks(tokens, CHUNK), blocks(heads // groups, block_h), groups)](
-        *inputs, weights, factors, rows.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
+        *inputs, weights, factors, rows.step.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
         num_warps=warps,
     )  # fmt: skip
     block_p, warps, most = CHUNKS if block_n <= LARGEST_STATE else (*NARROW, 1)
     tile_bytes = CHUNK * (2 * block_n + block_p + CHUNK) * mixed_TC.element_size()
     state_strides, (*saves, has_saves) = (state_EHPN.stride(0), rows.page_table.stride(0)), save_arguments(rows)
     constants, lengths = (state_EHPN.element_size(), FEW_TOKENS, *sizes), (tokens, mixed_TC.stride(0))
-    _chunks[(blocks(head_dim, block_p), heads, rows.num_rows)](
-        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, rows.slots_R, rows.query_start_R1,
+    _chunks[(blocks(head_dim, block_p), heads, rows.step.num_rows)](
+        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, rows.step.slots_R, rows.step.query_start_R1,
         *saves, *lengths, *state_strides, has_saves, *constants, block_p, block_n, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_p, warps = NARROW
         _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
-            mixed_TC, weights, factors, state_EHPN, out_THP, rows.query_start_R1, rows.row_T, *saves,
-            rows.num_rows, *lengths, state_strides[0], *constants, block_p, block_n, CHUNK, precision, num_warps=warps,
+            mixed_TC, weights, factors, state_EHPN, out_THP, rows.step.query_start_R1, rows.step.row_T, *saves,
+            rows.step.num_rows, *lengths, state_strides[0], *constants, block_p, block_n, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 
@@ -260,9 +260,9 @@ def mamba2_rows(
     inputs, strides = (mixed_TC, steps_TH, decay_log_H, step_bias_H), (mixed_TC.stride(0), steps_TH.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
     (*saves, has_saves), (block_p, warps) = save_arguments(rows), FEW
-    _few[(blocks(head_dim, block_p), heads, rows.num_rows + 1)](
-        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, rows.slots_R, rows.query_start_R1, *saves,
-        rows.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
+    _few[(blocks(head_dim, block_p), heads, rows.step.num_rows + 1)](
+        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
+        rows.step.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
         has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size,
         block_p, max(16, padded(state_size)), num_warps=warps,
     )  # fmt: skip

@@ -94,5 +94,5 @@ def stages(most: int, block: int, device: torch.device) -> int:
 def save_arguments(rows: StateRows) -> tuple[object, ...]:
     """Start, end and target tensors, and whether there are any; without saves any tensors will do."""
     if rows.saves is None:
-        return rows.query_start_R1, rows.query_start_R1, rows.query_start_R1, False
+        return rows.step.query_start_R1, rows.step.query_start_R1, rows.step.query_start_R1, False
     return (*rows.saves, True)
