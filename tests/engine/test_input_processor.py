@@ -155,3 +155,18 @@ def test_bad_words_with_and_without_a_leading_space() -> None:
 def test_bad_words_have_a_limit_in_tokens() -> None:
     words = [f"{number:04}" + "€" * 300 for number in range(30)]
     assert str(limits.MAX_BAD_WORD_TOKENS) in refused([5], SamplingParams(bad_words=words))
+
+
+def test_one_bad_word_has_a_limit_in_tokens_too() -> None:
+    """The sampler compares so many of the last tokens with each word."""
+    most = limits.MAX_BAD_WORD_LENGTH
+    encode = tokenizer("byte_level").encode
+    word = "€" * most
+    length = len(encode(word))
+    assert most < length <= limits.MAX_BAD_WORD_TOKENS
+    message = refused([5], SamplingParams(bad_words=["the", word]))
+    assert f"a word of {length} tokens" in message and str(most) in message
+    assert "PAGERUNNER_LIMIT_MAX_BAD_WORD_LENGTH" in message
+    longest = next(word[:count] for count in range(most, 0, -1) if len(encode(word[:count])) <= most)
+    [request] = processor().process([5], SamplingParams(bad_words=[longest]), "r")
+    assert max(map(len, request.bad_words_ids)) > most / 2

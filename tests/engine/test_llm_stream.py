@@ -48,6 +48,19 @@ def test_closing_early_frees_the_request(llm):
     assert idle(llm)
 
 
+def test_a_prompt_is_cached_from_its_first_token_on(llm):
+    """A client whose answer ended at a stop string may ask again at once: the pages don't wait for the abort."""
+    prompt = PROMPT + "The answer is a number between one and a hundred, and it is written in digits. "
+    whole = len(llm.get_tokenizer().encode(prompt))
+    stream = llm.stream(prompt, params(output_kind="delta"))
+    assert next(stream).num_cached_tokens < 16 < whole
+    [beside] = llm.generate([prompt], params(), use_tqdm=False)
+    assert whole - 16 <= beside.num_cached_tokens < whole
+    stream.close()
+    [after] = llm.generate([prompt], params(), use_tqdm=False)
+    assert after.num_cached_tokens == beside.num_cached_tokens
+
+
 def test_a_suspended_stream_and_generate_do_not_disturb_each_other(llm):
     stream = llm.stream(PROMPT, params(output_kind="delta"))
     text = next(stream).outputs[0].text

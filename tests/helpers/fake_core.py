@@ -1,8 +1,8 @@
 """A torch-free EngineCore with predictable answers, delays and failures, for tests of everything in front of the core.
 
 A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... A prompt that holds SCRIPT gives what
-stands between it and the next token SCRIPT_END, and then ends. A pooled vector is the prompt's length,
-its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in the environment may hold a JSON `FakeOptions`. Some
+stands between it and the next token SCRIPT_END, and then ends. A prompt is cached from the end of its first step on, as in the
+real core. A pooled vector is the prompt's length, its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in the environment may hold a JSON `FakeOptions`. Some
 prompt tokens cause failures: see the constants.
 """
 
@@ -114,7 +114,9 @@ class FakeCore:
         time.sleep(self._options.step_seconds)
         self._steps += 1
         running = list(self._requests.values())[: self._max_num_seqs]
-        return [self._advance(request) for request in running]
+        updates = [self._advance(request) for request in running]
+        self._seen.update(tuple(request.prompt_token_ids) for request in running)
+        return updates
 
     def _advance(self, request: EngineRequest) -> RequestUpdate:
         prompt, name = request.prompt_token_ids, request.request_id
@@ -133,7 +135,7 @@ class FakeCore:
             return RequestUpdate(request_id=name, new_token_ids=[], finish_reason="stop", pooled=vector)
         tokens = self._tokens[name]
         first = not tokens
-        cached = len(prompt) if tuple(prompt) in self._seen else 0
+        cached = len(prompt) if first and tuple(prompt) in self._seen else 0
         now = time.monotonic()
         token = prompt[len(tokens) % len(prompt)]
         if SCRIPT in prompt:
@@ -144,7 +146,6 @@ class FakeCore:
         reason, stop_reason = self._finish(request, token, len(tokens))
         if reason is not None:
             self._forget(name)
-            self._seen.add(tuple(prompt))
         wanted, params = request.params.logprobs, request.params
         return RequestUpdate(
             request_id=name,
