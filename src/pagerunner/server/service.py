@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 LABEL_HEADER = "X-Request-Id"
 _MAX_ID_CHARS = 256
-_DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -140,14 +140,32 @@ def sse(chunk: Any) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
-class StreamWriter(Protocol):
-    """Turns outputs into the chunks of one endpoint's stream."""
+class StreamWriter(abc.ABC):
+    """Turns the outputs of one call into the events of its stream: data lines that end with [DONE], as OpenAI's, where a
+    subclass says nothing else."""
 
-    def chunks(self, index: int, output: RequestOutput) -> list[Any]:
-        """The chunks for one output of prompt `index`."""
+    end = b"data: [DONE]\n\n"
 
-    def last(self) -> list[Any]:
+    def encode(self, chunk: Any) -> bytes:
+        """A chunk as a server-sent event."""
+        return sse(chunk)
+
+    def first(self, output: RequestOutput) -> Iterable[Any]:
+        """The chunks before everything, when there is a first output."""
+        return ()
+
+    @abc.abstractmethod
+    def chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
+        """The chunks for one output of prompt `index`; none while text is held back because it may become a stop string,
+        half a character, or a call's markup."""
+
+    @abc.abstractmethod
+    def last(self) -> Iterable[Any]:
         """The chunks after everything has been generated."""
+
+    def failed(self, error: Exception) -> Any:
+        """The chunk of a call that failed on the way."""
+        return error_body(error)
 
 
 async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutput]:
@@ -156,22 +174,14 @@ async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) ->
         return await unless_gone(request.receive, collect(outputs))
 
 
-async def streamed(
-    request: Request,
-    outputs: AsyncGenerator[Indexed, None],
-    writer: StreamWriter,
-    events: Callable[[Indexed, AsyncGenerator[Indexed, None], Any], AsyncGenerator[bytes, None]] | None = None,
-) -> Response:
-    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status.
-
-    `events` writes first output and others in another form than data lines that end with [DONE].
-    """
+async def streamed(request: Request, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
+    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status."""
     try:
         first = await unless_gone(request.receive, _next(outputs))
     except BaseException:
         await outputs.aclose()
         raise
-    return EventStream((events or _events)(first, outputs, writer), outputs.aclose)
+    return EventStream(_events(first, outputs, writer), outputs.aclose)
 
 
 async def _next(outputs: AsyncGenerator[Indexed, None]) -> Indexed:
@@ -182,19 +192,21 @@ async def _events(
     first: Indexed, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter
 ) -> AsyncGenerator[bytes, None]:
     try:
+        for chunk in writer.first(first[1]):
+            yield writer.encode(chunk)
         for chunk in writer.chunks(*first):
-            yield sse(chunk)
+            yield writer.encode(chunk)
         async for index, output in outputs:
             for chunk in writer.chunks(index, output):
-                yield sse(chunk)
+                yield writer.encode(chunk)
         for chunk in writer.last():
-            yield sse(chunk)
-    except PagerunnerError as error:
-        yield sse(error_body(error))
+            yield writer.encode(chunk)
     except Exception as error:  # the headers are out: the stream is the only place left to say so
-        logger.exception("A stream failed.")
-        yield sse(error_body(error))
-    yield _DONE
+        if not isinstance(error, PagerunnerError):
+            logger.exception("A stream failed.")
+        yield writer.encode(writer.failed(error))
+    if writer.end:
+        yield writer.end
 
 
 class UsageReporter:

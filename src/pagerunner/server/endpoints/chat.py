@@ -28,7 +28,7 @@ from pagerunner.server.protocol.answers import (
 )
 from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.server.protocol.tools import FunctionCall, FunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
-from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
+from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -173,7 +173,7 @@ def _tells(choice: ChunkChoice) -> bool:
     return bool(choice.delta != Delta() or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 
-class _Writer:
+class _Writer(StreamWriter):
     """Every answer starts with a chunk that names the role; the text follows."""
 
     def __init__(self, shape: _Shape, usage: UsageReporter) -> None:

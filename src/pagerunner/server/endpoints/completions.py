@@ -19,7 +19,7 @@ from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_
 from pagerunner.server.params import completion_params, scores_only, stream_options, truncation
 from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from pagerunner.server.protocol.requests import CompletionRequest
-from pagerunner.server.service import Call, Service, UsageReporter, collected, json_response, streamed
+from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -139,7 +139,7 @@ def _tells(choice: CompletionChoice) -> bool:
     return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 
-class _Writer:
+class _Writer(StreamWriter):
     def __init__(self, call: Call, shape: _Shape, usage: UsageReporter) -> None:
         self._call = call
         self._shape = shape

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,11 +11,11 @@ import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagerunner.errors import InvalidRequestError, PagerunnerError, RequestFailedError
-from pagerunner.server.chat.reader import Answer, Block, Change
+from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.server.chat.blocks import BlockWriter
+from pagerunner.server.chat.reader import Block, Change
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, prompt_of, run_chat
 from pagerunner.server.errors import anthropic_body
-from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.params import MODEL_DEFAULTS
 from pagerunner.server.protocol.fields import check_supported
@@ -28,9 +27,7 @@ from pagerunner.server.protocol.messages import (
     MessagesUsage,
 )
 from pagerunner.server.service import Call, Service, collected, json_response, streamed
-from pagerunner.types import RequestOutput, SamplingParams, StructuredOutputsParams
-
-logger = logging.getLogger(__name__)
+from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
@@ -40,7 +37,6 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-_encode = msgspec.json.Encoder().encode
 
 
 class MessagesEndpoint:
@@ -59,7 +55,7 @@ class MessagesEndpoint:
         run = await run_chat(service, call, turn)
         message = _Message(call, request, run)
         if request.stream:
-            return await streamed(http, run.outputs, message, _events)
+            return await streamed(http, run.outputs, message)
         [result] = await collected(http, run.outputs)
         message.add(result)
         return json_response(message.whole())
@@ -113,32 +109,24 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
     )
 
 
-class _Message:
-    """What is known of the answer: grows with outputs, whole or deltas, and shows itself as a body or as events."""
+class _Message(BlockWriter):
+    """The answer, in Anthropic's blocks."""
 
     def __init__(self, call: Call, request: MessagesRequest, run: ChatRun) -> None:
+        super().__init__(run)
         self._call = call
         self._stops = request.stop_sequences or []
-        self._reader = run.new_reader()
-        self._answer = Answer()
-        self._counter = TokenCounter()
         self._ids: dict[int, str] = {}  # of the calls, by block
-        self._finish_reason: str | None = None
         self._stop_sequence: str | None = None
 
-    def add(self, result: RequestOutput) -> list[Change]:
-        """Take an output; returns what it changed."""
-        self._counter.add(0, result)
-        changes: list[Change] = []
-        for output in result.outputs:
-            self._finish_reason = output.finish_reason
-            if isinstance(output.stop_reason, str) and output.stop_reason in self._stops:
-                self._stop_sequence = output.stop_reason
-            changes += self._answer.add(self._reader.read(output.text, last=output.finish_reason is not None))
+    def _take(self, output: CompletionOutput) -> None:
+        if isinstance(output.stop_reason, str) and output.stop_reason in self._stops:
+            self._stop_sequence = output.stop_reason
+
+    def _name(self, changes: list[Change]) -> None:
         for change in changes:
             if change.kind == "open" and change.block.kind == "call":
                 self._ids[change.number] = f"toolu_{uuid.uuid4().hex}"
-        return changes
 
     def whole(self) -> MessagesAnswer:
         """The answer."""
@@ -182,7 +170,7 @@ class _Message:
             return {"type": "thinking", "thinking": text, "signature": ""}
         return {"type": "text", "text": text, "citations": None}
 
-    def first(self, output: RequestOutput) -> Iterator[bytes]:
+    def first(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events before the answer, whose prompt is known by its first output."""
         counts = RequestOutput(
             request_id="",
@@ -193,27 +181,32 @@ class _Message:
             num_cached_tokens=output.num_cached_tokens,
         )
         self._counter.add(0, counts)
-        yield _event("message_start", message=self._message([], None))
-        yield _event("ping")
+        yield {"type": "message_start", "message": self._message([], None)}
+        yield {"type": "ping"}
 
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """The events of one output; none while text is held back because it may become a stop sequence or a call."""
-        return [self._told(change) for change in self.add(output)]
-
-    def last(self) -> list[bytes]:
+    def last(self) -> list[dict[str, Any]]:
         """The events after the answer."""
-        events = [self._told(change) for change in self._answer.close()]
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
-        return [*events, _event("message_delta", delta=delta, usage=self._usage()), _event("message_stop")]
+        return [
+            *self._tell(self._answer.close()),
+            {"type": "message_delta", "delta": delta, "usage": self._usage()},
+            {"type": "message_stop"},
+        ]
 
-    def _told(self, change: Change) -> bytes:
+    def failed(self, error: Exception) -> dict[str, Any]:
+        """The event of an answer that failed on the way."""
+        return anthropic_body(error)
+
+    def _told(self, change: Change) -> Iterator[dict[str, Any]]:
         kind, index, block, piece = change
         if kind == "open":
-            return _event("content_block_start", index=index, content_block=self._block(index, block, empty=True))
-        if kind == "close":
-            return _event("content_block_stop", index=index)
-        name, field = _DELTAS[block.kind]
-        return _event("content_block_delta", index=index, delta={"type": name, field: piece})
+            empty = self._block(index, block, empty=True)
+            yield {"type": "content_block_start", "index": index, "content_block": empty}
+        elif kind == "close":
+            yield {"type": "content_block_stop", "index": index}
+        else:
+            name, field = _DELTAS[block.kind]
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": name, field: piece}}
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -223,26 +216,3 @@ def _object(arguments: str) -> dict[str, Any]:
     except ValueError:
         value = {}
     return value if isinstance(value, dict) else {}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"
-
-
-async def _events(
-    first: Indexed, outputs: AsyncGenerator[Indexed, None], message: _Message
-) -> AsyncGenerator[bytes, None]:
-    try:
-        for event in message.first(first[1]):
-            yield event
-        for event in message.chunks(*first):
-            yield event
-        async for index, output in outputs:
-            for event in message.chunks(index, output):
-                yield event
-        for event in message.last():
-            yield event
-    except Exception as error:  # the headers are out: the stream is the only place left to say so
-        if not isinstance(error, PagerunnerError):
-            logger.exception("A stream failed.")
-        yield b"event: error\ndata: " + _encode(anthropic_body(error)) + b"\n\n"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner import limits
-from pagerunner.errors import InvalidRequestError, PagerunnerError
-from pagerunner.server.chat.reader import Answer, Block, Change, is_json
+from pagerunner.errors import InvalidRequestError
+from pagerunner.server.chat.blocks import BlockWriter
+from pagerunner.server.chat.reader import Block, Change, is_json
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, run_chat
 from pagerunner.server.errors import error_body
-from pagerunner.server.fanout import Indexed, TokenCounter
 from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.logprobs import chat_logprobs
 from pagerunner.server.params import MODEL_DEFAULTS
@@ -41,10 +40,7 @@ from pagerunner.server.service import Call, Service, collected, json_response, s
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
-logger = logging.getLogger(__name__)
-
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
-_encode = msgspec.json.Encoder().encode
 _SAME_NAME = tuple(name for name in SamplingParams.__struct_fields__ if name in ResponsesRequest.__struct_fields__)
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 Item = OutputMessage | ReasoningItem | FunctionCallItem
@@ -67,7 +63,7 @@ class ResponsesEndpoint:
             raise InvalidRequestError(f"include={[LOGPROBS_ITEM]} doesn't go together with tools.", param="include")
         answer = _Response(call, request, run, service.engine.tokenizer)
         if request.stream:
-            return await streamed(http, run.outputs, answer, _events)
+            return await streamed(http, run.outputs, answer)
         [result] = await collected(http, run.outputs)
         answer.add(result)
         answer.close()
@@ -150,37 +146,26 @@ def _structured(request: ResponsesRequest) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=form.schema)
 
 
-class _Response:
-    """What is known of the answer: grows with outputs, whole or deltas, and shows itself as a body or as events."""
+class _Response(BlockWriter):
+    """The answer, in OpenAI's items."""
 
     def __init__(self, call: Call, request: ResponsesRequest, run: ChatRun, tokenizer: Tokenizer) -> None:
+        super().__init__(run)
         self._call = call
         self._request = request
         self._run = run
         self._tokenizer = tokenizer
-        self._reader = run.new_reader()
-        self._answer = Answer()
-        self._counter = TokenCounter()
         self._ids: list[tuple[str, str]] = []  # of the items; a call has a second one, for what it gives
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._before_text: int | None = None  # tokens, known once there is text
         self._shown = 0  # tokens whose log-probabilities events have told
-        self._finish_reason: str | None = None
         self._error: str | None = None
         self._sequence = 0
 
-    def add(self, result: RequestOutput) -> list[Change]:
-        """Take an output; returns what it changed."""
-        self._counter.add(0, result)
-        changes: list[Change] = []
-        for output in result.outputs:
-            self._token_ids += output.token_ids
-            self._logprobs += self._logprobs_of(output)
-            self._finish_reason = output.finish_reason
-            changes += self._answer.add(self._reader.read(output.text, last=output.finish_reason is not None))
-        self._name(changes)
-        return changes
+    def _take(self, output: CompletionOutput) -> None:
+        self._token_ids += output.token_ids
+        self._logprobs += self._logprobs_of(output)
 
     def close(self) -> list[Change]:
         """Nothing more comes. An answer that says nothing at all is an empty message."""
@@ -277,28 +262,24 @@ class _Response:
             "total_tokens": usage.total_tokens,
         }
 
-    def first(self) -> Iterator[bytes]:
+    def first(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events before the answer."""
         body = self.body("in_progress")
         yield self._event("response.created", response=body)
         yield self._event("response.in_progress", response=body)
 
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """The events of one output; none while text is held back because it may become a stop string or a call."""
-        return [event for change in self.add(output) for event in self._told(change)]
-
-    def last(self) -> list[bytes]:
+    def last(self) -> list[dict[str, Any]]:
         """The events after the answer."""
-        events = [event for change in self.close() for event in self._told(change)]
+        events = self._tell(self.close())
         status = self._status()
         return [*events, self._event(f"response.{status}", response=self.body(status))]
 
-    def failed(self, error: Exception) -> bytes:
+    def failed(self, error: Exception) -> dict[str, Any]:
         """The event of an answer that failed on the way."""
         self._error = error_body(error).error.message
         return self._event("response.failed", response=self.body("failed"))
 
-    def _told(self, change: Change) -> Iterator[bytes]:
+    def _told(self, change: Change) -> Iterator[dict[str, Any]]:
         kind, index, block, piece = change
         where = {"item_id": self._ids[index][0], "output_index": index}
         if kind == "open":
@@ -319,7 +300,7 @@ class _Response:
             part = OutputText(text="") if block.kind == "text" else ReasoningText(text="")
             yield self._event("response.content_part.added", **where, content_index=0, part=part)
 
-    def _closing(self, index: int, block: Block) -> Iterator[bytes]:
+    def _closing(self, index: int, block: Block) -> Iterator[dict[str, Any]]:
         where = {"item_id": self._ids[index][0], "output_index": index}
         if block.kind == "call":
             yield self._event("response.function_call_arguments.done", **where, name=block.name, arguments=block.text)
@@ -334,27 +315,7 @@ class _Response:
             )
         yield self._event("response.content_part.done", **where, content_index=0, part=part)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._sequence
         self._sequence += 1
-        data = _encode({"type": kind, "sequence_number": number, **fields})
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-
-async def _events(
-    first: Indexed, outputs: AsyncGenerator[Indexed, None], answer: _Response
-) -> AsyncGenerator[bytes, None]:
-    try:
-        for event in answer.first():
-            yield event
-        for event in answer.chunks(*first):
-            yield event
-        async for index, output in outputs:
-            for event in answer.chunks(index, output):
-                yield event
-        for event in answer.last():
-            yield event
-    except Exception as error:  # the headers are out: the stream is the only place left to say so
-        if not isinstance(error, PagerunnerError):
-            logger.exception("A stream failed.")
-        yield answer.failed(error)
+        return {"type": kind, "sequence_number": number, **fields}
