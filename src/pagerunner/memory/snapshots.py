@@ -203,11 +203,8 @@ class Snapshots:
         assert planned == self._planned, "planned snapshots"
 
 
-class NoSnapshots(Snapshots):
-    """Stands in where no layer has recurrent state: nothing is planned, taken or lost."""
-
-    def __init__(self) -> None:
-        pass
+class NoSnapshots:
+    """Stands in for Snapshots where no layer has recurrent state: nothing is planned, taken or lost."""
 
     def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
         """Never."""
@@ -243,7 +240,7 @@ class NoSnapshots(Snapshots):
 
 def make_snapshots(
     plan: MemoryPlan, pool: SlabPool, index: PrefixIndex, promises: Promises, work: StepWork, *, keep: bool
-) -> Snapshots:
+) -> Snapshots | NoSnapshots:
     """The snapshots of the plan's recurrent group, if it has one."""
     states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
     assert len(states) <= 1, "all recurrent layers share one group"
