@@ -25,7 +25,7 @@ from pagerunner.models.checkpoint.loader import (
     materialize,
     weights_bytes,
 )
-from pagerunner.models.checkpoint.staging import ThreadStagers
+from pagerunner.models.checkpoint.weight_copy import ThreadStagers
 from pagerunner.models.configs.reader import read_model_config
 
 

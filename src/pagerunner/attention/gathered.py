@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.attention.base import PlanInputs
-from pagerunner.ops.transfer import to_device
+from pagerunner.ops.async_copy import to_device
 
 
 def gathered_rows(inputs: PlanInputs) -> tuple[torch.Tensor, list[int]]:

@@ -21,6 +21,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.attention.capability import FLOATS, Capabilities
 from pagerunner.batch import StepRows
+from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     Pieces,
@@ -28,7 +29,6 @@ from pagerunner.ops.latent_attention import (
     latent_attention,
     store_latent_,
 )
-from pagerunner.ops.transfer import to_device
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into

@@ -13,8 +13,8 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.capability import Capabilities
+from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.state_rows import StateRows, StateSaves
-from pagerunner.ops.transfer import to_device
 
 # bytes that the largest program takes, of keys and values of 256 and one stage: in half precision, in float32
 SHARED_MEMORY = (66_560, 147_456)

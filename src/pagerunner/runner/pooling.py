@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from pagerunner.ops.transfer import ToHost
+from pagerunner.ops.async_copy import ToHost
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import Pooling, SlotInit
 

@@ -9,8 +9,8 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.ahead import compile_ahead
+from pagerunner.ops.async_copy import ToHost
 from pagerunner.ops.sample import sample
-from pagerunner.ops.transfer import ToHost
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from pagerunner.ops.transfer import ToHost, to_device
+from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import EngineRequest, SlotInit, TokenLogprobs

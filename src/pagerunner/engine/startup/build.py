@@ -38,7 +38,7 @@ from pagerunner.models.checkpoint.loader import (
     materialize,
     weights_bytes,
 )
-from pagerunner.models.checkpoint.staging import ThreadStagers, copy_now
+from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.arena import Arena, CpuArena

@@ -24,7 +24,7 @@ from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.models.checkpoint.kv_scales import place_of
-from pagerunner.models.checkpoint.staging import CopyWeight, copy_now
+from pagerunner.models.checkpoint.weight_copy import CopyWeight, copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagerunner.ops.transfer import to_device
+from pagerunner.ops.async_copy import to_device
 from pagerunner.runner.sampling.slots import SlotParams
 
 

@@ -19,10 +19,10 @@ import torch
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
+from pagerunner.ops.async_copy import BestCopies, BestCopy, ToHost, bits_to_device, to_device
 from pagerunner.ops.mask import allow_bits
 from pagerunner.ops.sample import WORDS, SlotSettings, sample
 from pagerunner.ops.tables import write_entries
-from pagerunner.ops.transfer import BestCopies, BestCopy, ToHost, bits_to_device, to_device
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.sample import SlotSettings
-from pagerunner.ops.transfer import to_device
 from pagerunner.types import EngineRequest
 from pagerunner.types.checks import in_vocabulary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.ops.transfer import BestCopies
+from pagerunner.ops.async_copy import BestCopies
 
 
 def test_memory_is_used_again_once_it_has_been_read_and_not_before() -> None:
