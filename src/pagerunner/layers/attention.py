@@ -75,7 +75,10 @@ class PagedAttention:
         return out if wanted is alone else out.index_select(0, wanted)
 
     def _with_sinks(self, sinks_H: torch.Tensor, group: GroupBatch) -> Scores:
-        """A bug of ours ends here: the model's config didn't name sinks, so a backend was chosen that would ignore them."""
+        """Raise if the model's config didn't name sinks: then a backend was chosen that would ignore them.
+
+        This is a bug of ours.
+        """
         if SINKS not in group.backend.capabilities.scores:
             raise RuntimeError(
                 f"Layer {self.layer_index} has sinks, which {group.backend.name} doesn't compute; `attention_scores` of the "

@@ -76,7 +76,10 @@ class PagedSlots:
         batch: ForwardBatch,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the completed slots, and merge the attention over all complete ones with the window's, if there is one."""
+        """Write the completed slots, and attend to all complete slots.
+
+        If there is a window, merge with the attention over it.
+        """
         pages, group = self._memory(batch)
         scores = Scores(self.scale, sinks_H=sinks_H)
         out: torch.Tensor = group.backend.run(

@@ -18,7 +18,7 @@ class Module:
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
     Attributes that are modules, or tuples of modules, are children. Their names are those in the checkpoint, unless `names`
     maps the attribute's name to another one there.
-    `unused_tensors` are beginnings of names of tensors that a checkpoint may hold and the whole model has no use for.
+    `unused_tensors` are beginnings of tensor names. A checkpoint may hold such tensors, and no part of the model uses them.
     """
 
     unused_tensors: tuple[str, ...] = ()
@@ -56,6 +56,6 @@ class Module:
             yield from child.checkpoint(f"{prefix}{name}.")
 
     def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """Tensors that a checkpoint may hold in place of several of `checkpoint`'s: name, view, and the names of those."""
+        """Tensors that a checkpoint may hold in place of several of `checkpoint`'s: name, view, and the replaced names."""
         for name, child in self.children():
             yield from child.stacked(f"{prefix}{name}.")

@@ -16,7 +16,7 @@ from pagerunner.ops.moe import moe_experts, route_softmax_topk
 class GatedExperts(Module):
     """Gated SiLU feed-forwards, all experts' matrices in two tensors.
 
-    A checkpoint holds three matrices per expert: `E.gate_proj`, `E.up_proj` and `E.down_proj`; or the two tensors.
+    A checkpoint holds either three matrices per expert (`E.gate_proj`, `E.up_proj`, `E.down_proj`) or the two tensors.
     """
 
     def __init__(self, experts: int, features: int, inner: int, dtype: torch.dtype) -> None:
@@ -27,7 +27,7 @@ class GatedExperts(Module):
         }
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what each token's experts make of it, [T, D]."""
+        """The weighted sum of the outputs of each token's experts, [T, D]."""
         gate_up, down = self.weights["gate_up_proj"], self.weights["down_proj"]
         return moe_experts(x_TD, weights_TA, experts_TA, gate_up, down, silu_and_mul)
 
@@ -49,7 +49,7 @@ class GatedExperts(Module):
 
 
 class SparseMLP(FeedForward):
-    """A router, and the experts it sends each token to with the weights of its softmax."""
+    """A router, and the experts to which it sends each token. The router's softmax gives the experts' weights."""
 
     def __init__(
         self, features: int, inner: int, experts: int, active: int, dtype: torch.dtype, *, normalise: bool

@@ -22,7 +22,7 @@ class RMSNorm(Module):
 
     @property
     def parameters(self) -> Norm:
-        """What operations that include the norm need of it."""
+        """What an operation that includes the norm needs to know of it."""
         return Norm(self.weights["weight"], self.eps, self.offset)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,9 @@ class Mixer(Module, ABC):
     def mix(
         self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
     ) -> torch.Tensor:
-        """What the output projection gets for the normed stream, [T, I]; of the tokens `wanted` alone, [S, I].
+        """The input of the output projection, [T, I]. With `wanted`, of these tokens alone, [S, I].
 
-        Keys, values and states of all tokens are stored. `angles` are what the decoder made of the step's positions.
+        Keys, values and states of all tokens are stored. `angles` are what the decoder computed from positions.
         """
 
     def add_to(
@@ -100,5 +100,5 @@ class Mixer(Module, ABC):
 
 
 def only(x: torch.Tensor, wanted_S: torch.Tensor | None) -> torch.Tensor:
-    """`x` [T, ..] of the wanted tokens alone, [S, ..]; of all, if `wanted` is None."""
+    """The rows of `x` [T, ..] that are wanted, [S, ..]. All rows if `wanted` is None."""
     return x if wanted_S is None else x.index_select(0, wanted_S)

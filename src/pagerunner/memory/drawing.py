@@ -1,6 +1,6 @@
 """Draws the page memory: slabs by group as text, and slabs by group with pages by owner as SVG.
 
-Pure functions of a plan and of who holds what. A plan alone is drawn as full as requests of its longest length make it.
+Pure functions of a plan and of who holds what. A plan alone is drawn filled: as many requests of its longest length as fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ArenaState:
     """Who holds the page memory at one moment.
 
     `slab_group[s]` is the group that slab s belongs to, or -1. `page_owner[g]` names the holder of pages of group g, by
-    page id: a request's id, "cached" for a page that only the prefix index knows; pages of no owner are not in it.
+    page id: a request's id, or "cached" for a page that only the prefix index knows. A page without an owner is left out.
     """
 
     slab_group: tuple[int, ...]
@@ -66,8 +66,8 @@ def _slabs(plan: MemoryPlan, requests: int) -> int:
 def arena_text(plan: MemoryPlan, state: ArenaState) -> str:
     """The arena in a few lines of characters, with a legend line per group.
 
-    One character is a slab; several, if there are many (then: what most of them are); a part of one, if there are few.
-    A letter in capitals stands for pages that are held, a small one for pages of the group that are not.
+    A character usually stands for one slab. With many slabs it stands for several, and shows what most of them are. With few
+    slabs it stands for a part of one. A capital letter is a page that is held, a small letter a page of the group that is free.
     """
     per_cell = max(-(-plan.num_slabs // _TEXT_CELLS), 1)
     parts = max(_FEW_CELLS // plan.num_slabs, 1)
@@ -161,7 +161,7 @@ def _strips(plan: MemoryPlan, state: ArenaState, slab: int) -> list[Strip]:
 
 
 def _merged(strips: Sequence[Strip]) -> list[Strip]:
-    """One strip per owner, as long as all of its together."""
+    """One strip per owner, as long as all of the owner's strips together."""
     sums: dict[str, float] = {}
     for owner, start, stop in strips:
         sums[owner] = sums.get(owner, 0.0) + stop - start

@@ -1,8 +1,8 @@
 """Prompts that siblings share to the last token: who holds one, and in whose pages.
 
 The n siblings of one request differ from the first generated token on. Complete pages of their prompt are found in the
-prefix index; the pages that the prompt's end leaves incomplete can't be, since every sibling fills them in its own way. They
-are shared copy-on-write: a sibling borrows them, and gets copies in the step of its first write.
+prefix index. The prompt's last page is mostly incomplete. It can't be in the index, since every sibling fills it in its own
+way. So incomplete pages are shared copy-on-write: a sibling borrows them, and gets copies in the step of its first write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PromptKey = tuple[str, bytes, tuple[int, ...]]
 
 
 def prompt_key(parent_id: str, chain: PrefixChain, prompt: Sequence[int]) -> PromptKey:
-    """What identifies the prompt of siblings: the hash of its whole units, which `chain` covers, and the tokens after them."""
+    """What identifies the prompt of siblings: the hash of its whole units, which `chain` covers, and its last few tokens."""
     units = len(prompt) // UNIT_TOKENS
     return parent_id, chain.hashes[units - 1] if units else chain.seed, tuple(prompt[units * UNIT_TOKENS :])
 
@@ -48,8 +48,9 @@ class Forks:
     def find(
         self, key: PromptKey, tokens: int, rules: Sequence[GroupRule], index: PrefixIndex, epoch: int
     ) -> tuple[list[tuple[int, list[int]]], int] | None:
-        """By group the first number and the pages of what position `tokens` of this prompt reads, and the plan that computes
-        the last of them; None if no running request has all.
+        """The pages that position `tokens` of this prompt reads, if one running request has them all; else None.
+
+        Returns, by group, the first page's number and the pages; and the plan that computes the last of these pages.
         """
         for holder, plan in self.holders(key):
             if holder.epoch != epoch:
@@ -61,7 +62,10 @@ class Forks:
         return None
 
     def holders(self, key: PromptKey) -> Iterator[tuple[Grant, int]]:
-        """Requests with this prompt and the plans that computed it, the latest first: a window moves past a prompt."""
+        """Requests with this prompt and the plans that computed it.
+
+        The latest comes first, as its window has moved least far past the prompt.
+        """
         return reversed(self._holders.get(key, {}).items())
 
     def __len__(self) -> int:
@@ -71,9 +75,9 @@ class Forks:
 def _pages_of(
     holder: Grant, group: int, rule: GroupRule, index: PrefixIndex, tokens: int
 ) -> tuple[int, list[int]] | None:
-    """The holder's pages of what position `tokens` reads, and the first one's number; None if it hasn't all any more.
+    """The holder's pages that position `tokens` reads, and the first page's number; None if one of them is gone.
 
-    Complete ones that it has given back may still be in the index.
+    A complete page that the holder has given back may still be in the index.
     """
     first, stop = rule.span(tokens, tokens)
     pages = holder.pages[group][first:stop]
@@ -86,7 +90,10 @@ def _pages_of(
 
 
 def pages_to_copy(grant: Grant, group: int, pool: SlabPool, index: PrefixIndex) -> list[int]:
-    """Numbers of the borrowed pages that others hold or may find; the other ones are the grant's own by now."""
+    """Numbers of the borrowed pages that other requests hold or may find.
+
+    All other borrowed pages are the grant's own by now.
+    """
     pages = grant.pages[group]
     return [
         number

@@ -15,8 +15,8 @@ class Grant:
     """One running request's pages: `pages[group][i]` is page i of the request, as a page id of the group, or NO_PAGE.
 
     Positions below `capacity` have pages. When `next_publish` tokens are known and scheduled, `publish` has work to do.
-    `cached_tokens` is how many leading tokens were found in the index. `snapshot_positions` are the positions within the first
-    `target` tokens, those known at admission, at which later requests will probably want to continue.
+    `cached_tokens` is how many leading tokens were found in the index. `target` is the number of tokens known at admission.
+    `snapshot_positions` are the positions among them at which later requests will probably want to continue.
     """
 
     __slots__ = (
@@ -35,22 +35,28 @@ class Grant:
         self.sent = [0] * groups  # table entries that the device has
         self.num_pages = [0] * groups  # pages that it has
         self.reserve = [0] * groups  # pages that admission promised it may hold at once
-        self.promise = [0] * groups  # of them, not held now
+        self.promise = [0] * groups  # promised pages that it doesn't hold now
         self.capacity = 0
         self.next_publish = FOREVER
         self.borrowed: list[range] = []  # by group, numbers of a sibling's pages, to be copied before the first write
-        self.starts = 0  # the first plan that may have a row of it
+        self.starts = 0  # the first plan that may have a row of this request
         self.cached_tokens = 0
         self.group_hits = [0] * groups  # tokens that each group alone could have supplied
         self.target = 0
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
-        self.saves: list[tuple[int, int]] = []  # snapshots (position, page) that it holds itself
-        self.latest_snapshot: tuple[int, int] = (0, NO_PAGE)  # of the text it generates: position, page
+        self.saves: list[tuple[int, int]] = []  # (position, page) of snapshots that this request holds
+        self.latest_snapshot: tuple[int, int] = (
+            0,
+            NO_PAGE,
+        )  # (position, page) of the last snapshot taken in generated text
 
 
 class Promises:
-    """Pages by group that running requests don't hold and may still take: `by_group` is what others must leave."""
+    """Pages by group that running requests don't hold yet and may still take.
+
+    All other requests must leave `by_group` pages alone.
+    """
 
     def __init__(self, groups: int) -> None:
         self.by_group = [0] * groups
@@ -68,7 +74,10 @@ class Promises:
             self.by_group[group] -= promise
 
     def beside(self, needs: Sequence[int], grant: Grant | None = None) -> list[int]:
-        """What must be there to hand out `needs` and keep every promise; the grant's own promise covers its needs first."""
+        """Pages by group that must be free to hand out `needs` and keep every promise.
+
+        The grant's own promise covers its needs first.
+        """
         if grant is None:
             return [promised + need for promised, need in zip(self.by_group, needs, strict=True)]
         return [
@@ -94,7 +103,7 @@ class Refusal:
 
 
 def fill(held: list[int], pages: list[int], parts: list[range]) -> None:
-    """Append `pages` as the page numbers of `parts`, with NO_PAGE between and before them."""
+    """Append `pages` at the page numbers in `parts`. Numbers before and between the parts get NO_PAGE."""
     taken = 0
     for part in parts:
         held += [NO_PAGE] * (part.start - len(held))

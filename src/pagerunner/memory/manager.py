@@ -3,8 +3,8 @@
 A running request holds a `Grant`. `admit` reserves the pages of everything the request has to compute, minus what the
 prefix index has; `grow` hands pages out as steps need them; `publish` makes complete pages findable; `release` returns them.
 
-Steps run in the order of their plans, on one stream. Hence pages that a step in flight still writes may be handed out
-again at once, and a page may be found in the index as soon as the row that writes it is in a plan.
+Steps run in the order of their plans, on one stream. Two things follow. A page that a step in flight still writes may be
+handed out again at once. And a page may be found in the index as soon as the row that writes it is in a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KVManager:
     Without `enable_prefix_caching` pages are only shared among siblings while one of them runs.
     `list_fresh_pages` puts the fresh pages of every group into the step's zero lists, not only of those that need it.
     A `sampler` times how long pages stay.
-    `version` changes whenever pages were given back: a request that didn't fit need not be tried again before.
+    `version` changes whenever pages were given back. Until it changes, a request that didn't fit need not be tried again.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVManager:
         )
         self.hit_granularity = lcm(*(rule.cell for rule in self._rules))
         self._grants: dict[Grant, None] = {}
-        self._swollen: dict[Grant, int] = {}  # grants with pages that no position from .. on reads
+        self._swollen: dict[Grant, int] = {}  # grants, and the position from which on some of their pages aren't read
         self._promises = Promises(groups)
         self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)
         self._moves = PageMoves(plan, self.pool, self._grants, self._work)
@@ -98,9 +98,9 @@ class KVManager:
     ) -> Grant | None:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
-        None if they don't fit beside what running requests hold and were promised, or if a running request is about to
-        take a snapshot that saves this one work. Without `shares` the request neither looks into the index nor publishes.
-        With a `parent_id`, the first `prompt_len` tokens may come from a sibling that holds them (`offer`): all but the last.
+        None if the pages don't fit beside what running requests hold and were promised. None, too, if a running request is
+        about to take a snapshot that saves this request work. Without `shares` the request neither looks into the index nor
+        publishes. With a `parent_id`, all but the last of the first `prompt_len` tokens may come from a sibling (`offer`).
         """
         grant = Grant(slot, chain, len(self._rules), self._epoch)
         self.awaits_snapshot = False
@@ -132,7 +132,7 @@ class KVManager:
                 self.pool.release(group, pages[grant.first[group] :][::-1])
             if not lost:
                 return None
-            # Making room has cost the very snapshot; what else was a hit is of no use then.
+            # Making room has cost the very snapshot. The hit's other pages are of no use without it.
             return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
         grant.cached_tokens = hit
         if hit and self.sampler is not None:
@@ -151,7 +151,10 @@ class KVManager:
         return grant
 
     def _find_hit(self, grant: Grant, limit: int) -> int:
-        """The longest prefix that all groups have; notes what each has, as far as those that keep everything reach."""
+        """The longest prefix that all groups have.
+
+        Notes in `grant.group_hits` what each group has, within the prefix of the groups that keep everything.
+        """
         chain, indexes, rules = grant.chain, self.index.pages, self._rules
         for group in self._lookup_order:
             hit = grant.group_hits[group] = rules[group].longest_hit(indexes[group], chain, limit)
@@ -196,21 +199,25 @@ class KVManager:
     # -- siblings
 
     def offer(self, grant: Grant, parent_id: str, prompt: Sequence[int]) -> None:
-        """The plan in the making computes the last of the grant's `prompt`: siblings, of the same `parent_id`, may go on from its pages.
+        """Let siblings go on from the grant's pages: the plan in the making computes the last token of its `prompt`.
 
-        Not where layers have recurrent state, which is past the prompt's last token then. Siblings copy its snapshot.
+        Siblings are requests with the same `parent_id`. With recurrent state nothing is offered, because the grant's state is
+        past the prompt's last token then. Siblings copy a snapshot instead.
         """
         if self._forks_prompts and grant.epoch == self._epoch:
             self._forks.offer(prompt_key(parent_id, grant.chain, prompt), grant, self._plans)
 
     def must_wait(self, grant: Grant) -> bool:
-        """Whether a new grant borrows pages that the plan in the making still fills: its first row is for the next plan."""
+        """Whether a new grant borrows pages that the plan in the making still fills.
+
+        If so, its first row waits for the next plan.
+        """
         return grant.starts == self._plans + 1
 
     def _fork(self, grant: Grant, parent_id: str, prompt: Sequence[int], tokens: int) -> bool:
         """Put the pages of the first `tokens` tokens of a sibling's prompt into the grant; False if no sibling has all.
 
-        Pages that the rest of their unit may make different are borrowed: they become the grant's own in `grow`.
+        A page with room left is borrowed, as each sibling fills it otherwise. `grow` makes it the grant's own.
         """
         key = prompt_key(parent_id, grant.chain, prompt)
         found = self._forks.find(key, tokens, self._rules, self.index, self._epoch)
@@ -237,10 +244,12 @@ class KVManager:
     # -- growth
 
     def grow(self, grant: Grant, start: int, end: int) -> int:
-        """Provide the pages to compute positions [start, end). Returns the end; 0, and nothing new, if they can't be had now.
+        """Provide the pages to compute positions [start, end), and return the end.
 
-        Where windows or chunks would hold more for a long step than there is, an earlier end is returned, unless the plan
-        is one without chunked prefill. Pages that no position from `start` on reads are given back.
+        Returns 0 and changes nothing if the pages can't be had now.
+
+        If windows or chunks need more pages for a long step than there are, an earlier end is returned. A plan without
+        chunked prefill never returns an earlier end. Pages that no position from `start` on reads are given back.
         """
         if end <= grant.capacity:
             return end
@@ -273,7 +282,7 @@ class KVManager:
     ) -> tuple[int, list[tuple[int, list[range]]], list[int]]:
         """How far the grant can grow at once: the end, and by group what `_wanted` says and how many pages are needed.
 
-        Where memory is short, steps of groups that forget are halved down to `SHORT_CHUNK` tokens, and where that can't be,
+        When memory is short, steps of groups that forget are halved, down to `SHORT_CHUNK` tokens. If a step can't be halved,
         pages are given up that later requests would have liked to find.
         """
         positions = grant.snapshot_positions
@@ -295,7 +304,7 @@ class KVManager:
         return end, wanted, needs
 
     def _append(self, grant: Grant, fresh: Sequence[list[int]], parts: Sequence[list[range]]) -> None:
-        """Put fresh pages behind those that the grant has: as the numbers of `parts`, where a group has any."""
+        """Put fresh pages behind the grant's pages. Where a group has `parts`, they say the fresh pages' numbers."""
         capacity = FOREVER
         for group, pages in enumerate(fresh):
             held = grant.pages[group]
@@ -315,7 +324,10 @@ class KVManager:
         grant.capacity = capacity
 
     def _wanted(self, grant: Grant, group: int, end: int, positions: Sequence[int]) -> tuple[int, list[range]]:
-        """How many more pages the positions below `end` and hits at `positions` need, and which, if not simply the next ones."""
+        """How many more pages the positions below `end` and hits at `positions` need.
+
+        Also the pages' numbers, if these aren't simply the next ones.
+        """
         rule = self._rules[group]
         there = len(grant.pages[group])
         stop = rule.span(end, end)[1]
@@ -332,7 +344,7 @@ class KVManager:
         return sum(map(len, parts)), [*parts, range(stop, stop)]
 
     def _trim(self, grant: Grant, group: int, first: int) -> int:
-        """Give back the pages before `first`, which no position from here on reads; how many there were."""
+        """Give back the pages before `first`, which no later position reads. Returns how many pages that were."""
         old, pages = grant.first[group], grant.pages[group]
         if first <= old:
             return 0
@@ -346,7 +358,10 @@ class KVManager:
         return len(gone)
 
     def publish(self, grant: Grant, tokens: Sequence[int], end: int) -> None:
-        """Make the complete pages of positions [0, end) findable. They must be in a plan, their `tokens` known."""
+        """Make the complete pages of positions [0, end) findable.
+
+        The positions must be in a plan, and their `tokens` must be known.
+        """
         if end < grant.next_publish:
             return
         if grant.epoch != self._epoch:
@@ -366,24 +381,26 @@ class KVManager:
             self._snapshots.publish(grant, current=True)
 
     def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
-        """Call when a plan has all its rows (grant, start, end) and its table writes: the snapshots that the plan takes.
+        """Call when a plan has all its rows (grant, start, end) and its table writes. Returns the snapshots that the plan takes.
 
-        From here on, pages that only this plan's rows read can be handed out: the next plan runs after it.
+        From now on pages that only this plan's rows read can be handed out, because the next plan runs after this one.
         """
         self._plans += 1
         saves, unplanned = self._snapshots.take_all(rows, self._epoch)
         self.version += unplanned
         for grant, end in self._swollen.items():
             for group in self._forgetting:
-                # A page for a page, as in decoding, makes no room for anybody.
+                # Decoding with a window gives back one page and takes one, which makes no room for other requests.
                 self.version += self._trim(grant, group, self._rules[group].span(end, end + 1)[0]) > 1
             self._promises.update(grant)
         self._swollen.clear()
         return saves
 
     def _plan_snapshots(self, grant: Grant, hit: int) -> None:
-        """Where a later request may want to continue: at the last boundary of this prompt, so that the same prompt hits, and
-        where the hit would have ended if every group had as much as the best: others may branch off there too.
+        """The positions where a later request may want to continue.
+
+        The first is the last boundary of this prompt, where the same prompt hits. The second is where this prompt's hit would
+        have ended if every group had as much as the best group: other requests may branch off there too.
         """
         cell = self.hit_granularity
         wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
@@ -406,7 +423,7 @@ class KVManager:
         self.version += 1
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
-        """What was computed of this chain from position `start` on is wrong: nobody may find it any more."""
+        """Make this chain unfindable from position `start` on, because what was computed there is wrong."""
         for group, rule in enumerate(self._rules):
             known = len(chain.hashes) * UNIT_TOKENS
             pages = range(rule.complete(start), rule.complete(known))
@@ -416,7 +433,10 @@ class KVManager:
                     self.index.forget(group, page)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content. False if pages are in use: they stay with their requests but can't be found any more."""
+        """Forget all content.
+
+        False if pages are in use: these pages stay with their requests, but can't be found any more.
+        """
         self.pool.evict_all()
         self.index.clear()
         self._epoch += 1
@@ -434,24 +454,27 @@ class KVManager:
         return self._work.take_fresh()
 
     def take_copies(self) -> list[PageCopy]:
-        """Page moves decided since the last call; they must run in this order, before anything else touches pages."""
+        """Page copies decided since the last call.
+
+        The copies must run in this order, before anything else touches pages.
+        """
         return self._work.take_copies()
 
     # -- moves
 
     def begin_step(self) -> None:
-        """A plan is in the making: pages may be moved again, and are, if they lie too scattered."""
+        """Begin a plan. It may move pages, and moves some at once if pages lie too scattered."""
         self.version += self._moves.unfinished
         self._moves.begin_step()
         self.version += self._moves.tidy()
 
     @property
     def moves_unfinished(self) -> bool:
-        """Whether something didn't fit only because this step may move no more pages: the next one moves on."""
+        """Whether something didn't fit only because this step may move no more pages. The next step moves more."""
         return self._moves.unfinished
 
     def _make_room_for(self, needs: Sequence[int]) -> bool:
-        """Do without snapshots in the making, then move pages together, if that makes room for `needs`."""
+        """Make room for `needs`: give up snapshots in the making, then move pages together. Whether that was enough."""
         if self._snapshots.drop(self._grants) and self.pool.slack(needs) >= 0:
             return True
         return self._moves.make_room_for(needs)

@@ -77,7 +77,10 @@ class MemoryPlan:
 
     @property
     def first_bytes(self) -> int:
-        """The least memory that holds a page of any group: a slab, or where slabs can still be cut anew, a page."""
+        """The least memory that holds a page of any group: one slab.
+
+        With one group, whose slabs can still be cut in another way: one page.
+        """
         return self.slab_bytes if len(self.groups) > 1 else self.groups[0].page_bytes
 
     @property
@@ -128,11 +131,14 @@ class MemoryPlan:
         return sum(-(-group.pages_needed(tokens) // group.pages_per_slab) for group in self.groups)
 
     def request_bytes(self, tokens: int) -> int:
-        """Bytes of the pages that one request of `tokens` tokens must be able to get; its last slabs may hold others'."""
+        """Bytes of the pages that one request of `tokens` tokens must be able to get.
+
+        Its last slabs may also hold other requests' pages.
+        """
         return sum(group.request_bytes(tokens) for group in self.groups)
 
     def longest(self, most: int) -> int:
-        """The longest length, at most `most`, that one request can have."""
+        """The greatest length in tokens, at most `most`, that one request can have."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

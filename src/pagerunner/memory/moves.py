@@ -3,8 +3,8 @@
 Example: a slab has 10 pages. Group A has 3 pages in each of 4 slabs. Group B needs a page and no slab is free. The pages of
 one of A's slabs move into holes of the other three, and B gets that slab.
 
-Every step may move `MOVES_PER_STEP` pages and no more, whatever the pool looks like: moving a page costs the host some 10
-microseconds in all, and the step waits for it. What is left to be moved is moved by the steps after it.
+A step moves at most `MOVES_PER_STEP` pages, whatever the pool looks like. Moving a page costs the host some 10 microseconds
+in all, and the step waits for them. Later steps move the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLOT = 1 << 32  # a page's place is slot * _SLOT + its number in the slot's seq
 class PageMoves:
     """Moves pages of the pool, and corrects the `grants` that hold them and what the step carries.
 
-    `unfinished`: pages that are wanted would fit if more pages were moved than this step may move.
+    `unfinished`: the wanted pages would fit if this step were allowed to move more pages.
     """
 
     def __init__(self, plan: MemoryPlan, pool: SlabPool, grants: Mapping[Grant, None], work: StepWork) -> None:
@@ -39,7 +39,7 @@ class PageMoves:
         self.unfinished = False
 
     def begin_step(self) -> None:
-        """A new step may move as many pages as any."""
+        """Begin a step: it may move `MOVES_PER_STEP` pages."""
         self._left = MOVES_PER_STEP
         self.unfinished = False
 
@@ -51,7 +51,10 @@ class PageMoves:
             self._places[group].update(zip(pages, range(base, base + len(pages)), strict=True))
 
     def tidy(self) -> bool:
-        """Keep fragmentation low: while it is above `UNTIDY`, empty slabs until half of that is left. Whether any page moved."""
+        """Keep fragmentation low: when it is above `UNTIDY`, empty slabs until it is half of that.
+
+        Returns whether any page moved.
+        """
         if self._pool.fragmentation <= UNTIDY:
             return False
         moves, evicted = self._pool.tidy(UNTIDY / 2, self._left)
@@ -59,7 +62,10 @@ class PageMoves:
         return True
 
     def make_room_for(self, needs: Sequence[int]) -> bool:
-        """Empty as many slabs as it takes to hand out `needs[group]` pages of every group; whether they can be had now."""
+        """Empty as many slabs as it takes to hand out `needs[group]` pages of every group.
+
+        Returns whether these pages can be had now.
+        """
         pool = self._pool
         packed = (-(-(used + need) // count) for used, need, count in zip(pool.used, needs, pool.per_slab, strict=True))
         if self._never or sum(packed) > pool.num_slabs:
@@ -91,9 +97,9 @@ class PageMoves:
                     grant.latest_snapshot = (grant.latest_snapshot[0], target)
 
     def holders(self, group: int, page: int, count: int) -> list[tuple[Grant, int]]:
-        """The grants that have the page among their pages, at most `count` of them, and its number there.
+        """At most `count` grants that have the page, and the page's number in each of them.
 
-        Requests that share a page have it at the same number: they share everything before it too.
+        Requests that share a page have it at the same number, because they share everything before the page too.
         """
         place = self._places[group].get(page)
         if place is not None:

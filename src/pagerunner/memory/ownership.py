@@ -23,8 +23,8 @@ Runs = list[tuple[int, int]]
 class GroupOwnership(msgspec.Struct, frozen=True, kw_only=True):
     """One group's slabs, by slab id, and pages, by the group's page id (slab * pages_per_slab + place).
 
-    `in_use` pages are held by requests, `shared` of them by several; `cached` ones only by the prefix index; `free` ones lie
-    in slabs of the group and belong to nobody. `page_bytes` and `pages_per_slab` are the plan's.
+    Pages `in_use` are held by requests; `shared` counts those that several requests hold. Only the prefix index holds `cached`
+    pages. Nothing holds `free` pages, which lie in slabs of the group. `page_bytes` and `pages_per_slab` are the plan's.
     """
 
     name: str
@@ -109,6 +109,9 @@ def memory_state(manager: KVManager, running: Mapping[str, Grant]) -> MemoryStat
 
 
 def held_pages(grant: Grant, number: int, group: GroupPlan) -> list[int]:
-    """A request's pages of group `number`; the snapshots that it still holds itself come after its state."""
+    """A request's pages of group `number`.
+
+    In a recurrent group its state comes first, then the snapshots that it still holds.
+    """
     pages = grant.pages[number]
     return [*pages, *(page for _, page in grant.saves)] if group.rule.snapshots else pages

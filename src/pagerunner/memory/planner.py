@@ -42,8 +42,8 @@ def plan_memory(
     `page_tokens` is one size or one per lifetime; one size is rounded up in groups whose slots stand for several tokens.
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
-    Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, so windows are promised what it takes.
-    `max_in_flight` costs no pages: steps run in order, so what one gives back the next may take.
+    Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, and windows are promised the pages of such a
+    step. `max_in_flight` costs no pages: steps run in order, so a step may take the pages that the step before gave back.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
@@ -73,9 +73,9 @@ def plan_memory(
 
 
 def refit(plan: MemoryPlan, budget_bytes: int, other: Sequence[tuple[str, int]], *, auto: bool) -> MemoryPlan:
-    """The same pages, units and tables in at most `budget_bytes` of the plan's memory, with `other` beside it.
+    """The plan with the same pages, units and tables, in at most `budget_bytes` of its memory, with `other` beside the pages.
 
-    Several groups keep their slabs. One group alone is cut into slabs anew, which changes no address. With `auto`,
+    Several groups keep their slabs. One group alone gets new slabs, which changes no address. With `auto`,
     max_model_len becomes the longest that fits.
 
     Raises:
@@ -159,9 +159,9 @@ def _form_groups(
 def _page_tokens(block_size: int, specs: Sequence[Spec], cell: int) -> int:
     """The group's own page size: the block size, unless slots stand for several tokens.
 
-    Then the least number of whole slots, doubled while rounding layers up to the alignment wastes more than a little, or
-    while it has fewer slots than the block size has tokens and prefix hits are no coarser for it: other groups allow them
-    only at multiples of `cell` tokens anyway.
+    Slots that stand for several tokens start with the least number of whole slots. That number is doubled for two reasons: while
+    rounding layers up to the alignment wastes more than a little; and while the page has fewer slots than the block size has
+    tokens, if prefix hits get no coarser. Other groups allow hits only at multiples of `cell` tokens anyway.
     """
     if all(spec.token_multiple == 1 for spec in specs):
         return block_size

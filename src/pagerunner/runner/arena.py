@@ -23,7 +23,7 @@ NAMES: dict[Tag, str] = {"weights": "weights", "kv": "pages"}
 class Arena(Protocol):
     """Memory regions by tag. A region is reserved once, then mapped and unmapped any number of times.
 
-    What is mapped is a region's beginning, as much as `reserve` and `grow` asked for; that much `map` brings back.
+    The beginning of a region is mapped, as many bytes as `reserve` and `grow` asked for. `map` brings the same bytes back.
     """
 
     def reserve(self, tag: Tag, num_bytes: int, mapped: int | None = None) -> torch.Tensor:

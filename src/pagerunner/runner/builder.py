@@ -19,8 +19,8 @@ from pagerunner.types import StateSave
 class BatchBuilder:
     """Builds batches for one memory plan; reads tables and last tokens, owns neither.
 
-    Steps have at most `max_tokens` tokens. `tensors` are what batches consist of: every step, in a graph or not, uses
-    the same ones, so a batch is valid until the next step is built. `layers` is their memory.
+    Steps have at most `max_tokens` tokens. Every batch consists of the same `tensors`, in a graph or not. So a batch is valid
+    until the next step is built. `layers` are the layers' views of their pages.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BatchBuilder:
     def captured(self, shape: GraphShape, *, one_token: bool, states: Sequence[Any]) -> ForwardBatch:
         """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.
 
-        Every backend must be one that may be captured; `states` are theirs, for this graph only.
+        Every group's backend must be able to be captured. `states` are the backends' states for this graph only.
         """
         rows = self._rows(
             shape.rows,

@@ -34,10 +34,10 @@ class _Ranges:
 
 
 def copy_launches(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """The copies in their order, a new launch beginning where one depends on a copy of the launch before it: it writes what
-    that one reads or writes, or reads what that one writes.
+    """The copies in their order, divided into launches.
 
-    Takes O(n log n) comparisons for n copies.
+    A copy begins a new launch if it depends on a copy of the current launch: it writes what that copy reads or writes, or it
+    reads what that copy writes. Takes O(n log n) comparisons for n copies.
     """
     launches: list[list[Copy]] = []
     read, written = _Ranges(), _Ranges()

@@ -1,7 +1,7 @@
 """The arena of a CUDA device: ranges of virtual addresses with physical memory mapped under their beginnings.
 
-Addresses are reserved once, so tensors over a region and CUDA graphs captured over it stay valid while memory is taken
-away and brought back, and see memory that is mapped after them.
+Addresses are reserved once. So tensors over a region, and CUDA graphs captured over it, stay valid while memory is taken away
+and brought back. They also see memory that is mapped after they were made.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CudaArena:
             if end > start:
                 self._driver.allow_access(region.address + start, end - start)
         except BaseException as error:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception):  # tell the first error, not one of the clean-up
                 _take_away(self._driver, region, before)
             if isinstance(error, OutOfDeviceMemory):
                 raise self._out_of_memory(tag, target, target - start) from error
@@ -138,7 +138,7 @@ class CudaArena:
 
 
 def _take_away(driver: Driver, region: _Region, keep: int = 0) -> None:
-    """Unmap and release all pieces but the first `keep`, the last first: an error leaves a region that is known."""
+    """Unmap and release all pieces but the first `keep`, from the last backwards, so that an error leaves whole pieces."""
     end = region.mapped
     while len(region.pieces) > keep:
         size, handle = region.pieces[-1]

@@ -49,7 +49,7 @@ class HostEvent:
 class DeviceClock:
     """Adds up the time from each step's first work on the device to its last; the rest of the time it is idle.
 
-    Costs two events a step and never waits: a step counts when it is seen to be done, at the latest two steps later.
+    Costs two events a step and never waits. A step is counted when its second event is seen, at the latest two steps later.
     """
 
     def __init__(self, make_event: Callable[[], Event]) -> None:

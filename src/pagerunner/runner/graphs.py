@@ -1,11 +1,11 @@
 """Steps as graphs: decode steps and small mixed steps are captured once by shape and replayed, padded to that shape.
 
-A decode step (one token a row, every row sampled) is captured from the embedding to the sampled tokens, which it keeps as
-the slots' last ones; rows that ask for more than settings can say take their logits from the graph and are sampled again.
-A mixed step is captured up to the hidden states.
+A decode step has one token a row, and every row is sampled. It is captured from the embedding to the sampled tokens, which the
+graph stores as the slots' last tokens. Some rows ask for more than their settings can say, such as penalties. These rows are
+sampled again, from the logits of the graph. A mixed step is captured up to the hidden states.
 
-Capture isolation: what a warm-up touched, no capture sees. Every graph has attention state of its own, made after the
-warm-up has run on other state, so that anything initialised at first use is part of the graph.
+Capture isolation: no capture sees what a warm-up touched. Every graph has its own attention state. That state is made after
+the warm-up has run on other state, so anything that is initialised at first use is part of the graph.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ class GraphEngine(Protocol):
         ...
 
 
-_capturing = threading.Lock()  # engines that are made in several threads have one stream to capture on
+_capturing = threading.Lock()  # engines made in several threads share one stream to capture on
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines of a process: torch keeps 32 MiB that cuBLAS works in for every stream that was ever used."""
+    """One stream for all engines of a process.
+
+    For every stream that was ever used torch keeps 32 MiB of work space for cuBLAS.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -82,7 +85,7 @@ class CudaGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 outputs = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # which says only that the capture has failed
+                with contextlib.suppress(RuntimeError):  # this error says only that the capture has failed
                     graph.capture_end()
                 never_free(graph)  # torch ends the process when it frees a graph whose capture has failed
                 raise
@@ -105,7 +108,7 @@ class _Address:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a hold on it: what one graph has put out may be where the next one works."""
+    """The same memory without keeping it: the next graph may work where this graph has put its outputs."""
     raw = tensor.view(torch.uint8)  # the interface doesn't know every dtype
     return torch.as_tensor(_Address(raw), device=tensor.device).view(tensor.dtype)
 
@@ -191,8 +194,10 @@ def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
 
 
 def is_telling(key: GraphKey) -> bool:
-    """Whether a shape may need other kernels than the rest: these are chosen by size up to powers of two, and made
-    anew for numbers that are 1, multiples of 16, or neither.
+    """Whether a shape may need other kernels than the other shapes.
+
+    Kernels are chosen by size up to powers of two. Triton also makes a new kernel for numbers that are 1, and for numbers that
+    are multiples of 16.
     """
     return not key.decode or key.rows <= 24 or key.rows & (key.rows - 1) == 0
 
@@ -221,7 +226,7 @@ class StepGraphs:
         self._decode = self._no_shared_prefix = self._mixed = _BySize([])
 
     def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
-        """The smallest graph that the step fits in; `needs_hidden`: one that puts hidden states out."""
+        """The smallest graph that the step fits in. With `needs_hidden` only graphs that put hidden states out."""
         where = step.where
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
             return self._mixed.find(where.tokens)
@@ -241,8 +246,8 @@ class StepGraphs:
     ) -> None:
         """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
 
-        In a rehearsal, which looks for kernels only, shapes that have the same ones as others are left out. `extremes`: only
-        the largest and the smallest shape of each kind.
+        A rehearsal looks for kernels only, so it leaves out shapes that need no other kernels. `extremes`: only the largest and
+        the smallest shape of each kind.
         """
         self._builder.clear()
         keys = [key for key in self.keys if not rehearsal or is_telling(key)]
@@ -258,7 +263,7 @@ class StepGraphs:
                 progress(done + 1, len(keys))
 
     def capture(self, work: Work, progress: Progress | None = None) -> CaptureReport:
-        """Capture every shape, largest first, so that smaller ones find their memory there."""
+        """Capture every shape, largest first, so that smaller shapes reuse the memory of larger ones."""
         started = time.perf_counter()
         self._builder.clear()
         made: list[Captured] = []

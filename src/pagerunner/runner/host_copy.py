@@ -1,7 +1,7 @@
 """A copy of the weights in page-locked host memory, so that sleep only unmaps and waking runs at the bus's speed.
 
-Weights don't change, so the copy is made once, in the background, a piece at a time: pinning is slow (the system must
-find and lock every page), and a piece keeps the driver's lock only shortly.
+Weights don't change, so the copy is made once, in the background. Pinning is slow, because the system must find and lock every
+page. The copy is made in pieces, so that no piece keeps the driver's lock for long.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _halt(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 def _unlock(stop: threading.Event, thread: threading.Thread, memory: HostMemory, pinned: list[torch.Tensor]) -> None:
-    """Locked memory that is unmapped stays lost to the system."""
+    """Unlock before the buffer is unmapped: locked memory that is unmapped stays lost to the system."""
     _halt(stop, thread)
     _unpin(memory, pinned)
 

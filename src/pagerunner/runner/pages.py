@@ -167,7 +167,7 @@ class Pages:
     def fills(self, fresh: Sequence[Sequence[int]]) -> list[Triple]:
         """What fresh pages (byte offsets by group) are filled with, as (offset, bytes, value).
 
-        A poisoned run fills them with NaN patterns where a normal one leaves what was there; groups whose kernels read
+        A poisoned run fills fresh pages with NaN patterns; a normal run leaves them as they were. Groups whose kernels read
         before they write get zeros in both.
         """
         found: list[Triple] = []

@@ -20,7 +20,7 @@ class HiddenStatePooler:
         self._sums: dict[int, torch.Tensor] = {}
 
     def init_slot(self, init: SlotInit) -> None:
-        """A request takes a slot; a mean begins again, because its prompt does."""
+        """A request takes a slot. A mean begins again, because the request's prompt begins again."""
         self._kinds.pop(init.slot, None)
         self._sums.pop(init.slot, None)
         if init.request.pooling is not None:
@@ -31,7 +31,7 @@ class HiddenStatePooler:
         return [row for row, slot in enumerate(slots) if slot in self._kinds] if self._kinds else []
 
     def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> dict[int, ToHost]:
-        """Take the tokens of `rows`; the vectors of those that end a prompt, on their way to the host."""
+        """Take the tokens of `rows`. Returns the vectors of the rows that end a prompt, on their way to the host."""
         found: dict[int, ToHost] = {}
         firsts = [0, *accumulate(step.query_lens)]
         for index in rows:

@@ -37,7 +37,10 @@ class RunnableModel(Protocol):
     """What the runner needs of a model."""
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] of a batch; [S, D], if the batch is `last_alone`, where the model can save something."""
+        """Hidden states [T, D] of a batch.
+
+        If the batch is `last_alone`, a model may return sampled tokens alone, [S, D].
+        """
         ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -151,8 +154,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
-        """Run the largest steps, and each shape that will be captured, so that whatever happens at first use has
-        happened: kernels compiled, memory for temporary tensors taken. Writes to the first page of each group only.
+        """Run the largest steps, and each shape that will be captured. Writes to the first page of each group only.
+
+        Afterwards kernels are compiled, and memory for temporary tensors is taken.
 
         To be called before the first request. `progress(done, total)` counts shapes. `name` stands for everything that
         decides which kernels there are, sizes included.
@@ -161,7 +165,7 @@ class ModelRunner:
         with one_layer_of_each_kind(self._model, self._builder.layers):
             compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
             self._first_runs(progress)
-        # the whole model in a few shapes: the memory that all its layers take, and whatever one of them has of its own
+        # the whole model in a few shapes, for the memory of all layers together and for kernels that one layer alone has
         self._run_largest_steps()
         self._graphs.warm_up(self._work, extremes=True)
 
@@ -201,8 +205,8 @@ class ModelRunner:
         return len(self._graphs.keys)
 
     def _first_steps(self) -> Iterator[list[StepRow]]:
-        """As many rows as a step can have, and whatever may make a kernel another one: numbers of rows and tokens that are
-        1, a multiple of 16, and neither.
+        """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
+        multiples of 16, and neither.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -215,15 +219,19 @@ class ModelRunner:
         yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
 
     def _largest_steps(self) -> Iterator[list[StepRow]]:
-        """As many tokens as a step can have, at the end of sequences and at their beginning; the latter is served by a
-        library that may still be loading.
+        """Steps with as many tokens as a step can have, at the end of sequences and at their beginning.
+
+        A library that may still be loading serves the beginning of sequences.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
-        """What graphs do: the hidden states of a mixed step; of a decode step logits, sampled tokens and the largest logits."""
+        """What a graph computes.
+
+        Mixed step: hidden states. Decode step: logits, sampled tokens, and the largest logits.
+        """
         hidden_TD = self._model(batch)
         if not decode:
             return (hidden_TD,)
@@ -234,7 +242,10 @@ class ModelRunner:
         return logits_SV, tokens_S, best_S
 
     def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled | None:
-        """The tokens of a step of which hidden states are known; they may be padded. `masks` are by row of the plan."""
+        """The tokens of a step whose hidden states are known.
+
+        Hidden states may be padded. `masks` are by row of the plan.
+        """
         if not step.sampled_rows:
             return None
         every = len(step.sampled_rows) == hidden_TD.shape[0]

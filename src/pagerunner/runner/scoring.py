@@ -36,8 +36,8 @@ class PromptScores:
 class PromptScorer:
     """Knows which slots hold requests whose prompt is still to be scored.
 
-    A prompt's token is scored by the step that computes the token before it. Once the last one is, the request is like
-    any other.
+    A prompt's token is scored by the step that computes the token before it. After the last token of the prompt is scored, the
+    request is like any other.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""A model cut down to one layer of each kind: layers that are alike need the same kernels, so that steps which are run to
-find, compile and load these need no more.
+"""A model cut down to one layer of each kind.
+
+Layers that are alike need the same kernels. So steps that are run only to find, compile and load kernels need no more layers.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 
 @contextmanager
 def one_layer_of_each_kind(model: Any, memory: Sequence[LayerMemory]) -> Iterator[None]:
-    """Inside, the model's decoder has the first layer of each kind only, in their order. A model whose layers aren't a
-    tuple `model.layers` stays as it is.
+    """Inside this context the model's decoder has only the first layer of each kind, in order.
+
+    A model whose layers aren't a tuple `model.layers` stays as it is.
     """
     decoder = getattr(model, "model", None)
     layers = getattr(decoder, "layers", None)

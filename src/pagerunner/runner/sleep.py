@@ -44,7 +44,7 @@ class WeightsStore(Protocol):
         ...
 
     def leave(self) -> None:
-        """Stop reading the region: it will be unmapped, and not be restored but read from the checkpoint."""
+        """Stop reading the region. It will be unmapped, and later read from the checkpoint instead of restored."""
         ...
 
     def discard(self) -> None:
@@ -157,8 +157,8 @@ class NoScratch:
 class TorchCache:
     """What torch's allocator keeps for the activations of later steps. Pools of captured graphs are in use and stay.
 
-    Small tensors lie in segments of their own, which larger ones are no substitute for: taken as one piece, a little more
-    would be held after every sleep.
+    Small tensors lie in segments of their own, and larger segments can't serve them. Taken again as one large piece, the cache
+    would hold a little more after every sleep.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,7 +174,7 @@ class TorchCache:
         self._large += large - large_left
 
     def take_again(self) -> None:
-        """See Scratch.take_again. Memory that isn't there is missed now and not in the middle of a step."""
+        """See Scratch.take_again. If memory is missing, that shows now and not in the middle of a step."""
         sizes = [SMALL_TENSOR] * (self._small // SMALL_TENSOR) + [self._large] * (self._large > 0)
         try:
             taken = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
@@ -217,7 +217,7 @@ class Sleeper:
             self._weights.keep()
 
     def sleep(self, level: int) -> None:
-        """Park at `level`. A deeper level while parked frees more; a lighter one changes nothing.
+        """Park at `level`. While parked, a deeper level frees more and a lighter level changes nothing.
 
         Raises as `prepare`; the engine then goes on as it was.
         """
@@ -252,7 +252,7 @@ class Sleeper:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Map the regions `tags` (all by default) again; the engine runs when none is left asleep.
 
-        Raises CapacityError when another process has taken the memory; what could be woken stays awake, the rest asleep.
+        Raises CapacityError when another process has taken the memory. Regions that could be woken stay awake, the others asleep.
         """
         wanted = parse_tags(tags)
         if self.state == "running":

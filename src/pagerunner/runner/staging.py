@@ -18,7 +18,7 @@ Triple = tuple[int, int, int]
 
 
 class Sections(NamedTuple):
-    """Where the parts of a packed step begin that not every step reads, and how many integers there are in all."""
+    """Where the optional parts of a packed step begin, and how many integers the step has in all."""
 
     logits_index: int
     sampled_slots: int
@@ -32,8 +32,8 @@ class Sections(NamedTuple):
 
     @classmethod
     def of(cls, first: int, sampled: int, writes: int, settings: int, triples: int) -> Sections:
-        """From index `first` on, each beginning at an even index: the sampled rows' three, table writes', settings' and page
-        copies' and fills'."""
+        """The parts from index `first` on: three for sampled rows, then table writes, settings, page copies and fills. Each part
+        begins at an even index."""
         starts = [first]
         for count in (sampled, sampled, sampled, writes, writes, settings, settings):
             starts.append(starts[-1] + even(count))
@@ -127,7 +127,7 @@ class _Buffers:
         self._grow(FIRST_SIZE)
 
     def _grow(self, size: int) -> None:
-        """Larger buffers; those that copies still read are kept by their tensors until the copies are done."""
+        """Make larger buffers. A buffer that a copy still reads is kept by its tensor until the copy is done."""
         cuda = self._device.type == "cuda"
         with torch.inference_mode(False):
             hosts = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(self._depth)]
@@ -138,7 +138,7 @@ class _Buffers:
         self._size = size  # last: an interrupt before it lets the next step grow again
 
     def take(self, size: int) -> np.ndarray:
-        """A host buffer of at least `size` integers; waits where the copy of its last use isn't done."""
+        """A host buffer of at least `size` integers. Waits if the copy of the buffer's last use isn't done."""
         if size > self._size:
             if self._events:
                 torch.cuda.current_stream().synchronize()  # never in the course of decoding
@@ -175,7 +175,7 @@ class Staging:
         slots, starts, query_lens, known, samples = zip(*rows, strict=True)
         num_rows, num_tokens = len(rows), sum(query_lens)
         from_host = any(known)
-        # Of two rows that compute prompts, one may read what the other writes, which steps of one token don't wait for.
+        # Of two rows that compute prompts, one may read what the other writes. Kernels for one token a row don't wait for that.
         one_token = num_tokens == num_rows and max(query_lens) == 1 and not (from_host and sum(map(bool, known)) > 1)
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]

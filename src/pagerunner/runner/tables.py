@@ -37,8 +37,10 @@ class PageTables:
         return self._tables[group]
 
     def places(self, writes: Sequence[TableWrite]) -> dict[int, int]:
-        """Where in the flat tensor of all tables the plan's new entries go; of two for one place the later one. The host
-        keeps what `may_share` needs of them."""
+        """Where in the flat tensor of all tables the plan's new entries go.
+
+        Of two entries for one place the later one counts. The host keeps the first pages, which `may_share` compares.
+        """
         found: dict[int, int] = {}
         for group, slot, first, entries in writes:
             width = self._widths[group]
@@ -76,7 +78,7 @@ class PageTables:
 class LastTokens:
     """The token each slot sampled last, on the device: a decode step reads its input here, not from the host.
 
-    `tokens` has one more element than there are slots, which belongs to none.
+    `tokens` has one element more than there are slots. The last element belongs to no slot.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:

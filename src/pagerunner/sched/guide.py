@@ -9,7 +9,10 @@ from pagerunner.types import EngineRequest
 
 
 class Guide(Protocol):
-    """Follows one sequence. It works in the background: after `advance` it isn't `ready` until the next mask is."""
+    """Follows one sequence.
+
+    It works in the background: after `advance` the guide isn't `ready` until the next mask is known.
+    """
 
     @property
     def ready(self) -> bool:
@@ -31,10 +34,10 @@ class Guide(Protocol):
         """The sequence got these tokens. The guide must be ready."""
 
     def wait(self, seconds: float) -> None:
-        """Return when it is ready, or after that time."""
+        """Return when the guide is ready, or after that time."""
 
     def close(self) -> None:
-        """The sequence has ended; what the guide still does is for nobody."""
+        """The sequence has ended, and the guide may stop."""
 
 
 MakeGuide = Callable[[EngineRequest], Guide]

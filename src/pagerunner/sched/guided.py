@@ -1,4 +1,4 @@
-"""The sequences that follow a grammar: whose next mask is known, and who stands aside until it is."""
+"""The sequences that follow a grammar. A sequence stands aside until its next mask is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRACE_SECONDS = 0.001
 
 
 class GuidedSequences:
-    """Keeps `Sequence.blocked` of those with a guide. No step waits for a guide longer than GRACE_SECONDS."""
+    """Sets `Sequence.blocked` of sequences with a guide. No step waits for a guide longer than GRACE_SECONDS."""
 
     def __init__(self, make_guide: MakeGuide | None) -> None:
         self._make_guide = make_guide
@@ -40,7 +40,7 @@ class GuidedSequences:
         self.held.pop(sequence.request_id, None)
 
     def settled(self) -> list[Sequence]:
-        """Sequences that were blocked and whose guide is ready now; the caller unblocks or ends each."""
+        """Sequences that were blocked and whose guide is ready now. The caller unblocks or ends each of them."""
         found = []
         deadline = 0.0
         for sequence in self._all.values():

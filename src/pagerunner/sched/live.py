@@ -1,6 +1,6 @@
 """What runs, what waits and why, and who holds which pages at one moment: small enough to be asked for while steps run.
 
-Page ids travel as bytes, four a page, so that fifty thousand of them cost the core under a millisecond.
+Page ids travel as bytes, four bytes an id. So fifty thousand ids cost the core under a millisecond.
 """
 
 from __future__ import annotations

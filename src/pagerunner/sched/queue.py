@@ -17,7 +17,7 @@ class WaitingQueue(Protocol):
         """A new sequence joins."""
 
     def put_back(self, sequence: Sequence) -> None:
-        """A preempted sequence returns to where it came from: before all that were behind it."""
+        """A preempted sequence returns to its old place: before all sequences that were behind it."""
 
     def peek(self) -> Sequence:
         """Who is next. The queue must not be empty."""

@@ -11,10 +11,10 @@ from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
 class Sequence:
     """One request's progress. Plain attributes: the scheduler is the only writer.
 
-    `tokens` are prompt and output as far as the host knows them; `pending` more have been sampled on the device or will be
-    by plans in flight. Positions below `scheduled` are in a plan. Positions below `refill` are fed from `tokens`; beyond,
-    the device feeds what it sampled. `in_flight` counts the plans with a row of this sequence. While `blocked`, it can't be
-    scheduled: its `guide` doesn't know the next mask, which may need a token of a plan in flight.
+    `tokens` are prompt and output as far as the host knows them. Plans in flight have sampled or will sample `pending` more.
+    Positions below `scheduled` are in a plan. Positions below `refill` get their token from `tokens`; later positions get the
+    token that the device sampled. `in_flight` counts the plans with a row of this sequence. A `blocked` sequence can't be
+    scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Sequence:
     def hit_limit(self) -> int:
         """How many leading tokens may come from the prefix index: all but the last, whose logits are needed.
 
-        With prompt log-probabilities, none whose logits are still to be reported; none for a mean over all tokens.
+        With prompt log-probabilities, a token whose logits are still to be reported is computed. For a mean, all tokens are.
         """
         if self.request.pooling == "mean":
             return 0
@@ -70,7 +70,7 @@ class Sequence:
         return have if self.wants_prompt_logprobs and have < self.prompt_len - 1 else most
 
     def add_prompt_logprobs(self, row: StepRow, entries: list[TokenLogprobs]) -> None:
-        """Keep what the row computed of positions row.start + 1 .. that an earlier run had not reported yet."""
+        """Keep the log-probabilities of positions row.start + 1 and later that an earlier run had not reported yet."""
         skip = len(self.prompt_logprobs) - row.start
         self.prompt_logprobs += entries[skip:] if skip >= 0 else []
 

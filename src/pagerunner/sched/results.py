@@ -1,4 +1,4 @@
-"""Takes the tokens of a step: what they end, what they make findable, and what is said about each request."""
+"""Takes the tokens of a step: which requests end, which pages become findable, and what each request is told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagerunner.types import (
 
 
 def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-    """Take the tokens of the oldest plan in flight; what changed, one update per request that got something."""
+    """Take the tokens of the oldest plan in flight. Returns one update per request that got something."""
     expected, sequences = state.in_flight.popleft()
     assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
     updates: list[RequestUpdate] = []
@@ -41,7 +41,10 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
 def _end_row(
     state: SchedulerState, sequence: Sequence, row: StepRow, number: int, result: StepResult
 ) -> RequestUpdate | None:
-    """Take what few rows have: a fault, log-probabilities of the prompt, a vector. The update if that ends the sequence."""
+    """Take what only some rows have: a fault, log-probabilities of the prompt, a vector.
+
+    Returns an update if it ends the sequence.
+    """
     if number in result.errors:
         state.manager.distrust(sequence.chain, row.start)
         error = result.errors[number]

@@ -1,8 +1,8 @@
 """Decides what every step runs: tokens, not phases.
 
-`schedule()` builds the next plan, `commit()` takes a step's tokens. Up to `max_in_flight` plans may be under way between
-them: a sequence whose next token is not known yet is scheduled all the same, because the device knows it.
-`sched/step_planner.py` chooses a plan's rows, `sched/results.py` takes its tokens, and `sched/state.py` has what both change.
+`schedule()` builds the next plan, `commit()` takes a step's tokens. Up to `max_in_flight` plans may be scheduled and not
+committed. So a sequence is scheduled before the host knows its last token; the device knows the token.
+`sched/step_planner.py` chooses a plan's rows, `sched/results.py` takes its tokens, and `sched/state.py` has the state of both.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult
 class Scheduler:
     """Continuous batching over a `KVManager`.
 
-    Running sequences come first, in order of admission ("fcfs") or of (priority, arrival) ("priority"); the last of them is
-    preempted when another can't grow. Waiting ones are admitted in the same order while the pages of their whole prompt
-    fit. Every accepted request finishes.
+    Running sequences come first, in order of admission ("fcfs") or of (priority, arrival) ("priority"). When one of them can't
+    grow, the last running sequence is preempted. Waiting sequences are admitted in the same order while the pages of their
+    whole prompt fit. Every accepted request finishes.
 
     Args:
         max_num_seqs: slots, that is how many sequences run at once.
@@ -108,7 +108,7 @@ class Scheduler:
         sequence = self._state.sequences[request.request_id]
         sequence.tokens += output
         sequence.reported = True
-        sequence.cached_tokens = 0  # its look into the prefix index was counted
+        sequence.cached_tokens = 0  # the first admission has counted its look into the prefix index
         if (guide := sequence.guide) is not None:
             while not guide.ready:
                 guide.wait(1.0)
@@ -142,9 +142,12 @@ class Scheduler:
     # -- planning
 
     def settle_guides(self) -> list[RequestUpdate]:
-        """Take up what guides have worked out, before `schedule`: who may run again, and who is complete or failed."""
+        """Call before `schedule`: take the results of guides.
+
+        A sequence may run again, or is complete, or has failed.
+        """
         updates = []
-        for sequence in reversed(self._state.guided.settled()):  # the first of those put back comes first again
+        for sequence in reversed(self._state.guided.settled()):  # in reverse, so that the line keeps its order
             guide = sequence.guide
             assert guide is not None
             sequence.blocked = False
@@ -178,7 +181,7 @@ class Scheduler:
     # -- results
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Take the tokens of the oldest plan in flight; what changed, one update per request that got something."""
+        """Take the tokens of the oldest plan in flight. Returns one update per request that got something."""
         return commit(self._state, plan, result)
 
     def take_failed(self) -> list[RequestUpdate]:
@@ -189,7 +192,7 @@ class Scheduler:
     # -- state
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; False if some are in use (they can't be found any more either)."""
+        """Forget all cached pages. False if some pages are in use; no prompt finds those any more either."""
         return self.manager.reset_prefix_cache()
 
     def memory_state(self) -> MemoryState:

@@ -1,4 +1,4 @@
-"""What planning and committing share: who waits, who runs, which slots are free, and the ways out of each."""
+"""What planning and committing share: who waits, who runs, which slots are free, and how sequences leave."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SchedulerState:
         self._warned_preemptions = self.counts.preemptions
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages and slot; it resumes from all tokens it has by then."""
+        """Take a running sequence's pages and slot. Later it resumes from all tokens that it has then."""
         self.counts.preemptions += 1
         self._warn_of_preemption(sequence)
         self.vacate(sequence)
@@ -136,7 +136,7 @@ class SchedulerState:
         param: str | None = None,
         pooled: list[float] | None = None,
     ) -> RequestUpdate:
-        """An update; a sequence's first one with tokens also says what is known about its prompt."""
+        """An update. A sequence's first update with tokens also says what is known about its prompt."""
         first = (bool(token_ids) or pooled is not None) and not sequence.reported
         if first:
             sequence.reported = True
@@ -156,6 +156,6 @@ class SchedulerState:
         )
 
     def fail(self, sequence: Sequence, what: str, error: Exception) -> RequestUpdate:
-        """End a sequence because of a bug that it has met; others go on."""
+        """End a sequence that has met a bug. Other sequences go on."""
         logger.exception("Request %s can't be %s.", sequence.request_id, what)
         return self.finish(sequence, "error", error=f"It can't be {what}: {error!r}.")

@@ -11,7 +11,7 @@ from pagerunner.sched.live import Wait
 class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     """Counts at one moment, as `LLM.stats()` returns them and the server's metrics read them.
 
-    `waiting_for` is why the first of those that wait does. `busy_seconds` of the device are the engine's to fill in.
+    `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device.
     """
 
     running: int = 0
@@ -27,7 +27,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What a scheduler has counted since it began; only the last one is of a single step."""
+    """What a scheduler has counted since it began. Only the last field counts a single step."""
 
     arrivals: int = 0
     steps: int = 0

@@ -60,11 +60,13 @@ class StepPlanner:
 
     def _schedule_running(self, budget: int, rows: list[StepRow], sequences: list[Sequence]) -> int:
         running = self._state.running
-        for sequence in running:  # of which the last ones may be taken away meanwhile
+        for sequence in running:  # preemption may take the last ones away meanwhile
             if not budget:
                 break
             total = len(sequence.tokens) + sequence.pending
-            if total >= sequence.max_total or sequence.blocked:  # all its tokens are in flight, or the next needs them
+            if (
+                total >= sequence.max_total or sequence.blocked
+            ):  # all its tokens are in flight, or its next mask isn't known yet
                 continue
             start = sequence.scheduled
             end = total if total - start <= budget else start + budget
@@ -86,8 +88,10 @@ class StepPlanner:
         return budget
 
     def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
-        """`KVManager.grow`, if need be with others' pages; 0 if the sequence itself was preempted, or waits for a step because
-        enough pages can be moved together, but not in this step.
+        """`KVManager.grow`, which may preempt other sequences for their pages. Returns the end.
+
+        0 if the sequence itself was preempted. 0, too, if it waits for the next step because only that step may move enough
+        pages together.
         """
         while not (found := self._manager.grow(grant, start, end)):
             if self._manager.moves_unfinished:
@@ -123,7 +127,7 @@ class StepPlanner:
         while budget and waiting and free_slots:
             sequence = waiting.peek()
             # Tokens of a preempted sequence's last steps are still to come: they belong to what it resumes from.
-            # One that didn't fit can't fit before pages came back, or while the step has no more tokens to give.
+            # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
             if sequence.in_flight or sequence.retry_version == manager.version or budget < sequence.retry_budget:
                 break
             if sequence.blocked:
@@ -142,7 +146,7 @@ class StepPlanner:
                     parent_id=sequence.parent_id,
                     prompt_len=sequence.prompt_len,
                 )
-            except Exception as error:  # a bug that one request has found must not end the others
+            except Exception as error:  # a bug that one request meets must not end the others
                 state.failed.append(state.fail(sequence, "admitted", error))
                 continue
             if grant is None:

@@ -1,8 +1,8 @@
 """Which rows of a step need what before they are sampled: the host's index work, done once per composition of rows.
 
-A layout is about the rows that ask for more than temperature, min-p, top-k and top-p: of a step's sampled rows, those
-N whose logits are changed or reported. Its tensors number these rows from 0. While the same rows ask step after step
-(decoding), the layout is found again and costs nothing. Shape letters: N rows of the layout, V vocabulary.
+A layout is about the rows that ask for more than temperature, min-p, top-k and top-p: their logits are changed or reported.
+They are N of a step's sampled rows, and the layout's tensors number them from 0. While decoding, the same rows ask step after
+step. Then the layout of the step before is found again and costs nothing. Shape letters: N rows of the layout, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagerunner.runner.sampling.slots import SlotParams
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """Rows with penalties: their rows, slots, and float32 [n, 1] coefficients; a None is a penalty nobody uses."""
+    """Rows with penalties: their rows, slots, and float32 [n, 1] coefficients. None is a penalty that no row uses."""
 
     rows: torch.Tensor
     state_start: torch.Tensor  # [n] index of the slot's first count in the flattened state
@@ -70,7 +70,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything that the composition of a batch decides. A None feature isn't used by any row.
+    """Everything that the composition of a batch decides. A feature that no row uses is None.
 
     `row_numbers` are the places of the layout's rows among the step's sampled rows, `index` int64 [N] the same on the
     device. `errors` are by the step's rows.

@@ -32,7 +32,7 @@ def to_token_logprobs(tokens: Sequence[int], lists: Sequence[list[Any]], num_top
     for token, logprob, rank, ids, values, count in zip(tokens, *lists, num_top, strict=True):
         ids, values = ids[:count], values[:count]
         if rank == 1 and ids and ids[0] != token:
-            # A tie for the first place, which top-k broke otherwise than the sampler: show the chosen token first.
+            # Tokens tie for the first place, and top-k chose another one than the sampler: show the chosen token first.
             place = ids.index(token) if token in ids else len(ids) - 1
             ids.insert(0, ids.pop(place))
             ids[0] = token

@@ -1,9 +1,11 @@
 """The sampler: one step's logits in, one token per row out. State is indexed by slot and never moves.
 
-Every row is sampled by `ops.sample.sample` from what the slot asks for, which lies on the device: the most likely token,
-or one drawn behind temperature, min-p, top-k and top-p. That needs nothing of the host, so decode graphs end with it.
-Rows that ask for more ("odd" rows) are taken out, in the order of vLLM: log-probabilities of the raw logits; grammar
-masks; allowed ids; bad words; min_tokens; logit bias; penalties; and then sampled again. The other rows stay as they are.
+`ops.sample.sample` samples every row by the slot's settings, which lie on the device: the most likely token, or one drawn after
+temperature, min-p, top-k and top-p. It needs nothing of the host, so decode graphs end with it.
+
+Some rows ask for more. They are called odd rows. Their logits are processed in vLLM's order: log-probabilities of the raw
+logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties. Then odd rows are sampled again. All other
+rows keep their token.
 
 Shape letters: S sampled rows, N odd rows among them, V vocabulary.
 """
@@ -40,8 +42,8 @@ BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sample
 class SampledRows(NamedTuple):
     """Rows to sample: distinct slots that hold a request, on the host and, int64 [S], on the device.
 
-    `lengths` counts each row's tokens so far, which is the new token's position. `positions_S` int64 [S] are those of the
-    tokens before it, on the device.
+    `lengths` counts each row's tokens so far, which is the new token's position. `positions_S` int64 [S] are the positions of
+    the tokens before the new ones, on the device.
     """
 
     slots: Sequence[int]
@@ -51,8 +53,8 @@ class SampledRows(NamedTuple):
 
 
 class Sampled:
-    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host. `again`:
-    some of them are others than the settings alone would have given.
+    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host.
+    With `again` some tokens differ from what the settings alone would have given.
     """
 
     __slots__ = ("_copy", "_known_errors", "_logprob_rows", "_read", "again", "token_ids")
@@ -94,7 +96,7 @@ class Sampled:
                 for row, value in zip(wanted.row_numbers, found, strict=True):
                     logprobs[row] = value
             errors: dict[int, str] = {}
-            if not math.isfinite(sum(best)):  # which no number of finite float32 logits makes infinite
+            if not math.isfinite(sum(best)):  # finite float32 logits never sum up to infinity in float64
                 errors = {
                     row: NO_TOKEN_ALLOWED if value == -math.inf else BAD_LOGITS
                     for row, value in enumerate(best)
@@ -135,8 +137,8 @@ class Sampler:
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot, new or back from preemption; nothing of the slot's former request remains.
 
-        A request whose parameters can't be compiled, such as a token id outside the vocabulary, doesn't raise, for the
-        sake of its neighbours: its row is in `Sampled.errors` when it is sampled.
+        A request whose parameters can't be compiled doesn't raise, because its neighbours must go on. Its row is in
+        `Sampled.errors` when it is sampled. Example: a token id outside the vocabulary.
 
         Raises:
             RuntimeError: the device fails (torch's errors are of this type).
@@ -179,7 +181,7 @@ class Sampler:
         """Sample one token per row, without waiting for the device.
 
         Args:
-            logits_SV: [S, V] of any floating dtype; they are left as they are.
+            logits_SV: [S, V] of any floating dtype. They are not changed.
             rows: whose they are, row by row.
             masks: by row, which tokens a grammar allows; see ops/mask.py.
             drawn: tokens int64 [S] and largest logits [S] of `ops.sample.sample`, if a graph has found them already. They
@@ -235,8 +237,9 @@ class Sampler:
         masks: Mapping[int, bytes],
         found: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Put what is sampled of a layout's rows over the tokens and logits in `found`; what they report. `masks` are by the
-        layout's rows."""
+        """Sample a layout's rows again, and write their tokens and logits into `found`. Returns what the rows report.
+
+        `masks` are by the layout's rows."""
         logits_NV = logits_SV.index_select(0, layout.index).float()
         wanted = layout.logprobs
         changes = layout.changes_logits or bool(masks)

@@ -73,7 +73,10 @@ class SlotParams:
 
     @property
     def plain_from(self) -> int:
-        """The first position from which on the settings say all that the request asks for; see `NEVER`."""
+        """From this position on, the settings alone say all that the request asks for.
+
+        `NEVER` if there is no such position.
+        """
         asks = (self.error, self.logprobs, self.penalties, self.bias, self.allowed, self.bad_words)
         if any(value is not None for value in asks):
             return NEVER
@@ -87,7 +90,10 @@ def broken_slot(request: EngineRequest, error: str) -> SlotParams:
 
 
 class AllowedIds:
-    """Lists of allowed tokens on the device. Siblings, of which there may be many, share one as long as one of them holds it."""
+    """Lists of allowed tokens on the device.
+
+    All siblings of a request share one list, as long as one of them holds it.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
