@@ -17,6 +17,7 @@ from helpers.checkpoints_window import make_window_checkpoint
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention.calls import AttentionCall
+from pagerunner.attention.capability import Capabilities
 from pagerunner.batch import KVPages
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -65,6 +66,8 @@ def generate(path: str, asked: Tokens, max_tokens: int = 12, **options: Any) -> 
 
 class _Dense:
     """Causal attention over the one sequence that the step is."""
+
+    capabilities = Capabilities(forms=frozenset({"full", "window"}))
 
     def __init__(self, window: int | None) -> None:
         self.window = window
