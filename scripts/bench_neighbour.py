@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,29 +27,35 @@ CORES = str(os.cpu_count() or 1)
 VARIANTS: dict[str, dict[str, str]] = {
     "torch's own": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": CORES},
     "pagerunner's": {},
+    **{
+        f"spin {count:,}": {"GOMP_SPINCOUNT": str(count), "OMP_NUM_THREADS": CORES}
+        for count in (1000, 3000, 10_000, 30_000)
+    },
     "passive": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": CORES},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 
 
 @contextmanager
-def neighbour() -> Iterator[None]:
-    """A process that computes all the time, meanwhile."""
-    process = subprocess.Popen(["nice", "-n", "10", sys.executable, "-c", "while True: pass"])
+def neighbours(count: int, nice: int) -> Iterator[None]:
+    """Processes that compute all the time, meanwhile."""
+    command = ["nice", "-n", str(nice), sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 class Engine:
     """An engine in a process whose environment is that of a variant."""
 
-    def __init__(self, variant: str, requests: int) -> None:
+    def __init__(self, variant: str, requests: int, shape: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(requests)],
+            [sys.executable, __file__, "--worker", str(requests), "--shape", shape],
             env={**kept, "PYTHONPATH": SOURCE, **VARIANTS[variant]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -69,12 +76,20 @@ class Engine:
         self._process.wait()
 
 
-def work(requests: int) -> None:
+def work(requests: int, shape: str) -> None:
     """The engine's process: for each line of seconds, a line of tokens per second."""
     from pagerunner import LLM, SamplingParams
+    from pagerunner.bench.workloads import write_model
 
-    llm = LLM("demo", use_tqdm=False, max_num_seqs=64, kv_cache_memory_bytes=2**26)
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    model, options = "demo", {}
+    if shape != "demo":
+        model, options = (
+            str(write_model(shape, Path(tempfile.mkdtemp()))),
+            {"load_format": "dummy", "skip_tokenizer_init": True},
+        )
+
+    llm = LLM(model, max_model_len=1024, use_tqdm=False, max_num_seqs=64, kv_cache_memory_bytes=2**28, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
     prompts = [
         {"prompt_token_ids": [5 + (number * 31 + place) % 200 for place in range(32)]} for number in range(requests)
     ]
@@ -91,22 +106,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--requests", type=int, default=13)
+    parser.add_argument("--shape", default="demo", help="demo, or a shape of `pagerunner bench` with random weights")
+    parser.add_argument("--neighbours", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=10, help="of the neighbours")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker)
+        work(options.worker, options.shape)
         return
     rates: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     loads = []
     with ExitStack() as stack:
-        engines = {variant: Engine(variant, options.requests) for variant in options.variants}
+        engines = {variant: Engine(variant, options.requests, options.shape) for variant in options.variants}
         for engine in engines.values():
             stack.callback(engine.close)
         for _ in range(options.rounds):
             for variant, engine in engines.items():
                 rates[variant, "alone"].append(engine.tokens_per_second(options.seconds))
-            with neighbour():
+            with neighbours(options.neighbours, options.nice):
                 for variant, engine in engines.items():
                     rates[variant, "neighbour"].append(engine.tokens_per_second(options.seconds))
             loads.append(os.getloadavg()[0])

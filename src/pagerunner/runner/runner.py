@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.staging import StagedStep, Staging
+from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.types import (
     EngineRequest,
@@ -105,8 +107,10 @@ class ModelRunner:
         sampler: Sampler,
         staging: Staging,
         graphs: GraphSettings,
+        threads: StepThreads | None = None,
     ) -> None:
         self._model = model
+        self._threads = threads  # a CPU's
         self._pages = pages
         self._tables = tables
         self._last_tokens = last_tokens
@@ -123,6 +127,10 @@ class ModelRunner:
         """Launch one step. Steps run in the order of the calls; an earlier step's pages are written before a later
         one reads or reuses them.
         """
+        with nullcontext() if self._threads is None else self._threads.during(plan.rows):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> PendingStep:
         for init in plan.admitted:
             self._scorer.init_slot(init)
             self._pooler.init_slot(init)

@@ -53,6 +53,7 @@ from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
+from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
@@ -255,4 +256,11 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
             mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
         ),
+        threads=_step_threads(model, plan) if device.type == "cpu" else None,
     )
+
+
+def _step_threads(model: Model, plan: MemoryPlan) -> StepThreads:
+    layers = sum(len(group.layers) for group in plan.groups)
+    token_bytes = plan.request_bytes(plan.max_model_len) // plan.max_model_len
+    return StepThreads(weights_bytes(model) // layers, token_bytes // layers)
