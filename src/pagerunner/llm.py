@@ -24,7 +24,7 @@ from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
-from pagerunner.errors import ConfigError, InvalidRequestError, RequestFailedError
+from pagerunner.errors import ConfigError, EngineSleepingError, InvalidRequestError, RequestFailedError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
@@ -260,6 +260,8 @@ class LLM:
         kind: OutputKind | None = None,
     ) -> None:
         """Queue every prompt or none. If it raises, the caller drops them."""
+        if self._core.sleep_level == 0:  # nobody else is there to wake it up
+            raise EngineSleepingError("The engine is paused; wake_up lets it go on.")
         process = self._frontend.inputs.process
         batches = [
             (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling))

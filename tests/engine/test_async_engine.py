@@ -17,13 +17,20 @@ import pytest
 
 from helpers import fake_core
 from helpers.serving import write_text_side
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.engine.structured_output import grammar_door
 from pagerunner.engine.structured_output.grammar_worker import Order
-from pagerunner.errors import EngineDeadError, EngineSleepingError, InvalidRequestError, RequestFailedError
+from pagerunner.errors import (
+    EngineDeadError,
+    EngineSleepingError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
 from pagerunner.text.stop_strings import StopAutomaton
 from pagerunner.types import (
     EngineRequest,
@@ -189,6 +196,48 @@ def test_sleep_refuses_and_wake_up_serves_again(model: Path) -> None:
         assert await engine.reset_prefix_cache() is True
 
     with_engine(model, test)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_caller_of_sleep_who_is_cancelled_leaves_the_right_state(model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(last(engine, "a", "hello", max_tokens=10))
+        await until(lambda: engine.stats.running == 1)
+        sleeping = asyncio.create_task(engine.sleep(1, "wait"))
+        await asyncio.sleep(0.01)
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        assert len((await task).outputs[0].token_ids) == 10
+        await until(lambda: engine.sleep_level == 1)
+        assert await engine.is_sleeping()
+        waking = asyncio.create_task(engine.wake_up())
+        await asyncio.sleep(0)
+        waking.cancel()
+        await until(lambda: engine.sleep_level == -1)
+        assert (await last(engine, "b", "hello", max_tokens=1)).finished
+
+    with_engine(model, test)
+
+
+def test_requests_wait_while_the_engine_is_paused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        await engine.sleep(0)
+        waiting = [asyncio.create_task(last(engine, name, "hello", max_tokens=2)) for name in "abc"]
+        await until(lambda: engine.stats.waiting + engine.stats.running == 3)
+        monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 3)
+        with pytest.raises(QueueFullError, match="MAX_QUEUED_REQUESTS"):
+            await last(engine, "d", "hello")
+        waiting[1].cancel()
+        await until(lambda: engine.num_unfinished == 2 and engine.stats.waiting + engine.stats.running == 2)
+        await asyncio.sleep(0.5)
+        engine.check_health()
+        assert not waiting[0].done() and not waiting[2].done()
+        await engine.wake_up()
+        for one in (waiting[0], waiting[2]):
+            assert len((await one).outputs[0].token_ids) == 2
+
+    with_engine(model, test, stall_seconds=0.2)
 
 
 @pytest.mark.usefixtures("slow")

@@ -61,6 +61,8 @@ def family(count: int, **params: Any) -> list[EngineRequest]:
 class Adds:
     """A core that keeps what is added."""
 
+    has_work = True
+
     def __init__(self) -> None:
         self.requests: list[EngineRequest] = []
 
@@ -210,6 +212,59 @@ def test_while_a_sleep_waits_for_requests_their_readers_are_served(monkeypatch: 
             assert frontend.finished("endless") and not await client.call(wire.IsSleeping)
             client.send(add(request("next", [5], max_tokens=2)))
             await frontend.until(lambda: frontend.finished("next"))
+
+    asyncio.run(main())
+
+
+def test_requests_that_come_while_a_pause_begins_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("endless", [6], max_tokens=1900)))
+            await frontend.until(lambda: frontend.tokens("endless"))
+            paused = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 0, "wait")))
+            await asyncio.sleep(0.05)
+            client.send(add(request("late", [5], max_tokens=2)))
+            client.send(add(request("gone_0", [5]), request("gone_1", [5])))
+            client.send(wire.Abort(["gone_0", "gone_1"]))
+            await frontend.until(lambda: frontend.finished("gone_0") and frontend.finished("gone_1"))
+            assert not paused.done() and not frontend.updates("late")
+            client.send(wire.Abort(["endless"]))
+            async with asyncio.timeout(2):
+                await paused
+            client.send(add(request("later", [5], max_tokens=2)))
+            client.send(add(request("left", [5], max_tokens=2)))
+            client.send(wire.Abort(["left"]))
+            await frontend.until(lambda: frontend.finished("left"))
+            assert await client.call(wire.IsSleeping) and not frontend.updates("late") and not frontend.refused()
+            await client.call(lambda call_id: wire.WakeUp(call_id, None))
+            await frontend.until(lambda: frontend.finished("late") and frontend.finished("later"))
+            assert len(frontend.updates("left")) == len(frontend.updates("gone_0")) == 1
+
+    asyncio.run(main())
+
+
+def test_what_comes_after_a_pause_that_waits_is_done_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second sleep that waits doesn't hold up the readers of what the first one's end let run."""
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            client.send(add(request("first", [6], max_tokens=10)))
+            await frontend.until(lambda: frontend.tokens("first"))
+            calls = [
+                asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 0, "wait"))),
+                asyncio.create_task(client.call(lambda call_id: wire.WakeUp(call_id, None))),
+            ]
+            await asyncio.sleep(0)
+            client.send(add(request("second", [5], max_tokens=50)))
+            calls.append(asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait"))))
+            await frontend.until(lambda: len(frontend.updates("second")) > 5)
+            assert not frontend.finished("second") and not calls[2].done()
+            async with asyncio.timeout(5):
+                await asyncio.gather(*calls)
+            assert frontend.finished("second") and await client.call(wire.IsSleeping)
 
     asyncio.run(main())
 

@@ -76,7 +76,7 @@ class FakeCore:
         )
 
     def add(self, request: EngineRequest) -> None:
-        if self._level is not None:
+        if self._level:
             raise EngineSleepingError("The engine sleeps; call wake_up first.")
         prompt = request.prompt_token_ids
         if BREAK_ADD in prompt:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -240,11 +241,22 @@ def test_pause_and_resume(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert server.get("/load").json()["server_load"] == 1
         assert server.post("/pause?mode=keep").json() == {"status": "paused"}
         assert server.get("/is_paused").json() == {"is_paused": True}
-        assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 503
-        time.sleep(0.1)
-        assert not found
+        late = threading.Thread(
+            target=lambda: found.append(server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 1}).json())
+        )
+        late.start()
+        while server.engine.num_unfinished < 2:
+            time.sleep(0.01)
+        with pytest.raises(httpx.ReadTimeout):  # a client that leaves while it waits is forgotten
+            httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "abc", "max_tokens": 1}, timeout=0.3)
+        while server.engine.num_unfinished > 2:
+            time.sleep(0.01)
+        assert not found and server.get("/health").status_code == 200
         assert server.post("/resume").json() == {"status": "resumed"}
         thread.join(20)
+        late.join(20)
+        found.sort(key=lambda answer: -answer["usage"]["completion_tokens"])
+        assert found[1]["usage"]["completion_tokens"] == 1
         assert found[0]["choices"][0]["finish_reason"] == "length"  # it went on where it was
         assert server.get("/load").json()["server_load"] == 0
         assert server.post("/pause?wait_for_inflight_requests=true&clear_cache=false").status_code == 200

@@ -223,12 +223,12 @@ class Sleeper:
         """
         self.prepare(level)
         self.state = "parking"
+        self.level = level if self.level is None else max(level, self.level)
         try:
             self._park(level)
         except BaseException:
             self.state = "failed"
             raise
-        self.level = level if self.level is None else max(level, self.level)
         self.state = "parked"
 
     def _park(self, level: int) -> None:

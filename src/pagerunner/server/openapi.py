@@ -19,7 +19,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "429": "Too many requests wait.",
     "500": "The server failed at this request; others go on.",
-    "503": "The engine sleeps, is paused, stalls or has died.",
+    "503": "The engine sleeps, stalls or has died.",
 }
 _WITHOUT_BODY = ("400", "401", "403", "404", "500", "503")
 

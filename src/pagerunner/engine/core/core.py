@@ -59,17 +59,15 @@ class EngineCore:
         self.num_steps = 0
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+        """Queue a request. While the engine is paused (level 0) it waits for `wake_up`.
 
         Raises:
             InvalidRequestError: it could never run; the message has the numbers.
-            EngineSleepingError: the engine sleeps.
+            EngineSleepingError: the engine sleeps at level 1 or 2.
             EngineDeadError: a step has failed.
         """
         self._check_alive()
-        if self.sleep_level == 0:
-            raise EngineSleepingError("The engine is paused; wake_up, or POST /resume, lets it go on.")
-        if self.is_sleeping:
+        if self.is_sleeping and self._executor.sleep_level != 0:
             raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
         self._check_ids(request)
         self._scheduler.add(request)

@@ -105,7 +105,8 @@ class CoreLoop:
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
         self._stats_at = 0.0
-        self._after_work: list[wire.Call] = []  # a sleep that waits for the running requests, and what came after it
+        # A sleep that waits for the running requests, and what came after it.
+        self._after_work: list[wire.Call | wire.Add] = []
 
     def run(self) -> None:
         """Serve until `Shutdown`. Whatever a step raises comes out of here."""
@@ -119,9 +120,9 @@ class CoreLoop:
                 self._watchdog.end()
                 self._report(updates)
             if self._after_work and not core.has_work:
-                calls, self._after_work = self._after_work, []
-                for call in calls:
-                    self._call(call)
+                put_off, self._after_work = self._after_work, []
+                for message in put_off:
+                    self._handle(message)
 
     def send(self, message: wire.FromCore) -> None:
         """Send one message to the frontend."""
@@ -155,7 +156,7 @@ class CoreLoop:
             case wire.Add():
                 self._add(message)
             case wire.Abort(request_ids):
-                self._report(self._core.abort(request_ids))
+                self._report(self._forget(request_ids) + self._core.abort(request_ids))
             case wire.Shutdown():
                 self._running = False
             case wire.Sleep(mode="wait") | wire.WakeUp() if self._core.has_work or self._after_work:
@@ -167,7 +168,12 @@ class CoreLoop:
         added: list[str] = []
         try:
             if self._after_work:
-                raise EngineSleepingError("The engine finishes what it runs and then sleeps; call wake_up afterwards.")
+                if any(isinstance(one, wire.Sleep) and one.level for one in self._after_work):
+                    raise EngineSleepingError(
+                        "The engine finishes what it runs and then sleeps; call wake_up afterwards."
+                    )
+                self._after_work.append(message)  # it is to wait for the end of the pause that is about to begin
+                return
             requests = self._requests.decode(message.requests)
             if message.siblings:
                 requests += requests[0].siblings(message.siblings)
@@ -177,6 +183,21 @@ class CoreLoop:
         except Exception as error:  # whatever it is, it must end this request only
             self._core.abort(added)
             self.send(wire.Refused(message.request_ids, _request_error(error)))
+        else:
+            if not self._core.has_work:  # the engine is paused: no step will tell how many wait
+                self._report([])
+
+    def _forget(self, request_ids: list[str]) -> list[RequestUpdate]:
+        """Drop requests that wait for a pause to begin; returns their last updates."""
+        gone, kept, updates = set(request_ids), [], []
+        for message in self._after_work:
+            if isinstance(message, wire.Add) and gone.issuperset(message.request_ids):
+                for name in message.request_ids:
+                    updates.append(RequestUpdate(request_id=name, new_token_ids=[], finish_reason="abort"))
+            else:
+                kept.append(message)
+        self._after_work = kept
+        return updates
 
     def _put_off(self, message: wire.Sleep | wire.WakeUp) -> None:
         """Sleep when the running requests are done, whose readers are served meanwhile; wake up from that, not before it."""

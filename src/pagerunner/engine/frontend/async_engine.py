@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -63,6 +63,7 @@ class AsyncEngine:
         self._stall_seconds = stall_seconds
         self._level = -1  # that the core sleeps at
         self._stopped = False
+        self._changes: set[asyncio.Future[None]] = set()  # sleeps and wakes under way
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
         self._template_variables: frozenset[str] = frozenset()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="pagerunner-text")
@@ -230,7 +231,7 @@ class AsyncEngine:
             InvalidRequestError: this request can never run.
             QueueFullError: too many requests wait already.
             RequestFailedError: it failed inside the engine.
-            EngineSleepingError, EngineDeadError: nothing can run now, or ever.
+            EngineSleepingError, EngineDeadError: nothing can run now, or ever. While the engine is only paused, requests wait.
         """
         stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling)
         try:
@@ -321,18 +322,42 @@ class AsyncEngine:
         self._send_abort(running)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free memory until `wake_up`. Raises ConfigError when sleep mode is off or an argument is wrong."""
+        """Free memory until `wake_up`; level 0 only pauses, and requests that come meanwhile wait for `wake_up`.
+
+        A caller who is cancelled stops waiting; the engine falls asleep all the same.
+
+        Raises:
+            ConfigError: sleep mode is off, or an argument is wrong.
+        """
+        await self._whole(self._sleep(level, mode))
+
+    async def _sleep(self, level: int, mode: str) -> None:
         await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
         self._level = max(level, self._level)  # a lighter one while asleep changes nothing
         self._observer.on_sleep(self._level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back: "weights", "kv_cache", or all (None)."""
+        """Take the memory back: "weights", "kv_cache", or all (None). A caller who is cancelled stops waiting only."""
+        await self._whole(self._wake_up(tags))
+
+    async def _wake_up(self, tags: Sequence[str] | None) -> None:
         await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
         self._desk.progress.touch()
         if not await self.is_sleeping():
             self._level = -1
             self._observer.on_sleep(None)
+
+    async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
+        """Run a change of state to its end, whatever becomes of the caller: the core carries it out in any case."""
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Future[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller has it, or has gone
 
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""

@@ -53,7 +53,7 @@ class Control:
     async def pause(self, request: Request) -> Response:
         """Stop generating until /resume, and keep all memory. `mode` says what becomes of unfinished requests: abort (the
         default), wait for them, or keep them where they are. `clear_cache` forgets cached prompts, unless mode is keep.
-        Meanwhile new requests get 503."""
+        Requests that come meanwhile wait for /resume, as many as the queue takes."""
         _only(request, *QUERIES["/pause"])
         query = request.query_params
         values = {name: query.get(name, allowed[0]).lower() for name, allowed in QUERIES["/pause"].items()}
