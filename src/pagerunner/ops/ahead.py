@@ -1,4 +1,7 @@
-"""Compiling a start's kernels beforehand: one after another, where they are first launched, they take most of a start."""
+"""Compiles the kernels of a start beforehand and side by side.
+
+Compiled one by one at their first launch, they take most of a start.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ def load_libraries(device: torch.device) -> list[threading.Thread]:
 
 
 def _load_compiler(device: torch.device) -> None:
-    with contextlib.suppress(Exception):  # it is met again, and reported, where a kernel is launched
+    with contextlib.suppress(Exception):  # the launch of a kernel meets the same error again and reports it
         importlib.import_module("pagerunner.ops.kernels.ahead").load_driver()
 
 
 def _load_cudnn_attention(device: torch.device) -> None:
-    """Its first call of a process, of any size, takes a second."""
+    """Call cuDNN once: a process's first call takes a second, whatever its size."""
     with contextlib.suppress(Exception), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
         x_1HTD = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device=device)
         torch.ops.aten._scaled_dot_product_cudnn_attention(x_1HTD, x_1HTD, x_1HTD, None, False, 0.0, True)
@@ -42,9 +45,9 @@ def _load_cudnn_attention(device: torch.device) -> None:
 def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object]) -> int:
     """Compile the kernels that `rehearse` launches, several at a time, without running them; returns how many.
 
-    `rehearse` is what the caller will do for the first time afterwards. It is called only if no earlier start of this
-    `name` has left its kernels in Triton's cache, and on a CUDA device with Triton. Whatever goes wrong here is logged:
-    a kernel that is missing afterwards is compiled when it is launched.
+    `rehearse` does what the caller will do next. It is called only on a CUDA device with Triton, and only if no earlier start of
+    this `name` has left its kernels in Triton's cache. Whatever goes wrong here is logged: a kernel that is missing afterwards
+    is compiled when it is launched.
     """
     if device.type != "cuda" or not has_triton():
         return 0

@@ -51,7 +51,7 @@ class ToHost:
 
 class BestCopies:
     """Copies of sampled tokens and their rows' largest logits to the host: `ToHost` for what every step
-    sends, in host memory that is used again, as allocating it and its event takes as long as the copies.
+    sends. The host memory is used again, because allocating it and its event takes as long as the copies.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class BestCopies:
 
 
 class _BestBuffers:
-    """Host memory of one step, and what says that it has been written."""
+    """Host memory of one step, and the event that says that the copy into it is done."""
 
     __slots__ = ("best", "event", "tokens")
 
@@ -78,7 +78,7 @@ class _BestBuffers:
 
 
 class BestCopy:
-    """One step's copies; see ToHost. To be read once: then the memory is the next step's."""
+    """One step's copies; see ToHost. Read them once: afterwards the memory is the next step's."""
 
     __slots__ = ("_buffers", "_count", "_free")
 

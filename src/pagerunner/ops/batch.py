@@ -22,10 +22,10 @@ def even(count: int) -> int:
 
 
 class PackedRows(NamedTuple):
-    """Where a step's rows are in its packed tensor. Real rows and tokens, and how many there are with padding.
+    """Where a step's rows are in its packed tensor. The fields count real rows and tokens, and rows and tokens with padding.
 
-    From index 0 on, each section beginning at an even index: slots [R]; first positions [R]; query starts [R + 1]; token
-    ids [T], -1 where the slot's last sampled token is meant; and unless every row has one token, the tokens' rows [T].
+    The sections from index 0 on: slots [R]; first positions [R]; query starts [R + 1]; token ids [T], where -1 means the slot's
+    last sampled token; the tokens' rows [T], which are left out if every row has one token. Each section begins at an even index.
     """
 
     rows: int
@@ -119,8 +119,8 @@ def build_rows(
 ) -> None:
     """Fill the first `padded_rows` rows and `padded_tokens` tokens of `out`.
 
-    Padding: rows of slot 0 without tokens, whose query start is the number of tokens and whose length is 0; tokens of
-    id 0 at position 0 of row -1, to be written to entry -1.
+    A row of padding has slot 0, no tokens, length 0, and the number of tokens as its query start. A token of padding has id 0,
+    position 0 and row -1, and is written to entry -1.
     """
     rows, tokens, padded_rows, padded_tokens, one_token = where
     slots, starts = packed[:rows], packed[where.starts : where.starts + rows]

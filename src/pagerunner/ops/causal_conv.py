@@ -18,7 +18,7 @@ def causal_conv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu(bias + sum over w of weight[:, w] * input[t - (W - 1) + w])` and the state after the last token.
 
-    `state` is [B, W - 1, C]. Sums are float32 and each token's is taken in the same order however its sequence is
+    `state` is [B, W - 1, C]. Sums are float32. A token's sum is taken in the same order however its sequence is
     divided. Returns [B, L, C] in x's dtype, and a new state in the state's.
     """
     length, taps = x_BLC.shape[1], weight_CW.shape[1]
@@ -40,7 +40,7 @@ def causal_conv_rows(
     bias_C: torch.Tensor | None,
     rows: StateRows,
 ) -> torch.Tensor:
-    """`causal_conv` of every row of a step, from and into its state in pages; [T, C], of padding finite."""
+    """`causal_conv` of every row of a step, from and into its state in pages; [T, C]. Padding gets finite numbers."""
     out_TC = torch.zeros_like(x_TC)
     for span in spans(rows):
 

@@ -1,4 +1,4 @@
-"""What errors of a device mean: one that is full, one that no longer works, and what must be left alone then."""
+"""What a device's errors mean: the device is full, or it no longer works. Then its tensors must not be freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pagerunner.errors import CapacityError
 
 
 def device_failure() -> str | None:
-    """The error that ended the CUDA context of this process, after which no call succeeds; None while there is none."""
+    """The error that ended the CUDA context of this process; None while the context works.
+
+    No call succeeds after such an error.
+    """
     if not torch.cuda.is_initialized():
         return None
     try:
@@ -31,8 +34,8 @@ def never_free(*things: object) -> None:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's memory is used up.
 
-    Only torch's allocator has a type for it. The CUDA runtime (for a stream, or a context), Triton (for a kernel's code) and
-    cuBLAS (for its workspace) say so in the text of a RuntimeError.
+    Only torch's allocator has a type for such an error. The CUDA runtime (for a stream, or a context), Triton (for a kernel's
+    code) and cuBLAS (for its workspace) say so in the text of a RuntimeError.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -52,5 +55,5 @@ def full_device_said(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's text: torch appends what to do about it, and where in its sources it happened."""
+    """The first line of an error's text. torch appends advice and places in its own sources."""
     return (str(error).splitlines() or [""])[0].strip().rstrip(".")

@@ -1,7 +1,7 @@
 """Every operation has a twin in plain torch, which is its definition, and may have a Triton kernel of the same signature.
 
-Kernels are in `ops/kernels/`, which imports Triton and is itself imported only when a tensor on a CUDA device meets an
-operation that has one. Without Triton the twins serve CUDA as well.
+Kernels are in `ops/kernels/`, which imports Triton. That package is imported only when an operation with a kernel gets a tensor
+on a CUDA device. Without Triton the twins serve CUDA as well.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""fp8 numbers with a scale: what they stand for is number * scale.
+"""fp8 numbers with a scale. An element stands for number * scale.
 
-Scales are powers of two, so a scale moves exponents and nothing else: an element is rounded to fp8's few mantissa bits
-whatever its scale, growing a scale rounds nothing again but what falls below fp8's smallest normal number, and a scale
-need not be the same for two elements to be rounded alike. That is why a page's scale leaves room: it costs no bit of what
-is not tiny, and pages hardly ever have to be converted to a larger one. Converting to fp8 saturates. Elements are handled
-as bytes, because torch indexes fp8 tensors on few devices.
+Scales are powers of two, so a scale moves exponents and nothing else. Three things follow:
+
+* An element is rounded to fp8's few mantissa bits, whatever its scale.
+* Two elements are rounded alike even if their scales differ.
+* Growing a scale rounds only elements that fall below fp8's smallest normal number.
+
+So a page's scale leaves room for larger elements. Room costs no bit of an element that isn't tiny, and pages rarely have to be
+converted to a larger scale.
+
+Converting to fp8 saturates. Elements are handled as bytes, because torch indexes fp8 tensors on few devices.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from pagerunner.ops.pages import gather_slots, slot_layout, slot_rows, write_slo
 def grow_scales(
     pages: torch.Tensor, scales_E2K: torch.Tensor, which: int, values_TKD: torch.Tensor, write_entry_T: torch.Tensor
 ) -> torch.Tensor:
-    """Let the scales of `pages` [entries, slots, K, D] serve the values that are about to be written to them, and convert
-    what the pages hold of heads whose scale grew. Returns the tokens' scales, [T, K]; a token without a page (entry -1)
-    has its own.
+    """Grow the scales of `pages` [entries, slots, K, D] for the values that are about to be written.
+
+    Where a head's scale grows, the page's older elements of that head are converted. Returns the tokens' scales, [T, K]. A token
+    without a page (entry -1) has a scale of its own.
     """
     largest_TK = values_TKD.abs().amax(2)
     scale_TK = grown_scale(torch.zeros_like(largest_TK, dtype=torch.float32), largest_TK, pages.dtype)
@@ -32,7 +33,7 @@ def grow_scales(
 
 
 def _convert(pages: torch.Tensor, entries_U: torch.Tensor, factor_UK: torch.Tensor) -> None:
-    """Everything in the pages `entries` to scales of which the old ones are `factor`."""
+    """Convert the pages `entries` to new scales. `factor` is the old scale over the new one."""
     size = pages.shape[1]
     raw = pages.view(torch.uint8)
     layout = slot_layout(raw)

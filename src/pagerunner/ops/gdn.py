@@ -9,9 +9,10 @@ Within a chunk of C tokens, with G the running sum of log a, the corrections d s
 
     (I + A) D = b (V - e^G K S0),    A[t, i] = b_t e^(G_t - G_i) k_t.k_i  for i < t
 
-so that a chunk is a few matrix products. All of it but G is float32, whatever the inputs. Shape letters: B rows, L
-tokens, H value heads, K key size, V value size, T tokens of a step, E page table entries; key heads are given once per
-value head, but for `gated_delta_rows`.
+so that a chunk is a few matrix products. Everything but G is float32, whatever the inputs. Key heads are repeated for each value
+head, except in `gated_delta_rows`.
+
+Shape letters: B rows, L tokens, H value heads, K key size, V value size, T tokens of a step, E page table entries.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum(log_decay_HC: torch.Tensor) -> torch.Tensor:
-    """Running sums over a chunk, float64: a strong decay makes them large, and what is used are small differences."""
+    """Running sums over a chunk, float64: a strong decay makes the sums large, and only their small differences are used."""
     return log_decay_HC.cumsum(-1, dtype=torch.float64)
 
 
@@ -98,7 +99,7 @@ def decay_logs(logits: torch.Tensor, decay_log_H: torch.Tensor, bias_H: torch.Te
 def split_heads(
     mixed_TC: torch.Tensor, key_heads: int, heads: int, key_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys, once per value head, and values, of what the convolution gave out."""
+    """Queries and keys (repeated for each value head) and values, from the output of the convolution."""
     keys = key_heads * key_dim
     q_TKd, k_TKd = mixed_TC[:, : 2 * keys].unflatten(1, (2, key_heads, key_dim)).unbind(1)
     v_THd = mixed_TC[:, 2 * keys :].unflatten(1, (heads, -1))
@@ -117,7 +118,7 @@ def gated_delta_rows(
     key_heads: int,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Every row of a step, from and into its state in pages; [T, H, V] in mixed's dtype, of padding finite.
+    """Every row of a step, from and into its state in pages; [T, H, V] in mixed's dtype. Padding gets finite numbers.
 
     `mixed` holds queries and keys of `key_heads` heads and values of H side by side; `rates` and `decays` are logits.
     """

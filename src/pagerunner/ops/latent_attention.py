@@ -81,8 +81,8 @@ def expanded_attention(
 ) -> None:
     """Attention of queries (N elements, then P rotary ones) over expanded keys and values (N + V elements of each head).
 
-    Fills `out` and `lse` (log-sum-exp of the scores, float32) of the pieces' tokens. With `more`, they hold the result
-    over other keys before, to which these are added.
+    Fills `out` and `lse` (log-sum-exp of the scores, float32) of the pieces' tokens. With `more`, `out` and `lse` already hold
+    the result over other keys, and these keys are merged with it.
     """
     key_dim = q_THD.shape[-1] - rope_SP.shape[-1]
     for first, queries, first_key, keys, shift in pieces.pieces.tolist():

@@ -1,7 +1,7 @@
 """Products with a weight matrix, and what stands directly before or after one.
 
-For a few tokens a product is bound by reading its weights, and every kernel around it costs as much as a small product:
-there the norm before it, the gate, and the addition to the residual stream are part of the product's own kernel.
+For a few tokens, reading the weights takes most of a product's time, and every further kernel costs as much as a small product.
+So the norm before a product, the gate, and the addition to the residual stream are part of the product's own kernel there.
 
 Shape letters: T tokens, I input features, O output features.
 """

@@ -6,7 +6,7 @@ G the running sum of log a, the same is a masked product of the chunk's own toke
 
     Y = (C B^T * e^(G_t - G_i), i <= t) (dt X) + e^G C S0^T + D X
 
-All of it but the sum is float32, whatever the inputs. Shape letters: B rows, L tokens, H heads, P head size, G groups, N
+Everything but the sum G is float32, whatever the inputs. Shape letters: B rows, L tokens, H heads, P head size, G groups, N
 state size, T tokens of a step, C channels, E page table entries.
 """
 
@@ -76,7 +76,7 @@ def mamba2_chunks(
 def split_parts(
     mixed_TC: torch.Tensor, heads: int, head_dim: int, state_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [T, H, P], B and C [T, G, N] of what the convolution gave out."""
+    """x [T, H, P], B and C [T, G, N], from the output of the convolution."""
     inner = heads * head_dim
     b_TGN, c_TGN = mixed_TC[:, inner:].unflatten(1, (2, -1, state_size)).unbind(1)
     return mixed_TC[:, :inner].unflatten(1, (heads, head_dim)), b_TGN, c_TGN
@@ -92,7 +92,7 @@ def mamba2_rows(
     state_EHPN: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Every row of a step, from and into its state in pages; [T, H, P] in mixed's dtype, of padding finite.
+    """Every row of a step, from and into its state in pages; [T, H, P] in mixed's dtype. Padding gets finite numbers.
 
     `mixed` holds x, B and C side by side; `steps` are step sizes before their bias and softplus.
     """

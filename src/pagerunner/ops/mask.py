@@ -11,8 +11,8 @@ from pagerunner.ops.dispatch import gpu_kernel
 def allow_bits(logits_SV: torch.Tensor, rows_N: torch.Tensor, bits_NW: torch.Tensor) -> None:
     """Set the logits of every token whose bit is 0 to minus infinity, in place.
 
-    Row `rows_N[n]` (int64, distinct) of the logits has the mask `bits_NW[n]` (int32, W >= V / 32): token v is bit v % 32,
-    the lowest first, of word v // 32. Other rows stay as they are.
+    Row `rows_N[n]` (int64, distinct) of the logits has the mask `bits_NW[n]` (int32, W >= V / 32): token v is bit v % 32
+    (bit 0 is the lowest) of word v // 32. Rows without a mask are not changed.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
     blocked_NV = ((bits_NW.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits_SV.shape[1]] == 0

@@ -165,8 +165,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of every token over its sequence, [T, H, V], after `store_kv_`. Padding tokens give zeros.
 
-    A row's past is in its pages, found through the group's table of all slots; its tokens of this step are in k and v, and
-    also in pages where a later step reads them.
+    A row's past is in its pages, which the group's table of all slots gives. A row's tokens of this step are in k and v. Tokens
+    that later steps read are in pages too.
     """
     out_THV = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_TKV.shape[2])
     slots, starts, lengths = (x.tolist() for x in (rows.slots_R, rows.query_start_R1, rows.seq_lens_R))
@@ -202,7 +202,7 @@ def projected_attention(
     plan: PagedPlan,
     scores: Scores,
 ) -> torch.Tensor:
-    """`prepare_heads_`, then `paged_attention`; what it leaves in `qkv` is undefined."""
+    """`prepare_heads_`, then `paged_attention`. The contents of `qkv` are undefined afterwards."""
     prepare_heads_.twin(qkv_TND, prep, pages, write_entry_T, write_offset_T)
     return paged_attention.twin(*prep.split(qkv_TND), pages, table_SW, rows, plan, scores)
 

@@ -1,13 +1,13 @@
-"""From logits to tokens: the most likely one, or one drawn behind temperature, min-p, top-k and top-p.
+"""From logits to tokens: the most likely token, or a token drawn after temperature, min-p, top-k and top-p.
 
 What a row asks for lies on the device, by slot (`SlotSettings`), so that a step needs nothing of the host and one graph
 serves every mixture of rows. A drawn token is the inverse of the row's cumulative distribution, in the order of the
-vocabulary, at the uniform number of (seed, position); see `ops/philox.py`. Another row never has a part in it.
+vocabulary, at the uniform number of (seed, position); see `ops/philox.py`. Other rows have no influence on it.
 
-Every filter is a bound on the logit, so a token is kept or dropped by its logit alone: tokens that tie with the last
-one kept are kept too, and the result doesn't depend on any sorting order. Order of application: temperature, min-p,
-top-k, top-p on what is left (renormalised). With top-p a token stays if the tokens of larger logits, among those that
-min-p and top-k leave, weigh less than p of all that are left.
+Every filter is a bound on the logit, so a token is kept or dropped by its logit alone. A token that ties with the last kept token
+is kept too. So the result doesn't depend on any sorting order. Order of application: temperature, min-p,
+top-k, top-p on what is left (renormalised). Take the tokens that min-p and
+top-k leave: top-p keeps one of them if those with larger logits weigh less than p times the weight of all.
 
 Shape letters: S rows, N rows that draw, M rows among them with top-k or top-p, V vocabulary, K candidates.
 """
@@ -80,8 +80,8 @@ def sample(
     Args:
         logits_SV: [S, V] of any floating dtype; rows may be apart.
         slots_S: int64 [S]; a row of slot -1 is padding and takes its most likely token.
-        positions_S: int64 [S], the absolute positions of the tokens whose logits these are. A new token's own, which its
-            random number depends on, is one more.
+        positions_S: int64 [S], the absolute positions of the tokens whose logits these are. The new token's
+            position is one more. Its random number depends on that position.
         settings: by slot.
 
     Where the largest logit isn't finite there is no distribution: the token id is then in range but means nothing.
@@ -160,8 +160,8 @@ def invert(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
 def _first_above(cumulative_NK: torch.Tensor, target_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first entry at which the running sum exceeds the target, and the part of the target that lies inside it.
 
-    An entry of mass 0 doesn't raise the sum, so it is never the first one. A target that rounding has lifted to the
-    total, where no entry would be left, is lowered by one ulp.
+    An entry of mass 0 doesn't raise the sum, so it is never the first. If rounding has lifted the target to the total, no entry
+    would exceed it. Such a target is lowered by one ulp.
     """
     total_N1 = cumulative_NK[:, -1:]
     target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
@@ -210,15 +210,15 @@ def _bound_among(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest logit that is kept, [M, 1], and whether the candidates (descending) sufficed to find it.
 
-    A candidate is kept while fewer than k stand before it and the ones before it weigh less than p of what top-k
-    leaves.
+    A candidate is kept while fewer than k candidates stand before it, and while these weigh less than p times the weight of all
+    tokens that top-k leaves.
     """
     num_candidates = candidates_MK.shape[-1]
     last_M1 = (top_k_M.clamp(max=num_candidates) - 1)[:, None]
     has_k_M1 = (top_k_M <= num_candidates)[:, None]
     kth_M1 = candidates_MK.gather(1, last_M1).masked_fill(~has_k_M1, float("-inf"))
     mass_M1 = weights_MV.masked_fill(logits_MV < kth_M1, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    # Candidates that min-p has dropped still count here, but the mass is used up before the first of them.
+    # Candidates that min-p has dropped count here with weight 0, and the mass is used up before the first of these.
     inclusive_MK = _weights(candidates_MK, *scale).cumsum(dim=-1, dtype=torch.float64)
     budget_M1 = top_p_M[:, None] * mass_M1
     kept_M1 = (inclusive_MK < budget_M1).sum(dim=-1, keepdim=True)  # candidates that leave room for one more

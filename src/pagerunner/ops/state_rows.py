@@ -71,7 +71,10 @@ def run_span(
     run: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     out: torch.Tensor,
 ) -> None:
-    """Run a row from its state in `states` [E, ..] on, divided at its saves, and write state and saves back."""
+    """Run a row on from its state in `states` [E, ..], divided at its saves.
+
+    Write its last state and its saves into pages.
+    """
     unit = states.stride(0) * states.element_size()
     done, state = span.first, states[span.entry]
     for upto, target in (*span.saves, (span.end, None)):

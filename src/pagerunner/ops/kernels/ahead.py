@@ -1,7 +1,7 @@
 """Compiling the kernels of a start before they are needed, several at a time; see `ops/ahead.py`.
 
-A rehearsal of the start finds out which kernels those are: in its course launches compile and do nothing else, and
-every new tensor holds zeros, so that what a kernel would have written is at least a valid index.
+A rehearsal of the start finds these kernels: during the rehearsal a launch compiles its kernel and does nothing else. Every new
+tensor holds zeros meanwhile, so that a number that a kernel would have written is at least a valid index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class _Zeros(TorchDispatchMode):
-    """Makes tensors that torch would leave as they are zeros."""
+    """Fills new tensors with zeros where torch would leave memory as it was."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -38,11 +38,9 @@ class _Zeros(TorchDispatchMode):
 
 
 def _build(compile_kernel: Callable[[], Any]) -> Any:
-    """A kernel, and on disk what launches it: a module in C."""
+    """Compile a kernel, and on disk the module in C that launches it."""
     kernel = compile_kernel()
-    with contextlib.suppress(
-        Exception
-    ):  # it is made again, and told what is wrong with it, where the kernel is launched
+    with contextlib.suppress(Exception):  # the launch of the kernel builds it again and reports what is wrong
         driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
@@ -58,7 +56,7 @@ class _Builders:
 
 
 def load_driver() -> None:
-    """Let Triton find its driver, which it compiles a module in C for, and read itself, which names what it keeps."""
+    """Let Triton find its driver, for which it compiles a module in C, and hash its own sources, by which its cache is named."""
     triton_key()
     driver.active  # noqa: B018 - made when it is first asked for
 
@@ -66,13 +64,13 @@ def load_driver() -> None:
 def compile_launched(rehearse: Callable[[], object]) -> int:
     """Compile, in threads, every kernel that `rehearse` launches in this thread, without launching any.
 
-    Returns how many there were. One that can't be compiled is left for its first real launch, which will say so.
+    Returns how many there were. A kernel that can't be compiled is left for its first real launch, which reports the error.
     """
     seen: set[tuple[int, Any]] = set()
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if active_mode.get() is None:  # another thread's, which goes on as ever
+        if active_mode.get() is None:  # another thread's launch, which goes on as usual
             return run(self, *args, grid=grid, warmup=warmup, **options)
         _, keys, _, _, binder = self.device_caches[driver.active.get_current_device()]
         _, specialization, given = binder(*args, **options)
@@ -110,6 +108,6 @@ def is_compiled(name: str) -> bool:
 
 
 def set_compiled(name: str) -> None:
-    """From now on `is_compiled(name)`."""
+    """Note that a start of this name has left its kernels in Triton's cache."""
     manager, mark = _mark(name)
     manager.put("", mark)

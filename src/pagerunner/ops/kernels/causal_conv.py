@@ -16,7 +16,7 @@ BLOCK_CHANNELS = 256
 
 @triton.jit
 def _input(x, state, channel, in_range, token, first, x_stride, channels, taps):
-    """A row's input at `token`, from its state where that is before the row's first of the step; x's dtype."""
+    """A row's input at `token`, in x's dtype. Tokens before the row's first token of the step come from its state."""
     value = tl.load(x + token.to(tl.int64) * x_stride + channel, mask=in_range & (token >= first), other=0.0)
     held = tl.load(state + (taps - 1 + token - first) * channels + channel, mask=in_range & (token < first), other=0.0)
     return tl.where(token >= first, value, held.to(value.dtype))

@@ -1,11 +1,16 @@
 """The gated delta rule through pages of states. Twins: `pagerunner.ops.gdn`.
 
-Rows of a few tokens take them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step, cut where
-rows meet by masks alone. `_systems` does all that doesn't depend on states for every block in parallel: it solves the
-triangular systems (arXiv 2412.06464, section 3.3), so that `_chunks`, which passes states from block to block, is left with
-four products. A correction depends on the tokens before it only, so the state after any token of a block follows from the
-same solution: `_chunks` keeps the state before a save's block, and `_finish_saves` takes all of them on to their tokens.
-Products of half precision are of the inputs' type, sums and states float32.
+A row of a few tokens takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
+inside a block, masks separate them. Three kernels run one after another:
+
+* `_systems` does everything that doesn't depend on states, for all blocks in parallel. It solves the triangular systems (arXiv
+  2412.06464, section 3.3).
+* `_chunks` passes states from block to block, with four products for each block. It keeps the state before a block in which a
+  state is to be saved.
+* `_finish_saves` carries each kept state on to its token. The same solution serves, because a correction depends only on the
+  tokens before it.
+
+Products of half precision are of the inputs' type. Sums and states are float32.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
 SYSTEM_WARPS = 4
-ROW = 64  # elements of an operand's row, at least: where shorter ones lie, ptxas 12.8 gets wrong at some sizes
+ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
 NARROW = (16, 2)
@@ -41,7 +46,7 @@ MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 @triton.jit
 def _scale(x, extra):
-    """What makes rows of x as long as `extra`."""
+    """The factors that bring rows of x to the length `extra`."""
     return extra * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
@@ -97,8 +102,10 @@ def _few(
 
 @triton.jit
 def _inverse(a, index, DOUBLINGS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + a, where a [C, C] is strictly lower triangular: the inverses of blocks on its diagonal make those
-    of blocks twice as large. No entry is beyond [-1, 1], because taking a key out of another makes that no longer.
+    """The inverse of I + a, where a [C, C] is strictly lower triangular.
+
+    The inverses of two neighbouring blocks on the diagonal give the inverse of the block twice as large. No entry is beyond
+    [-1, 1], because subtracting a key's part from another key never makes that key longer.
     """
     found = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
     found = tl.where((index[:, None] ^ index[None, :]) == 1, found - a, found)
@@ -122,7 +129,7 @@ def _systems(
 
     Corrections are `wanted` [T, H, V] less `known` [T, H, K] times the state before the block; outputs read them through
     `attended` [T, H, C]. `factors` [3, H, T] are the running sums of log decays since the row's or block's beginning and
-    what makes keys and queries as long as they should be.
+    the factors that bring keys and queries to their length.
     """
     head, index = tl.program_id(1), tl.arange(0, C)
     token, keys, values = tl.program_id(0) * C + index, tl.arange(0, BK), tl.arange(0, BV)
@@ -167,7 +174,7 @@ def _block(
     OUTPUTS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state before token `cut` from that before this block, and the outputs of tokens from `first` up to it."""
+    """The state before token `cut`, from the state before this block; and the outputs of tokens from `first` up to `cut`."""
     keys, values, index = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, C)
     first_token = tl.cast(block, tl.int64) * C
     token = block * C + index
@@ -217,7 +224,7 @@ def _chunks(
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
-        # whole blocks before the token at which a state is to be saved, the last time all that is left
+        # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
         begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
@@ -235,7 +242,7 @@ def _finish_saves(
     ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BV values of one head of states to be saved, whose pages hold those before their blocks."""
+    """BV values of one head of states to be saved. Their pages hold the states before their blocks."""
     head, keys, values = tl.program_id(1), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = (keys < K)[:, None] & (values < V)[None, :]

@@ -1,8 +1,8 @@
 """Paged attention in the latent space, split over the keys. Twins: `pagerunner.ops.latent_attention`.
 
-All heads share a token's vector, so that a block of heads takes part in one matrix product, and the tile of vectors that a
-program holds serves both products. Products are transposed (keys by heads, latents by heads), because Hopper's matrix
-units want 64 rows, and a model may have 16 heads. A split's share follows from the sequence's length on the device: one
+All heads share a token's vector. So a block of heads takes part in one matrix product, and the tile of vectors that a program
+holds serves both products. Products are transposed (keys by heads, latents by heads), because Hopper's matrix units want 64
+rows and a model may have only 16 heads. A split computes its share of the keys from the sequence's length on the device. So one
 launch serves every length.
 """
 

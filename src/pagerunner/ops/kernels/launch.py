@@ -1,8 +1,13 @@
 """How kernels are launched: programmatic dependent launch where the device has it.
 
-A kernel that is launched dependently may start while its predecessor still runs. Each such kernel first lets its own
-successor start, then reads only constants (weights), and then waits for its predecessor to have finished and written
-everything; nothing is stored before that. Because every one of them waits, order is kept across any number of kernels.
+A kernel that is launched dependently may start while its predecessor still runs. It does four things in order:
+
+1. It lets its own successor start.
+2. It reads constants only, such as weights, and stores nothing.
+3. It waits until its predecessor has finished and written everything.
+4. It does its work.
+
+Every kernel waits like this, so order is kept across any number of kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has; a few for the interpreter."""
+    """How many multiprocessors the device has. A small number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

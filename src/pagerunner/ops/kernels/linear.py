@@ -44,7 +44,10 @@ def silu_gate(y, up, dtype: tl.constexpr):
 def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
                  BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN output features of one token; with GATED also the BN features that belong to them further down."""
+    """BN output features of one token.
+
+    With GATED they are gates, and the BN features of the up projection that belong to them come with them.
+    """
     if PDL:
         gdc_launch_dependents()
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -65,7 +68,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    if ADD:  # now: behind the sum it would be waited for
+    if ADD:  # loaded now: loaded after the sum, the program would wait for it
         old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
@@ -114,9 +117,11 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
                 K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                 NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """BN output features of up to BM tokens; with GATED also the BN features that belong to them further down.
+    """BN output features of up to BM tokens.
 
-    The S warps divide the inputs between them: a product with three dimensions, whose first is summed up at the end.
+    With GATED they are gates, and the BN features of the up projection that belong to them come with them.
+
+    The S warps divide the inputs between them: a product with three dimensions, the first of which is summed up at the end.
     """
     if PDL:
         gdc_launch_dependents()
@@ -223,7 +228,7 @@ def few_config(inputs: int, behind_norm: bool) -> FewConfig:
 
 
 def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether the kernels here are for so many tokens and weights and read these layouts; cuBLAS is for all."""
+    """Whether a kernel of this file serves these numbers of tokens and weights, and these layouts. cuBLAS serves all others."""
     if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
     tokens = x_TI.shape[0]

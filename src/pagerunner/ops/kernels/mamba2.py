@@ -1,9 +1,14 @@
 """Mamba-2's recurrence through pages of states. Twins: `pagerunner.ops.mamba2`.
 
-Rows of a few tokens take them one after another (`_few`), longer ones in blocks of 64 tokens of the step, cut where rows
-meet by masks alone. `_prepare` does all that doesn't depend on states for every block in parallel, `_chunks` passes states
-from block to block (arXiv 2405.21060, section 6) and keeps those before blocks in which one is to be saved, and
-`_finish_saves` takes these on to their tokens. Products of half precision are of the inputs' type, sums and states float32.
+A row of a few tokens takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
+inside a block, masks separate them. Three kernels run one after another:
+
+* `_prepare` does everything that doesn't depend on states, for all blocks in parallel.
+* `_chunks` passes states from block to block (arXiv 2405.21060, section 6). It keeps the state before a block in which a state
+  is to be saved.
+* `_finish_saves` carries each kept state on to its token.
+
+Products of half precision are of the inputs' type. Sums and states are float32.
 """
 
 from __future__ import annotations
@@ -123,7 +128,7 @@ def _block(
     OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state [BN, BP] before token `cut` from that before this block, and outputs of tokens from `first` up to it."""
+    """The state [BN, BP] before token `cut`, from the state before this block; and outputs of tokens from `first` up to `cut`."""
     values, inner, index = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, C)
     first_token = tl.cast(block, tl.int64) * C
     token = block * C + index
@@ -172,7 +177,7 @@ def _chunks(
     passed = tl.load(skip + head).to(tl.float32)
     at, stop = saves_of(save_start, row, HAS_SAVES)
     for save in range(at, stop + 1):
-        # whole blocks before the token at which a state is to be saved, the last time all that is left
+        # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
         begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
@@ -190,7 +195,7 @@ def _finish_saves(
     ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BP values of one head of states to be saved, whose pages hold those before their blocks."""
+    """BP values of one head of states to be saved. Their pages hold the states before their blocks."""
     head, values, inner = tl.program_id(1), tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = (values < P)[:, None] & (inner < N)[None, :]

@@ -45,8 +45,8 @@ def _grouped_kernel(x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, 
                     BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """BM pairs of one expert times BN of its features.
 
-    The first product reads tokens' rows and stores pairs in expert order; with LAST it reads those, multiplies by the
-    pairs' weights, and stores them in the tokens' order.
+    The first product reads tokens' rows and stores pairs in expert order. The second product (LAST) reads the pairs, multiplies
+    them by their weights, and stores them in the tokens' order.
     """
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)

@@ -22,15 +22,16 @@ from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan
 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
-MAX_SHARED_SPLITS = 8  # pieces of a shared prefix: every row adds them up
+MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
-SMALL_TILES_ROWS = 64  # of fp8: with up to this many, large tiles leave too much of the device idle when rows are short
+SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
 
 
 class Tiles(NamedTuple):
-    """How a kernel is launched: rows and keys of a tile, warps, stages, and programs per multiprocessor; and how many
-    tiles' time it takes to go over to another row.
+    """How a kernel is launched: rows and keys of a tile, warps, stages, and programs per multiprocessor.
+
+    The last field is the time that a program needs to begin another row, counted in tiles.
     """
 
     rows: int
@@ -42,11 +43,11 @@ class Tiles(NamedTuple):
 
 
 def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
-    """A tile holds 8 KiB of keys and as much of values, whatever the size of a head and its elements.
+    """Tiles of decode. A tile holds 8 KiB of keys and 8 KiB of values, whatever the size of a head and its elements.
 
-    Entries of the page table are a pipeline's first stage, so that five stages keep two tiles in flight. Of fp8 tiles it is
-    the work on them that takes the time. While rows are few, four programs with entries one tile ahead are fastest; with
-    many, programs of few warps, which wait less for each other.
+    Entries of the page table are a pipeline's first stage, so five stages keep two tiles in flight. With fp8 the work on a tile
+    takes the time, not its way. For few rows, four programs with entries one tile ahead are fastest. For many rows, programs of
+    few warps are fastest, as their warps wait less for each other.
     """
     rows = max(8 if fp8 else 16, padded(group))
     if not fp8:
@@ -58,7 +59,7 @@ def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
-    """For the prefix that all rows share, of which each key/value head has so many queries."""
+    """Tiles for the prefix that all rows share, where each key/value head has so many queries."""
     if exact:
         return Tiles(16, 16, 4, 2)
     keys = min(max(16384 // row_bytes, 16), 64)
@@ -66,7 +67,10 @@ def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
 
 
 def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tiles:
-    """For rows of which most have at most `queries` new tokens: in short rows, half of a large tile would be nothing."""
+    """Tiles of prefill, where most rows have at most `queries` new tokens.
+
+    In short rows, half of a large tile would be empty.
+    """
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
     if queries * group <= 64:
@@ -93,11 +97,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _has_cudnn() -> bool:
-    return torch.backends.cudnn.is_available()  # 0.4 ms, and layers ask
+    return torch.backends.cudnn.is_available()  # kept, because it takes 0.4 ms and every layer asks
 
 
 def _dot_dtype(q: torch.Tensor, pages: KVPages) -> torch.dtype:
-    """What decode multiplies in. fp8 numbers are exact in float16, and cheap to convert to it."""
+    """The dtype in which decode multiplies. fp8 numbers are exact in float16 and cheap to convert."""
     if q.dtype == torch.float32:
         return torch.float32
     if fp8_type(pages.k.dtype) is not None:
@@ -163,7 +167,7 @@ def _choices(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) 
 
 
 def _writes_pages(choices: _Choices, pages: KVPages) -> bool:
-    """Whether the decode kernel can write the step's tokens: of fp8 pages, each must lie in one tile."""
+    """Whether the decode kernel can write the step's tokens. An fp8 page must lie in one tile."""
     if choices.fp8 is None:
         return pages.scales is None
     return pages.scales is not None and choices.decode.keys % pages.k.shape[1] == 0
@@ -320,10 +324,10 @@ class _Call:
         return describe(self.k), describe(self.v)
 
     def library_serves(self) -> bool:
-        """Whether the step is rows that cuDNN serves, and faster: long ones with nothing before them.
+        """Whether cuDNN serves this step faster: it has long rows with nothing before them.
 
-        It computed 615 TFLOP/s where `prefill_kernel` reached 430 (8192 tokens, 32 heads of 128, H200), but takes 50 ms
-        to prepare itself for a row length it hasn't met, which only lengths that come again are worth.
+        cuDNN computed 615 TFLOP/s where `prefill_kernel` reached 430 (8192 tokens, 32 heads of 128, H200). But cuDNN takes 50 ms
+        to prepare itself for a new row length. That is worth it only for lengths that come again.
         """
         fresh = self.plan.fresh
         if not fresh or any(count % LIBRARY_QUERIES for count in fresh) or not self.q.is_cuda:
@@ -355,7 +359,7 @@ class _Call:
             return self.run_library()
         key = self.kv_heads, self.own, self.decode, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
-        # with many rows, asking for their first tiles cost 2.5 us of 25 at 64 rows; with one, it saved 2 of 9
+        # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and self.tokens < FEW_ROWS
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
@@ -395,9 +399,11 @@ def projected_attention(
     plan: PagedPlan,
     scores: Scores,
 ) -> torch.Tensor:
-    """See the twin. Rows with one token each, of which no pages are sought that all share, can be a single kernel, in which
-    every slice of a row prepares its queries. With fp8 pages that is faster however many there are (17.0 and 19.0 us at 64
-    rows, H200); otherwise only while a launch costs as much as the work (21.8 and 20.4 us at 64), which windows keep small.
+    """See the twin. A step can be one kernel if each row has one token and no shared pages are looked for.
+
+    In that kernel every slice of a row prepares the row's queries. With fp8 pages one kernel is faster for any number of rows (64
+    rows on an H200: 17.0 us, and 19.0 with two kernels). Otherwise one kernel is faster only while a launch costs as much as the
+    work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels).
     """
     q, k, v = prep.split(qkv_TND)
     reach = bool(plan.window or plan.chunk)

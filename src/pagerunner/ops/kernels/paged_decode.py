@@ -1,9 +1,11 @@
 """Decode attention over pages: rows with one new token each, in a grid whose size depends on the device alone.
 
-All (row, key tile) pairs of a step, in order, are cut into slices of equal length; program (slice, head) works through
-one of them. So one row of 40,000 tokens and 256 rows of 1,000 keep the device equally busy, and the grid, which a graph
-fixes, suits every step. A row that lies in one slice is finished by its program; of a row cut by slice boundaries every
-program leaves a partial result, and the last one to do so merges them all, always in the same order.
+All (row, key tile) pairs of a step, in order, are cut into slices of equal length. Program (slice, head) works through one
+slice. So one row of 40,000 tokens and 256 rows of 1,000 keep the device equally busy. A graph fixes the grid, and this grid suits
+every step.
+
+A row that lies in one slice is finished by that slice's program. If slice boundaries cut a row, each of its programs leaves a
+partial result. The last program to finish merges them all, always in the same order.
 
 Scores are in units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per
 key/value head (M: as rows of a tile), V size of a value head.
@@ -80,7 +82,7 @@ def _merged_parts(
 
 @triton.jit
 def _slice(begin_ptr, num_units, piece, S: tl.constexpr):
-    """Tiles of a slice; the first tile of slice `piece`, how many it has, and the unit that has the first."""
+    """Tiles of a full slice; and of slice `piece` the first tile, the number of tiles, and the unit of the first tile."""
     total_tiles = tl.load(begin_ptr + num_units)
     per = tl.maximum(tl.cdiv(total_tiles, S), 1)
     tile = piece * per
@@ -113,7 +115,7 @@ def _attend(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     RING: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, last) of keys, of which [oldest, stop) are there."""
+    """Attend to tiles [first, last) of keys. Keys [oldest, stop) exist; others are masked."""
     n = tl.arange(0, BN)
     for start in range(first, last, BN):
         at = start + n
@@ -170,7 +172,7 @@ def _finish(
     K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     SHARED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Add what was found in the shared prefix, and the sinks; write the unit's output."""
+    """Merge with the result of the shared prefix, add the sinks, and write the unit's output."""
     g = tl.arange(0, M)
     dv = tl.arange(0, DVP)
     q_head = head * G + g
@@ -300,13 +302,16 @@ def decode_kernel(
     FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FP8_MAX: tl.constexpr,
     STATIC: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
-    """`begin` [U + 1] are prefix sums of the units' tiles, `unit` [U, 4] their token, table slot (-1: padding), first
-    and one past last key in pages. `entry_tiles` of a unit, its first, have no keys: they stand for the time that going
-    over to a unit takes, so that slices of many short rows take no longer than others. No slice is shorter than a tile.
-    With OWN, the token itself is read from the projection, as it may be in no page; with FUSED, heads are as the
-    projection made them, and the program that has the token stores its key and value.
-    EARLY: the schedule is complete, because the decode kernel of an earlier layer, which fills the device, waited for it.
-    So it is read, and the first tile brought into the second-level cache, while the predecessor still runs.
+    """One slice of one head.
+
+    `begin` [U + 1] are prefix sums of the units' tiles. `unit` [U, 4] are a unit's token, table slot (-1: padding), first key in
+    pages, and the key after the last. A unit's first `entry_tiles` tiles have no keys. They stand for the time that beginning a
+    unit takes, so that a slice of many short rows takes no longer than other slices. No slice is shorter than a tile.
+
+    OWN: the token itself is read from the projection, as it may be in no page. FUSED: heads are as the projection made them, and
+    the program that has the token stores its key and value. EARLY: the schedule is complete, because the decode kernel of an
+    earlier layer fills the device and has waited for the schedule. So the schedule is read, and the first tile is brought into
+    the second-level cache, while the predecessor still runs.
     """
     if PDL:
         gdc_launch_dependents()

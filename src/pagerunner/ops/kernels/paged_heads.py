@@ -61,7 +61,10 @@ def rescale_page(
     page_ptr, stride_s, stride_h, factor, K, PAGE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """By the heads' factors [ROWS]. SLOTS slots at once: one after the other, each would be waited for."""
+    """Multiply a page's heads by `factor` [ROWS].
+
+    SLOTS slots are loaded at once, so that the program doesn't wait for each of them.
+    """
     row = tl.arange(0, SLOTS * ROWS)
     d = tl.arange(0, HALF_P)
     head = row % ROWS

@@ -1,4 +1,4 @@
-"""The step's own tokens in decode attention: their heads prepared, their keys and values scored and stored.
+"""The step's own tokens in decode attention: prepares their heads, scores their keys, and stores their keys and values.
 
 A program that has the token of a row reads its key and value from the projection, since its page may not hold them yet. With
 fp8 pages it also writes them, and converts what the page held if the head's scale grows. Shape letters: see
@@ -18,7 +18,10 @@ from pagerunner.ops.kernels.paged_tiles import LOG2E, softcapped
 def prepared(
     at, mask, norm_ptr, angle, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32: each element with its pair's other one."""
+    """Heads [rows, DP] from `at` [rows, 1], normed and rotated, float32.
+
+    Each element is rotated with its pair's other element.
+    """
     d = tl.arange(0, DP)
     other = (d + D // 2) % D
     inside = (d < D)[None, :]
@@ -35,7 +38,7 @@ def prepared(
 
 @triton.jit
 def _score(wide_q, key, scale, softcap, SOFTCAP: tl.constexpr):
-    """Of queries [M, DP] and one key [DP]; [M]."""
+    """Scores [M] of queries [M, DP] and one key [DP]."""
     score = tl.sum(wide_q * key[None, :], 1) * scale
     if SOFTCAP:
         score = softcapped(score, softcap)
@@ -119,7 +122,10 @@ def with_own_code(
     PAGE_P: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     STATIC: tl.constexpr,
 ):  # fmt: skip
-    """The token's own key and value, as pages hold them, added to what was found in pages; and stored in its page."""
+    """Merge the token's own key and value, rounded as pages hold them, with the result over the pages.
+
+    Both are also stored in the token's page.
+    """
     scale_ptr = scales_ptr + entry * scales_se
     k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
         k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,

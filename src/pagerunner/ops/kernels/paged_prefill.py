@@ -30,8 +30,9 @@ def _new_tiles(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, last) of the row's new tokens; without MASKED, all of them are there and visible (but for REACH), and
-    may be copied in bulk.
+    """Keys [first, last) of the row's new tokens.
+
+    Without MASKED all of these keys exist, are visible as far as REACH allows, and may be copied in bulk.
     """
     n = tl.arange(0, BN)
     for start in range(first, last, BN):
@@ -66,7 +67,7 @@ def _past_tiles(
     BN: tl.constexpr, MASKED: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
     TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, last) of the row's past; without MASKED or REACH, all of them are visible."""
+    """Keys [first, last) of the row's past. Without MASKED and REACH all of these keys are visible."""
     n = tl.arange(0, BN)
     if FP8 is not None:
         q_even, q_odd = halves(q)

@@ -1,8 +1,11 @@
-"""Keys and values into fp8 pages with scales of their own, which all of a step's tokens of a page decide.
+"""Stores keys and values into fp8 pages with scales of their own. All tokens of the step that go to a page decide its scale.
 
-Program (b, part) has one head of the tokens from b * PAGE_P on: those that are alone on their pages all at once; and of
-every page that one of them is the first of several to go to, all the step's tokens at once. So there are no atomics.
-Parts are the heads' keys, then their values.
+Program (b, part) has one head of the PAGE_P tokens from b * PAGE_P on. It stores two sets of tokens:
+
+* The tokens that are alone on their pages, all at once.
+* For each page whose first token of this step is among the PAGE_P tokens: all tokens of the step that go to that page, at once.
+
+So each page has one program, and no atomics are needed. Parts are the heads' keys, then the heads' values.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ def _load(
     ptr, stride_t, token, there, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
     N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of the tokens that are `there` [N], normed and rotated, rounded as the projection is: two halves [N, HALF_P]
-    float32; and each token's largest magnitude, [N].
+    """One head of the tokens that are `there` [N], normed, rotated, and rounded as the projection is.
+
+    Returns two halves [N, HALF_P] float32, and each token's largest magnitude [N].
     """
     d = tl.arange(0, HALF_P)[None, :]
     low_mask = there[:, None] & (d < HALF)
@@ -65,8 +69,10 @@ def _store_tile(
     ptr, stride_t, token, page, page_ss, offset_ptr, low, high, scale, inverse, there, stored,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Halves of tokens [N] into the slots of their pages, those that are `stored`, and back to where they came from, those
-    that are `there`, as pages hold them. Pointer to the page, scale and its inverse: one, or of each token.
+    """Store halves of tokens [N], rounded as pages hold them.
+
+    Tokens that are `stored` go into the slots of their pages. Tokens that are `there` also go back to where they came from. The
+    page's pointer, the scale and its inverse are one value for all tokens, or one for each.
     """
     low = _quantised(low, inverse, FP8_MAX, FP8)
     high = _quantised(high, inverse, FP8_MAX, FP8)
@@ -84,7 +90,7 @@ def _store_alone(
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
-    """All tokens [PAGE_P] at once whose pages get no other token of this step, or which have none."""
+    """All tokens [PAGE_P] at once that have no page, or whose page gets no other token of this step."""
     t = tl.arange(0, PAGE_P)
     stored = alone & (entry >= 0)
     low, high, largest = _load(

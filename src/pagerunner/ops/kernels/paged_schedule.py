@@ -30,8 +30,9 @@ def _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot0, column, num_rows,
 def _shared_tokens(
     table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of leading pages that all rows of a step share, if reading them once spares at least `least` reads of a
-    token; and the slot of a row that has them.
+    """How many tokens of leading pages all rows of a step share, and the slot of a row that has these pages.
+
+    0 tokens if reading them once spares fewer than `least` reads of a token.
     """
     rows = 0
     shortest = 0x7FFFFFFF
@@ -69,7 +70,7 @@ def schedule_kernel(
     PAGE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, OWN: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Padding tokens are units too: someone has to write their zeros. `entry_tiles`: see `decode_kernel`.
+    """One program. Padding tokens are units too, because a program has to write their zeros. `entry_tiles`: see `decode_kernel`.
 
     `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `block` [R + 1]: prefix sums of
     rows' blocks of BT queries; `counter`: zeros.

@@ -1,6 +1,6 @@
-"""Attention of all rows to the pages that all of them begin with, which are read once for all.
+"""Attention of all rows to the pages with which all rows begin. These pages are read once for all rows.
 
-What it finds is merged by `kernels.paged_decode`. Scores are in units of log2. Shape letters: U units (a row's token), K
+`kernels.paged_decode` merges the result. Scores are in units of log2. Shape letters: U units (a row's token), K
 key/value heads, G query heads per key/value head (M: as rows of a tile), V size of a value head.
 """
 
@@ -32,8 +32,8 @@ def shared_kernel(
 ):  # fmt: skip
     """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share.
 
-    `info` holds the number of units, of shared tokens, of splits of these, and the table slot to read them from. A split
-    leaves `shared_split` sums, those of a unit after the other; units of padding, which are the last, leave none.
+    `info` holds four numbers: units, shared tokens, splits of the shared tokens, and the table slot to read these tokens from. A
+    split leaves `shared_split` sums, unit after unit. Units of padding come last and leave no sums.
     """
     shared = tl.load(info_ptr + 1)
     if shared > 0:

@@ -1,7 +1,7 @@
 """Heads of a projection's output, prepared and stored into pages: norm, rotary positions, page write, fp8.
 
 Program (t, part) has part 0: token t's keys, part 1: its values, others: some of its query heads. A head is handled as
-two halves, which are the pairs that rotate. What goes to fp8 pages with scales of their own is for `paged_runs`.
+two halves, which are the pairs that rotate. Keys and values for fp8 pages with scales of their own are `paged_runs`' work.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _put_quantised(
     ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads into its page, if it has one, and back to where they came from as the page holds them."""
+    """Store a token's heads into its page, if it has a page; and back to where they came from, rounded as the page holds them."""
     scale = scale[:, None]
     low8 = quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
     high8 = quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
@@ -90,7 +90,7 @@ def _store_scaled_token(
     ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
     ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """In fp8, by the layer's own scales of heads."""
+    """Store a token in fp8, by the checkpoint's scales of the layer's heads."""
     head = tl.arange(0, ROWS)
     scale = tl.load(scale_ptr + head, mask=head < K, other=0.0)
     low, high = _heads(

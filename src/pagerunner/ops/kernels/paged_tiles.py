@@ -1,4 +1,4 @@
-"""Tiles of keys and values on their way from pages to the matrix units, and the softmax that goes over them one by one."""
+"""Tiles of keys and values on their way from pages to the matrix units, and the softmax over one tile after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # of scores: finite, so that differences of it are
+LOWEST = tl.constexpr(-1.0e30)  # the score of a masked key: finite, so that its differences are finite
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def load_pairs(
 ):  # fmt: skip
     """As `load_tile` for fp8: the elements at even and at odd places, [rows, DP / 2] each, of dtype TO; TRANS: [DP / 2, rows].
 
-    Moved in pairs, as 16-bit elements, tiles reach the matrix units in the order that these want; bytes would not. ASM:
-    convert four at a time, which the compiler doesn't find out by itself.
+    Tiles are moved in pairs, as 16-bit elements. So they reach the matrix units in the order that these units want, which bytes
+    would not. ASM: convert four at a time, which the compiler doesn't find by itself.
     """
     d = tl.arange(0, DP // 2)
     pairs = (ptr + offsets[:, None]).to(tl.pointer_type(tl.uint16)) + d[None, :]
@@ -71,10 +71,14 @@ def tile_scales(
     scales_ptr, scales_se, row_table, width, start, oldest, stop,
     K: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Of BN fp8 keys from `start` on, of which [oldest, stop) are there: key scales, log2 of the value scales and their
-    inverse. The second goes into scores: so a weight is multiplied by its key's value scale, is at most 1 all the same, and
-    adds to what was found before as any other; the third is what of it counts in the total weight. Of powers of two all
-    are exact. ASM: a logarithm in one instruction, instead of the compiler's function.
+    """Three numbers for each of BN fp8 keys from `start` on, of which [oldest, stop) exist.
+
+    * The scale of the key.
+    * log2 of the value's scale. It is added to the score, which multiplies the key's weight by the value's scale. The weight is
+      still at most 1, and merges with earlier weights as usual.
+    * The inverse of the value's scale. Times this, the weight counts in the total weight.
+
+    All three are exact, because scales are powers of two. ASM: a logarithm in one instruction, not the compiler's function.
     """
     PART: tl.constexpr = PAGE if BN % PAGE == 0 else (BN if PAGE % BN == 0 else 1)  # keys that are in one page for sure
     first = start + tl.arange(0, BN // PART) * PART
@@ -103,8 +107,10 @@ def scaled(scores, k_scale, exponent, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def online(scores, share, highest, total, AXIS: tl.constexpr):
-    """A tile's weights, of scores whose keys lie along AXIS; the highest score and the total weight with it, into which a
-    weight goes times `share`; the factor for what was found before.
+    """One step of a softmax over tiles. Keys lie along AXIS of `scores`.
+
+    Returns the tile's weights; the highest score so far; the total weight so far, in which a weight counts times `share`; and the
+    factor for the results of earlier tiles.
     """
     new = tl.maximum(highest, tl.max(scores, AXIS))
     weights = tl.math.exp2(scores - tl.expand_dims(new, AXIS))
@@ -126,7 +132,7 @@ def prefetch_tile(
     entry = tl.load(row_table + page, mask=mask, other=0)
     SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     row = tl.cast(ptr, tl.int64) + (entry * stride_e + at % PAGE * stride_s) * SIZE
-    # what isn't there is asked for as the pool's first bytes, which do exist
+    # for keys that don't exist, ask for the pool's first bytes, which do
     row = tl.where(mask, row, tl.cast(ptr, tl.int64))
     for line in tl.static_range(0, D * SIZE, 128):
         tl.inline_asm_elementwise(
@@ -164,8 +170,8 @@ def attend_fp8_few(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
     TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_fp8`, for as few as 8 queries: they are the products' columns, [DP / 2, M], as the results are, [DVP / 2, M];
-    keys and values are the rows.
+    """As `attend_fp8`, for as few as 8 queries. Queries [DP / 2, M] and results [DVP / 2, M] are the products' columns. Keys and
+    values are the rows.
     """
     k_even, k_odd = load_pairs(kp_ptr, k_offsets, there, D, DP, FP8, TO, ASM)
     v_even, v_odd = load_pairs(vp_ptr, v_offsets, there, DV, DVP, FP8, TO, ASM, True)

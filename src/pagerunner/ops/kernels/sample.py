@@ -2,18 +2,16 @@
 
 The vocabulary is cut into runs of RUN consecutive tokens, tiles of many runs.
 
-1. `_runs_kernel`, a program for each row and tile, reads the logits: a greedy row's best token of the tile; of a row
-   that draws, each run's largest logit and the sum of its weights.
-2. `_choose_kernel`, a program for each row, works on what the first has left, about 1,200 pairs of numbers for a
-   vocabulary of 151,936. Without filters it inverts the running sum of the runs, and then of the one run that was hit.
-   With filters it looks for candidates first: the k-th largest of the runs' largest logits is a lower bound of the
-   k-th largest logit, so the k tokens can only be in about k runs. Only these are read again.
+1. `_runs_kernel`, a program for each row and tile, reads the logits. Of a greedy row it finds the tile's best token. Of a row that
+   draws it finds each run's largest logit and the sum of the run's weights.
+2. `_choose_kernel`, a program for each row, works on the results of the first: about 1,200 pairs of numbers for a vocabulary of
+   151,936. Without filters it inverts the running sum of the runs, and then the running sum inside the run that was hit. With
+   filters it looks for candidates first. The k-th largest of the runs' largest logits is a lower bound of the k-th largest logit.
+   So the k tokens can only be in about k runs, and only these runs are read again.
+3. `_search_kernel`, a program for each row, has nothing to do for most rows. Candidates may not suffice: a nucleus of more than
+   some hundred tokens, a large top-k, many ties. Then the program searches the whole row for the bound, four values at a time.
 
-3. `_search_kernel`, a program for each row, has nothing to do for most of them. Where candidates didn't suffice (a
-   nucleus of more than some hundred tokens, a large top-k, many ties) it searches the whole row for the bound, four
-   values at a time.
-
-Logits are compared as integers in the floats' order ("keys"). What a row gets doesn't depend on the rows beside it.
+Logits are compared as integers in the floats' order ("keys"). A row's token doesn't depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,9 @@ from pagerunner.ops.sample import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, WORDS,
 
 RUN = 128  # tokens of a run
 TILE = 4096  # tokens that a program of the first kernel reads
-MOST_K = 128  # up to this top-k, the tokens are looked for among candidates; so many runs are looked at for top-p alone
+MOST_K = (
+    128  # the largest top-k that is looked for among candidates; for top-p alone, the number of runs that are looked at
+)
 LISTED = 256  # runs in which candidates may be
 CANDIDATES = 512  # tokens at most
 SEARCHED = 4096  # tokens read at a time where a whole row is searched
@@ -83,8 +83,11 @@ def _runs_kernel(
     logits_ptr, slots_ptr, scales_ptr, best_ptr, tops_ptr, sums_ptr, vocab, row_stride,
     RUN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row. Greedy: key of the best in the upper half, its id's complement in the lower, so the lowest id
-    wins. Else for each run the key of its largest logit, and the sum of its weights if that one's were 1.
+    """A tile of a row.
+
+    Greedy rows: an integer with the best token's key in the upper half and the complement of its id in the lower half. So the
+    lowest id wins a tie. Rows that draw: for each run the key of its largest logit, and the sum of its weights relative to that
+    logit's weight.
     """
     if PDL:
         gdc_launch_dependents()
@@ -112,8 +115,9 @@ def _runs_kernel(
 
 @triton.jit
 def _invert(weight, index, uniform, SIZE: tl.constexpr):
-    """The place whose span of the running weights (float64) holds `uniform` of their sum, never one of weight 0; and how
-    far inside its span that is, in [0, 1)."""
+    """The place whose span of the running weights (float64) holds `uniform` times their sum. Never a place of weight 0.
+
+    Also how far inside its span that point is, in [0, 1)."""
     running = tl.cumsum(weight, 0)
     target = uniform * tl.sum(weight, 0)
     first = tl.min(tl.where((running > target) & (weight > 0.0), index, SIZE), 0)
@@ -147,7 +151,10 @@ def _from_runs(source, masses, run, vocab, best, scale, bound, min_p, uniform, R
 
 @triton.jit
 def _lower_bound(tops, best_key, wanted):
-    """A key at or above which at least `wanted` runs have their largest logit, and not many more; or below all finite."""
+    """A key at or above which at least `wanted` runs, and not many more, have their largest logit.
+
+    With fewer than `wanted` such runs, a key below all finite ones.
+    """
     low, high = best_key * 0 + _NOT_FINITE + 1, best_key
     number = tl.sum((tops >= low).to(tl.int32), 0)
     while (low < high) & (number > wanted + wanted // 4):
@@ -166,8 +173,10 @@ def _collect(
     source, vocab, tops, run, bound, runs_ptr, values_ptr, ids_ptr,
     RUN: tl.constexpr, LISTED: tl.constexpr, CANDIDATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Puts the logits at or above the key `bound`, and their ids, aside in the order of the vocabulary; returns how many
-    there are, which is more than CANDIDATES where not all of them, or not even all runs, were looked at."""
+    """Collect the logits at or above the key `bound`, and their ids, in the order of the vocabulary. Returns how many there are.
+
+    A number above CANDIDATES says that some logits, or some runs, were not looked at.
+    """
     listed = (tops >= bound).to(tl.int32)
     number = tl.sum(listed, 0)
     count = number * 0 + CANDIDATES + 1
@@ -193,7 +202,7 @@ def _collect(
 
 @triton.jit
 def _above(x, values_ptr, count, best, scale, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """For each of x, how many of `count` values are larger, and what these weigh."""
+    """For each of x, how many of `count` values are larger, and the weight of the larger values."""
     numbers = tl.zeros((SIZE,), tl.int32)
     masses = tl.zeros((SIZE,), tl.float64)
     for first in range(0, count, STEP):
@@ -211,10 +220,10 @@ def _among_candidates(
     values_ptr, ids_ptr, count, best, scale, min_p, top_k, top_p, uniform, whole, total,
     CANDIDATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The token of a uniform among the candidates, or -1 if tokens that are none may take part. `whole`: all tokens that
-    top-k or min-p keeps are candidates; else `total` is what all tokens of the row weigh, and only top-p may cut.
+    """The token of a uniform among the candidates, or -1 if tokens outside the candidates may take part.
 
-    Candidates hold every token above any of them, so what is larger than one that is kept is kept as well.
+    `whole`: all tokens that top-k or min-p keeps are candidates. Otherwise `total` is the weight of all tokens of the row, and
+    only top-p may cut. The candidates are the row's largest tokens, so every token larger than a kept token is kept too.
     """
     index = tl.arange(0, CANDIDATES)
     there = index < count
@@ -243,15 +252,16 @@ def _pivot(low, high, part: tl.constexpr):
 
 @triton.jit
 def _tighten(low, high, pivot, mass, needed):
-    """The bounds after what lies at or above the key `pivot` has been weighed, in parts."""
+    """The new bounds, once the tokens at or above the key `pivot` have been weighed, in parts."""
     holds = tl.sum(mass.to(tl.float64), 0) >= needed
     return tl.where(holds, tl.maximum(low, pivot), low), tl.where(holds, high, tl.minimum(high, pivot - 1))
 
 
 @triton.jit
 def _narrow(source, vocab, low, high, needed, best, scale, min_p, weighed, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key at or above which the row's tokens weigh `needed` (or, not `weighed`, are that many): it lies in
-    [low, high], and at `low` they do. Keys differ in the bits above SHIFT only.
+    """The largest key such that the row's tokens at or above it weigh `needed`.
+
+    Without `weighed` the tokens are counted instead. The key lies in [low, high], and `low` fulfils the condition. Keys differ only in the bits above SHIFT.
     """
     low, high = low >> SHIFT, high >> SHIFT
     index = tl.arange(0, BLOCK)
@@ -279,7 +289,7 @@ def _narrow(source, vocab, low, high, needed, best, scale, min_p, weighed, SHIFT
 
 @triton.jit
 def _restrict(source, vocab, sums_ptr, num_runs, bound, best, scale, min_p, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """The runs' sums again, with only the tokens that min-p leaves, at or above the key `bound`."""
+    """The runs' sums once more, of only the tokens that min-p keeps, at or above the key `bound`."""
     for first in range(0, num_runs, BLOCK // RUN):
         run = first + tl.arange(0, BLOCK // RUN)
         ids = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -297,12 +307,12 @@ def _filtered(
     source, vocab, tops, run, best, best_key, temperature, total, min_p, top_k, top_p, uniform, runs_ptr, values_ptr,
     ids_ptr, RUN: tl.constexpr, MOST_K: tl.constexpr, LISTED: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The token of a uniform behind min-p, top-k and top-p, or -1 where candidates don't suffice."""
+    """The token of a uniform after min-p, top-k and top-p, or -1 where candidates don't suffice."""
     scale = _LOG2_E / temperature
     few = (top_k > 0) & (top_k <= MOST_K)
     bound = _lower_bound(tops, best_key, tl.where(few, top_k, MOST_K).to(tl.int32))
     whole = few
-    if min_p > 0.0:  # what min-p keeps lies above its own bound, a little below which is searched
+    if min_p > 0.0:  # min-p keeps tokens above its own bound; the search begins a little below that bound
         floor = _key(best + (tl.log(min_p) - 1e-3) * temperature - tl.abs(best) * 1e-5)
         whole |= floor >= bound
         bound = tl.minimum(tl.maximum(bound, floor), best_key)
@@ -323,8 +333,10 @@ def _choose_kernel(
     RUNS: tl.constexpr, RUN: tl.constexpr, MOST_K: tl.constexpr, LISTED: tl.constexpr, CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row, from what `_runs_kernel` has left to its token, or -1. `scales` and `chances` are `words` as float32 and
-    float64."""
+    """One row: from the results of `_runs_kernel` to its token, or -1.
+
+    `scales` and `chances` are `words` as float32 and float64.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -369,7 +381,10 @@ def _search_kernel(
     vocab, row_stride, num_runs, RUNS: tl.constexpr, SHIFT: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row that `_choose_kernel` has given -1: top-k's bound, then top-p's, in a few passes over all of its logits."""
+    """A row that got -1 from `_choose_kernel`.
+
+    Finds top-k's bound, then top-p's, in a few passes over all logits of the row.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -21,7 +21,10 @@ def softplus(x):
 
 @triton.jit
 def _add_within_row(begins, sum_before, begins_too, x):
-    """Combine two stretches of tokens, each with whether a row begins in it and its sum since then."""
+    """Combine two stretches of tokens.
+
+    Each has a flag, whether a row begins in it, and its sum since that beginning.
+    """
     return begins | begins_too, tl.where(begins_too != 0, x, sum_before + x)
 
 
@@ -50,7 +53,10 @@ def saves_of(save_start, row, HAS_SAVES: tl.constexpr):
 
 @triton.jit
 def stretch(save_end, save, at, stop, first, end):
-    """The tokens up to save `save` from the one before it on: saves `at` to `stop` divide those from `first` to `end`."""
+    """The tokens from the save before `save` up to save `save`.
+
+    Saves `at` to `stop` divide the tokens from `first` to `end`.
+    """
     begin = tl.load(save_end + save - 1, mask=save > at, other=first)
     upto = tl.load(save_end + save, mask=save < stop, other=end)
     return begin, upto
@@ -65,7 +71,7 @@ def _entry_of(target, state_stride, ITEM: tl.constexpr):
 def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
     """The page table entry that save `save` goes to, int64; the row's own after the last one.
 
-    An entry times the stride is an offset whose alignment the compiler knows, other than the target's.
+    The compiler knows the alignment of an entry times the stride. It doesn't know the alignment of a target.
     """
     target = tl.load(save_target + save, mask=save < stop, other=0)
     return tl.where(save < stop, _entry_of(target, state_stride, ITEM), own)
@@ -73,7 +79,7 @@ def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
 
 @triton.jit
 def unfinished(save_end, save, query_start, row_T, MOST: tl.constexpr, C: tl.constexpr):
-    """The token that a save is before, its row's first one, and whether it lies within a block of a row of more than MOST."""
+    """The token before which a save is, its row's first token, and whether it lies inside a block of a row of more than MOST."""
     cut = tl.load(save_end + save)
     row = tl.load(row_T + cut - 1)
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
