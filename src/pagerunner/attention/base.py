@@ -26,7 +26,7 @@ class Reach:
 
     @classmethod
     def of(cls, spec: Spec) -> Reach | None:
-        """That of a layer's memory; None where queries see everything before them."""
+        """The reach of a layer's memory. None if queries see everything before them."""
         if spec.kind == "window":
             return cls(spec.window)  # type: ignore[attr-defined]
         return cls(spec.chunk, chunked=True) if spec.kind == "chunked" else None  # type: ignore[attr-defined]
@@ -69,14 +69,15 @@ class PlanInputs:
 class AttentionBackend(Protocol[Call]):
     """Serves the layers of one memory group: plans each step once, then runs each layer's call.
 
-    `Call` is the type of `attention.calls` that it runs. `plan` runs outside graphs, before the model: before every eager
-    step, at the capture of a graph, and, where `capabilities.plans_on_host`, before each replay. What it returns is
-    `GroupBatch.plan`, made anew each time; what a first layer computes for the others belongs there.
+    `Call` is the type of `attention.calls` that the backend runs. `plan` runs outside graphs and before the model: before every
+    eager step, at the capture of a graph, and, if `capabilities.plans_on_host`, before each replay. Each `plan` returns a new
+    value, which becomes `GroupBatch.plan`. What a first layer computes for the other layers belongs into that value.
 
-    State that kernels read through pointers and that outlives a step (counters, plans made on the host) belongs to an object
-    made by `new_state`. Every captured graph has its own, made afresh for the capture, so that nothing which a warm-up
-    initialised is missing from the graph; eager steps share one. Before a replay, `plan` is called with the graph's state and
-    must leave in it whatever this step's host lists change. State never lives in the arena, so sleep can't take it away.
+    Some state outlives a step, and kernels read it through pointers: counters, or plans made on the host. It belongs to an
+    object made by `new_state`. Eager steps share one such object. Every captured graph has its own, made for the capture
+    after the warm-up, so that the graph misses nothing which a warm-up initialised. Before a replay, `plan` is called with
+    the graph's state and must write into it whatever this step's host lists change. State never lives in the arena, so
+    sleep can't take it away.
     """
 
     @property
@@ -86,7 +87,7 @@ class AttentionBackend(Protocol[Call]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it serves and how it is fed."""
+        """What the backend serves and how it is fed."""
         ...
 
     def new_state(self, shape: GraphShape | None) -> Any:

@@ -1,6 +1,6 @@
 """What layers ask of attention backends: one call per kind of memory, all of them run by `AttentionBackend.run`.
 
-A call holds one layer's inputs of one step and the layer's pages. Calls are made by `layers/`, once per layer and step.
+A call holds one layer's inputs for one step, and the layer's pages. Calls are made by `layers/`, once per layer and step.
 
 Shape letters: T tokens of the step, S wanted tokens, N heads of a projection or slots that the step completes, H query heads, K key/value
 heads, D head size, V size of a value head, L elements of a latent and its rotary part, I indexer key size, J indexer heads,
@@ -39,12 +39,12 @@ class Projection(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Causal softmax attention over keys and values of pages: store the step's, then attend; [T, H, V].
+    """Causal softmax attention over keys and values in pages: store the step's keys and values, then attend; [T, H, V].
 
-    `inputs` is a Projection only for backends that declare `projection`. `wanted`: only these tokens' attention is asked for,
-    [S, H, V] (None: all); only for backends that declare `wanted`. All tokens are stored. `lse_TH`: float32 memory for the
-    log-sum-exp of each token's scores, for a caller that merges; only where `pages` are one vector per token.
-    A token whose `group.write_entry` is -1 is read by its own step's queries only.
+    `inputs` is a Projection only for backends that declare `projection`. `wanted`: the tokens
+    whose attention is asked for, [S, H, V] (None: all); only for backends that declare `wanted`. All tokens are stored anyway.
+    `lse_TH`: float32 memory for the log-sum-exp of each token's scores, for a caller that merges; only if `pages` hold one
+    vector per token. A token whose `group.write_entry` is -1 has no page, so only its own step's queries see it.
     """
 
     inputs: Heads | Projection
@@ -101,8 +101,8 @@ class UpProjection:
 class LatentCall(NamedTuple):
     """Multi-head latent attention: store every token's vector (latent, then rotary part), then attend causally; [T, H, V].
 
-    A query's last elements are its rotary ones. Vectors take part as pages hold them, also those of this step, so that a
-    narrower page dtype doesn't make results depend on how a prompt is divided into steps.
+    A query's last elements are its rotary ones. All vectors, this step's too, take part rounded as
+    pages hold them. So a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
     """
 
     q_THD: torch.Tensor
@@ -116,7 +116,10 @@ class LatentCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexerQueries:
-    """What chooses slots: the score of a slot is the sum over heads of `weight * relu(query . key)`; the best `top_k` are seen."""
+    """Queries that choose slots: a slot's score is the sum over heads of `weight * relu(query . key)`.
+
+    The best `top_k` slots are seen.
+    """
 
     q_TJI: torch.Tensor
     weights_TJ: torch.Tensor
@@ -124,9 +127,10 @@ class IndexerQueries:
 
 
 class CompressedCall(NamedTuple):
-    """Attention over slots that stand for several tokens, or that an indexer chooses: store the slots that the step completes
-    (`CompletedSlots.completed` of the group's plan), attend to those complete at each query, and merge with the `window`'s
-    result, if there is one; [T, H, D].
+    """Attention over slots that stand for several tokens, or that an indexer chooses; [T, H, D].
+
+    Store the slots that the step completes (`CompletedSlots.completed` of the group's plan). Let each query attend to the slots
+    that are complete by its position. Merge with the result of `window`, if there is one.
     """
 
     q_THD: torch.Tensor

@@ -1,7 +1,7 @@
 """What a backend declares that it can do, and the sentence that refuses a layer which needs more.
 
 Selection (`attention.select`) compares declarations with the layers of a memory group. The layers, the batch builder and the
-graphs ask the same declaration how a backend is fed. Nothing else about a backend is asked of it.
+graphs ask the same declaration how a backend is fed. They ask a backend nothing else.
 """
 
 from __future__ import annotations

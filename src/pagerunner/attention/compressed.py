@@ -1,13 +1,14 @@
-"""Attention over compressed latents (DeepSeek-V4) and over those that an indexer chooses (V3.2), in plain torch: the reference
-that faster backends are compared with.
+"""Attention over compressed latents (DeepSeek-V4), and over latents that an indexer chooses (V3.2), in plain torch.
 
-A page of P tokens stores P / r vectors, each of which stands for r tokens and serves as key and value of every head. The
-vector of a slot is pooled from its tokens (`SlotPooling`) and written when the last of them is computed; the query at
-position p sees the (p + 1) // r slots that are complete by then, or those of them that an indexer likes best. What a query
-sees of its own window is attended to elsewhere and merged here by log-sum-exp. Without compression r is 1.
+This is the reference with which faster backends are compared. A page of P tokens stores P / r vectors. Each vector stands for r
+tokens and serves as key and value of every head. Without compression r is 1. Example: with r = 4 a page of 64 tokens has 16 slots.
 
-Everything is read from pages, also what this step has written, so that results don't depend on how a prompt was divided.
-Slots beyond the complete ones are never read.
+A slot's vector is pooled from its tokens (`SlotPooling`) and written when the last of these is computed. The query at
+position p sees the (p + 1) // r slots that are complete at p, or the best of these by an indexer. Another backend attends
+to the query's window, and the two results are merged here by their log-sum-exps.
+
+Everything is read from pages, also what this step has written. So results don't depend on how a prompt was divided. A slot that
+isn't complete is never read.
 
 Shape letters: T tokens of the step, Q queries of a block, N slots completed by the step, S slots of a row, H heads, D
 vector size, I indexer key size, J indexer heads, W tokens that a slot is pooled from, C channels.
@@ -98,7 +99,7 @@ class SlotPooling:
                 row_S = torch.repeat_interleave(rows.saves.start_R1.diff().long(), output_size=count)
                 targets_S = rows.saves.target_N[:count] // (state_EWC.stride(0) * state_EWC.element_size())
                 written.append((targets_S, windows(rows.saves.end_N[:count], row_S)))
-            for entries, states in written:  # all of them were read before
+            for entries, states in written:  # all reads come before
                 state_EWC[entries] = states
         return torch.cat(outputs, -1)
 
@@ -107,7 +108,7 @@ class SlotPooling:
         if not self.overlap:
             return (values * (gates + bias).softmax(1)).sum(1)
         ratio, half = self.ratio, bias.shape[-1] // 2
-        first = (last_N < ratio)[:, None, None]  # of the sequence: there is no slot before it
+        first = (last_N < ratio)[:, None, None]  # the sequence's first slot has no slot before it
         before = (gates[:, :ratio, :half] + bias[:, :half]).masked_fill(first, float("-inf"))
         weights = torch.cat((before, gates[:, ratio:, half:] + bias[:, half:]), 1).softmax(1)
         return (torch.cat((values[:, :ratio, :half], values[:, ratio:, half:]), 1) * weights).sum(1)
@@ -237,7 +238,10 @@ class CompressedBackend:
 def _allowed(
     at: int, end: int, ratio: int, chooser: IndexerQueries | None, keys_SI: torch.Tensor | None, tokens: slice
 ) -> torch.Tensor:
-    """Which of its row's slots each query in [at, end) sees, [Q, S]; of equal scores the earlier slots are taken."""
+    """Which slots of its row each query in [at, end) sees, [Q, S].
+
+    Of slots with equal scores the earlier ones are taken.
+    """
     device = chooser.q_TJI.device if chooser is not None else None
     positions_Q1 = torch.arange(at, end, device=device).unsqueeze(-1)
     allowed_QS = torch.arange(end // ratio, device=device) < (positions_Q1 + 1) // ratio

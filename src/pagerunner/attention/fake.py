@@ -13,7 +13,7 @@ from pagerunner.ops.paged_attention import PagedPlan, paged_attention, prepare_h
 class FakeBackend:
     """Serves keys and values by head. `planned` and `calls` are what it was given, in order.
 
-    `capabilities` may be narrowed or widened by `projection`, `wanted` and `graphs`: it computes what any of these ask for.
+    `projection`, `wanted` and `graphs` set the `capabilities` of these names. The backend can compute all of them.
     """
 
     name = "fake"

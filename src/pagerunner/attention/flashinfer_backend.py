@@ -1,11 +1,11 @@
 """Attention by FlashInfer (optional package flashinfer-python), over the same page-major views as every backend.
 
-FlashInfer plans on the host: before each step, and before each replay of a graph, the rows' pages and lengths are written
-into buffers that belong to the graph, and its kernels' work is divided anew. It builds its kernels when they are first
-used, which takes a minute or so once per machine; nothing is imported or built unless this backend was asked for.
+FlashInfer plans on the host. Before each eager step, and before each replay of a graph, the rows' pages and lengths are written
+into buffers that belong to the graph, and the kernels' work is divided. FlashInfer builds its kernels when they are first used,
+which takes about a minute once per machine. Nothing is imported or built unless this backend was asked for.
 
-Windows are not served: in the first page of a window, slots that no query sees may never have been written, and
-FlashInfer's kernels multiply them by zero, which NaN survives.
+Windows are not served. In the first page of a window some slots may never have been written, because no query sees them.
+FlashInfer's kernels multiply such slots by zero, and NaN times zero is NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ANYWHERE = Capabilities(
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a plan depends on beside the step: a layer's shapes, dtypes and scores."""
+    """What a plan depends on, apart from the step: a layer's shapes, dtypes and scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,15 +53,16 @@ class Use:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether work on the device is being recorded, which planning can't be."""
+    """Whether work on the device is being recorded into a graph. Planning can't be recorded."""
     return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def partial_bytes(use: Use, shape: GraphShape | None, processors: int) -> int:
-    """The most that "fa2" asks for, when it plans, for the partial results of rows whose keys are divided.
+    """The most bytes that "fa2" asks for, when it plans, for the partial results of rows whose keys are divided.
 
-    These are float32 [blocks, heads, queries of a block, elements + 1]. In a graph there are as many blocks as its tokens
-    could ever need; in eager steps, which divide keys only where processors would idle, two for each processor.
+    Partial results are float32 [blocks, heads, queries of a block, elements + 1]. A graph has as many blocks as its tokens
+    could ever need. An eager step divides keys only where multiprocessors would idle, and has two blocks for each
+    multiprocessor.
     """
     group, blocks, tile = (
         use.num_heads // use.num_kv_heads,
@@ -90,7 +91,7 @@ def _processors(device: torch.device) -> int:
 
 
 class Workspace:
-    """Where kernels leave partial results of one launch. Steps run one after another, so that all states share one."""
+    """Memory for the partial results of one launch. Steps run one after another, so all states share one workspace."""
 
     def __init__(self) -> None:
         self._made: torch.Tensor | None = None
@@ -111,7 +112,7 @@ class PlanState:
     wrappers: dict[Any, tuple[Any, PlanFence]] = field(default_factory=dict)
 
     def wrapper(self, key: Any, make: Any, inputs: PlanInputs) -> tuple[Any, PlanFence]:
-        """That of `key`, made by `make(self.workspace, graph buffers)` when it is first asked for."""
+        """The wrapper of `key`. `make(self.workspace, graph buffers)` makes it when it is first asked for."""
         found = self.wrappers.get(key)
         if found is None:
             device = inputs.page_table.device
@@ -124,7 +125,10 @@ class PlanState:
         return found
 
     def pages(self, inputs: PlanInputs) -> HostPages:
-        """Of a step; of a graph's capture, whose rows aren't known, the most that its kernels are launched for."""
+        """The pages of a step.
+
+        At a graph's capture the rows aren't known, and these are the most pages that its kernels are launched for.
+        """
         if self.shape is not None and not inputs.query_lens:
             return HostPages.largest(self.shape, inputs.page_table.device)
         return HostPages.of(inputs, len(inputs.query_lens) if self.shape is None else self.shape.rows)
@@ -132,7 +136,7 @@ class PlanState:
 
 @dataclass(slots=True)
 class WrapperPlan:
-    """A step as planned. A wrapper that isn't planned yet is when a layer first asks."""
+    """A step as planned. A wrapper is planned when a layer first asks for it."""
 
     inputs: PlanInputs
     state: PlanState
@@ -141,7 +145,7 @@ class WrapperPlan:
 
 
 class _HostPlanned(ABC):
-    """What the two backends share: which uses have been seen, and when they are planned."""
+    """What the two backends share: which uses they have seen, and when each use is planned."""
 
     def __init__(self) -> None:
         self._uses: dict[Use, None] = {}
@@ -262,7 +266,7 @@ class FlashInferLatentBackend(_HostPlanned):
             return kind(memory) if buffers is None else kind(memory, True, *buffers)
 
         wrapper, fence = plan.state.wrapper(use, make, inputs)
-        # Padding counts as rows of one query without keys: how its kernels are launched depends on the mean number of
+        # Padding counts as rows of one query without keys. How FlashInfer launches kernels depends on the mean number of
         # queries, which must be what it was at the capture.
         query_start = torch.arange(len(pages.kv_len) + 1, dtype=torch.int32)
         with fence:

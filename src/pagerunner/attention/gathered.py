@@ -11,8 +11,9 @@ from pagerunner.ops.async_copy import to_device
 def gathered_rows(inputs: PlanInputs) -> tuple[torch.Tensor, list[int]]:
     """The entries of each row's pages, [R, P] int64, and by row the page number of column 0.
 
-    In groups that keep everything that is page 0, in the others the page of the oldest token that the row's first query sees.
-    Entries beyond a row's pages are leftovers of other sequences. A page that no later step reads may be missing (-1).
+    A group that keeps everything has page 0 in column 0. In other groups it is the page of the oldest token that the first
+    query sees. Entries beyond a row's pages are leftovers of other sequences. A page that no later step reads may be
+    missing (-1).
     """
     table, size, reach, slots_R = inputs.page_table, inputs.page_tokens, inputs.reach, inputs.rows.slots_R
     stops = [-(-end // size) for end in inputs.seq_lens]

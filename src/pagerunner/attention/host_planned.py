@@ -1,4 +1,4 @@
-"""What wrappers of a library that plans on the host need of a step: which pages each row reads, in a list of their own.
+"""What a library that plans on the host needs to know of a step: one list of the pages that each row reads.
 
 Shape letters: R rows (padding included), P pages of all rows.
 """
@@ -15,10 +15,10 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """The rows of a step on the host, int32: query starts [R + 1], starts in `indices` [R + 1], tokens in those pages [R]
-    and in the last of them [R]; and on the device the table entries of all rows' pages, [P] int32.
+    """The rows of a step.
 
-    Rows of padding have neither queries nor pages.
+    On the host, int32: query starts [R + 1], starts in `indices` [R + 1], tokens in a row's pages [R] and in its last page [R].
+    On the device: the table entries of all rows' pages, `indices` [P] int32. Rows of padding have neither queries nor pages.
     """
 
     query_start: torch.Tensor
@@ -29,7 +29,7 @@ class HostPages:
 
     @classmethod
     def of(cls, inputs: PlanInputs, rows: int) -> HostPages:
-        """Those of a step, padded to `rows` rows; the page table is read on the device, as it is now."""
+        """The pages of a step, padded to `rows` rows. The page table is read on the device, as it is now."""
         size, table = inputs.page_tokens, inputs.page_table
         queries, ends = np.array(inputs.query_lens, dtype=np.int64), np.array(inputs.seq_lens, dtype=np.int64)
         counts = -(-ends // size)
@@ -48,7 +48,7 @@ class HostPages:
 
     @classmethod
     def largest(cls, shape: GraphShape, device: torch.device) -> HostPages:
-        """For the capture of a graph, whose rows aren't known: as many tokens as it has, and a page for each row."""
+        """The pages for the capture of a graph, whose rows aren't known: as many tokens as the graph has, and a page for each row."""
         queries = np.ones(shape.rows, dtype=np.int64)
         queries[0] = shape.tokens - shape.rows + 1
         one = np.ones(shape.rows, dtype=np.int64)
@@ -72,8 +72,8 @@ def _padded(values: np.ndarray, rows: int) -> torch.Tensor:
 class PlanFence:
     """Keeps a plan on the host from being overwritten before the device has read it.
 
-    Such libraries write a plan into pinned memory and copy it asynchronously; with two steps in flight, the next plan
-    could overwrite what the copy of the last one has yet to read.
+    A library that plans on the host writes a plan into pinned memory and copies it asynchronously. With two steps in
+    flight, the next plan could overwrite memory that the copy of the last plan has yet to read.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,12 +1,13 @@
 """Keys and values as pages hold them: written in the pages' dtype, read back in the model's.
 
-The attention of a step's new tokens takes them as their pages will hold them, not as the projection made them, so that
-a dtype that rounds doesn't make a token's result depend on how its prompt was divided into steps.
+A step's new tokens take part in attention rounded as their pages will hold them. So a dtype that rounds doesn't make a token's
+result depend on how its prompt was divided into steps.
 
-fp8 pages carry a scale for each head's keys and one for its values (latents: one for their vectors), per layer. It is zero
-in a fresh page, which must therefore be zeroed, and grows when a token needs a larger one; what the page held of the head
-is then converted. Static scales are the checkpoint's and never change: what is too large for them saturates. Shape letters: T
-tokens, U pages, S token slots, K key/value heads, D head size.
+An fp8 page carries two scales for each head and layer: one for keys, one for values. (Latents: one for the vectors.) A scale is
+zero in a fresh page, so fresh pages must be zeroed. A scale grows when a token needs a larger one. Then the head's older
+elements in the page are converted. Static scales are the checkpoint's and never change: larger numbers saturate.
+
+Shape letters: T tokens, U pages, S token slots, K key/value heads, D head size.
 """
 
 from __future__ import annotations

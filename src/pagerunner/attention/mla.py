@@ -8,9 +8,9 @@ is `up_key @ latent` with the rotary part behind it, its value `up_value @ laten
 * plain: the keys and values of every head are expanded from the latents. Expanding a slot costs as much as carrying a
   query there and back, and a (query, slot) pair then costs fewer multiplications.
 
-Short rows take the first, a row's own tokens of a long chunk the second, and long chunks over their past whichever
-multiplies less. `torch_plan` says how a step is divided; its parts are merged by their log-sum-exps, in value space.
-Only slots that were written are read.
+Short rows use the absorbed way. A long chunk attends to its own tokens in the plain way, and to its past in the way that
+multiplies less. `torch_plan` divides a step into parts. The parts' results are merged by their log-sum-exps, in value
+space. Only slots that were written are read.
 
 Shape letters: T tokens of the step, B rows of one call, Q queries of a row, S key slots, H heads, D query head size
 (N without rotary positions, then R rotary ones), C latent size, L vector size (C + R), V value head size.
@@ -32,7 +32,7 @@ from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPar
 from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend
 from pagerunner.ops.pages import slot_layout
 
-MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory that keys and values are expanded into
+MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory of expanded keys and values
 
 
 class LatentBackend:
@@ -140,7 +140,7 @@ class _Call:
 
     def _plain(self, q_BQHD: torch.Tensor, vectors_BSL: torch.Tensor, causal: bool) -> Result:
         k_SHD, v_SHV = self.up.expand(vectors_BSL.flatten(0, 1))
-        size = max(k_SHD.shape[-1], v_SHV.shape[-1])  # the kernel wants one size for all
+        size = max(k_SHD.shape[-1], v_SHV.shape[-1])  # the kernel wants one size for queries, keys and values
         shape = vectors_BSL.shape[:2]
         k_BHSd, v_BHSd = (F.pad(x, (0, size - x.shape[-1])).unflatten(0, shape).transpose(1, 2) for x in (k_SHD, v_SHV))
         q_BHQd = F.pad(q_BQHD, (0, size - q_BQHD.shape[-1])).transpose(1, 2)

@@ -1,4 +1,5 @@
-"""Attention whose kernels read page tables on the device: no gathered tables, no plan on the host, at home in graphs.
+"""Attention whose kernels read page tables on the device. It needs no gathered tables and no plan on the host, so it runs
+in graphs.
 
 On a CUDA device the operations of `ops.paged_attention` are Triton kernels; elsewhere their torch twins, which serve
 tests of everything around them.
@@ -39,7 +40,10 @@ class PagedBackend:
     )
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
-        """What a plan is for; nothing outlives a step: what kernels share is computed by the first layer that runs."""
+        """Only what a plan is for.
+
+        Nothing outlives a step, because the first layer of each step computes what kernels share.
+        """
         return shape
 
     def plan(self, inputs: PlanInputs, state: GraphShape | None) -> PagedPlan:
@@ -71,7 +75,10 @@ class PagedBackend:
         return paged_attention(*inputs, pages, table, rows, plan, scores)
 
     def _wanted_alone(self, call: AttentionCall, wanted_S: torch.Tensor) -> torch.Tensor:
-        """Once all tokens are in the pages, each of the wanted ones is like a row that generates."""
+        """Attention of the wanted tokens alone.
+
+        Once all tokens are in pages, each wanted token is like a row that generates.
+        """
         inputs, pages, group = call.inputs, call.pages, call.group
         if group.plan.window or group.plan.chunk:  # where not all tokens of the step need be in the pages
             out_THV = self.run(call._replace(wanted=None))

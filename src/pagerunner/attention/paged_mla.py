@@ -1,8 +1,8 @@
-"""Multi-head latent attention whose kernels read page tables on the device, at home in graphs. See `attention.mla`.
+"""Multi-head latent attention whose kernels read page tables on the device, so it runs in graphs. See `attention.mla`.
 
-In graphs, and for short rows elsewhere, every token is a query in the latent space over its row's pages, its own step's
-vectors included. Long rows of eager steps have keys and values of all heads expanded from their pages, a bounded number
-at a time, because a (query, key) pair then multiplies a third as much.
+In graphs, and for short rows of eager steps, every token is a query in the latent space over its row's pages. Its own step's
+vectors are in these pages too. For long rows of eager steps, keys and values of all heads are expanded from the pages, a
+bounded number at a time. A (query, key) pair then takes a third of the multiplications.
 
 Shape letters: T tokens of the step, H heads, D query head size (N without rotary positions, then P rotary ones), C
 latent size, L vector size (C + P), V value head size, S keys.
@@ -31,13 +31,13 @@ from pagerunner.ops.latent_attention import (
 )
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
-MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory that keys and values are expanded into
+MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
 SHARED_MEMORY = 229_376  # bytes that the largest program takes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedCall:
-    """Keys of long rows that are expanded together: their entries and slots [S], and who looks at them."""
+    """Keys of long rows that are expanded together: their entries and slots [S], and the queries that look at them."""
 
     entries_S: torch.Tensor
     offsets_S: torch.Tensor
@@ -56,7 +56,7 @@ class Division:
 
 @dataclass(slots=True)
 class LatentPlan:
-    """How a step is divided, made when a layer first asks; in a graph it isn't."""
+    """How an eager step is divided. The first layer that asks makes the division."""
 
     inputs: PlanInputs | None
     _made: dict[int, Division] = field(default_factory=dict)
@@ -82,7 +82,10 @@ class _Piece:
 
 
 def _divide(inputs: PlanInputs, step: int) -> Division:
-    """At most `step` keys a call. Only a call's first piece may continue what a call before began, and does so alone."""
+    """At most `step` keys a call.
+
+    Only the first piece of a call may continue a row of the call before, and is then its only piece.
+    """
     device = inputs.page_table.device
     short: list[int] = []
     calls: list[list[_Piece]] = []
@@ -117,7 +120,7 @@ def _call(pieces: Sequence[_Piece], inputs: PlanInputs) -> ExpandedCall:
     blocks = [
         (index << 16) + block for index, p in enumerate(pieces) for block in range(-(-p.queries // BLOCK_QUERIES))
     ]
-    blocks.sort(key=lambda packed: -(packed & 0xFFFF))  # those that see most come first
+    blocks.sort(key=lambda packed: -(packed & 0xFFFF))  # pieces with most keys come first
     tensors = (to_device(x, torch.int32, device) for x in (table, blocks))
     return ExpandedCall(entries_S, at_S % inputs.page_tokens, Pieces(*tensors), more=pieces[0].first_key > 0)
 
@@ -140,7 +143,7 @@ class PagedLatentBackend:
         return shape
 
     def plan(self, inputs: PlanInputs, state: GraphShape | None) -> LatentPlan:
-        """A graph's steps aren't divided: what they are is known to the device alone."""
+        """A graph's steps aren't divided, because only the device knows their rows."""
         return LatentPlan(inputs if state is None else None)
 
     def run(self, call: LatentCall) -> torch.Tensor:

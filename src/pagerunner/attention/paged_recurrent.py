@@ -1,8 +1,8 @@
-"""The backend of recurrent groups whose kernels find states through page tables on the device, at home in graphs.
+"""The backend of recurrent groups whose kernels find states through page tables on the device, so it runs in graphs.
 
-Every row runs from the state in its page on and leaves the new one there; rows of padding touch nothing. What of a step
-depends on the host are the states to save inside it: tensors that `plan` fills before every step, also before a graph is
-replayed. Shape letters: R rows, T tokens of the step, N saves.
+Every row runs on from the state in its page and leaves the new state there. Rows of padding touch nothing. Only the states to
+save inside a step depend on the host. `plan` fills their tensors before every step, also before a graph is replayed. Shape
+letters: R rows, T tokens of the step, N saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARED_MEMORY = (66_560, 147_456)
 
 
 class SaveState:
-    """A graph's saves, one for each of its tokens at most, or those of eager steps, which are made for each."""
+    """A graph's saves, at most one for each of its tokens; or an eager step's saves, which are made for each step."""
 
     def __init__(self, shape: GraphShape | None) -> None:
         self._shape = shape
@@ -50,7 +50,7 @@ class SaveState:
 
 
 def _room(rows: int, saves: int, device: torch.device) -> StateSaves:
-    """No saves, and room for some."""
+    """Tensors without saves, with room for some."""
     sizes = ((rows + 1, torch.int32), (saves, torch.int32), (saves, torch.int64))
     return StateSaves(*(torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes))
 
@@ -82,7 +82,7 @@ class PagedRecurrentBackend:
         return SaveState(shape)
 
     def plan(self, inputs: PlanInputs, state: SaveState) -> StateSaves:
-        """Where states go that are to be kept from within the step."""
+        """The places of the states that are to be saved inside the step."""
         return state.fill(inputs)
 
     def run(self, call: RecurrentCall) -> torch.Tensor:

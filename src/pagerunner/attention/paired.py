@@ -19,7 +19,7 @@ class PairedPlan:
 
 
 class PairedBackend:
-    """See the module. What a step is, its plan decides; in graphs, the capture's."""
+    """See the module. The plan of a step decides which backend runs it. In a graph the capture's plan decides."""
 
     def __init__(self, one_query: AttentionBackend[Any], several: AttentionBackend[Any]) -> None:
         self.name = f"{one_query.name}, {several.name} for rows of several tokens"
@@ -36,11 +36,11 @@ class PairedBackend:
         self._backends = (one_query, several)
 
     def new_state(self, shape: GraphShape | None) -> tuple[Any, Any]:
-        """That of both."""
+        """The state of both."""
         return self._backends[0].new_state(shape), self._backends[1].new_state(shape)
 
     def plan(self, inputs: PlanInputs, state: tuple[Any, Any]) -> PairedPlan:
-        """That of the one whose step it is."""
+        """The plan of the backend that runs this step."""
         which = 0 if inputs.rows.one_token else 1
         return PairedPlan(self._backends[which], self._backends[which].plan(inputs, state[which]))
 

@@ -1,9 +1,10 @@
 """The backend of recurrent groups: layers whose memory is one state per request instead of tokens in pages.
 
 A row's state is read from the page in column 0 of its table and written back after the row's tokens of the step. A row
-that begins at position 0 finds a zeroed page. Rows of one token take a step together, longer ones are run in chunks one
-after another; where the plan asks for the state at a position inside a row, the row is divided there. Shape letters: T
-tokens of the step, B rows, L tokens of a row, C convolution channels, W its taps, H heads.
+that begins at position 0 finds a zeroed page. Rows of one token take a step together. Longer rows run one after another, in
+chunks. If the plan asks for the state at a position inside a row, the row is divided there.
+
+Shape letters: T tokens of the step, B rows, L tokens of a row, C convolution channels, W taps of the convolution, H heads.
 """
 
 from __future__ import annotations
@@ -125,9 +126,11 @@ class _LongRow:
 
 @dataclass(frozen=True, slots=True)
 class TorchRecurrentPlan:
-    """How a step's rows are divided: those of one token (their row numbers, positions, token indices and table entries), and
-    the others with their first token, number of tokens, start in the sequence and table entry. `saves` are by row and in
-    order: (position, byte offset of the page that the state of the tokens before it goes to).
+    """How a step's rows are divided into rows of one token and longer rows.
+
+    Rows of one token have a row number, a position, a token index and a table entry. Longer rows have a first token, a
+    number of tokens, a start in the sequence and a table entry. `saves` are by row and in order. A save is (position, byte
+    offset of a page): the state after the tokens before the position goes to that page.
     """
 
     single_rows: list[int]

@@ -33,10 +33,10 @@ BACKENDS: dict[str, Callable[[], AttentionBackend[AttentionCall]]] = {
 # What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
 AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
 ANYWHERE = ("torch_ref",)
-# FlashInfer builds its kernels for a minute or more, so it serves those who ask for it only; what it can't, triton does.
+# FlashInfer builds its kernels for a minute or more, so it must be asked for by name. Triton serves the groups that it can't.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
-# Groups of these kinds have backends of their own: those that graphs can capture, which serve CUDA devices and whoever asks
-# for such a backend by name, and those that they can't.
+# Groups of these kinds have backends of their own, two for each kind. Graphs can capture the first, which serves CUDA devices
+# and serves elsewhere when it is asked for by name. Graphs can't capture the second.
 KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
     "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
@@ -79,7 +79,7 @@ def _names(wanted: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
-    """New ones for each group: a backend may keep what it has learned of its layers."""
+    """New backends for each group, because a backend may keep what it has learned of its layers."""
     made: list[Backend] = [BACKENDS[name]() for name in _names(wanted, device)]
     if kind not in KIND_BACKENDS:
         return made
@@ -95,7 +95,9 @@ def _first_that_serves(
     dtype: torch.dtype,
     scores: Collection[str],
 ) -> tuple[Backend, list[str]]:
-    """The first that serves every layer; one that takes a single query a row only is paired with the next that takes several."""
+    """The first backend that serves every layer.
+
+    A backend that takes only one query a row is paired with the next backend that takes several."""
     reasons: list[str] = []
     one_query: Backend | None = None
     for backend in candidates:

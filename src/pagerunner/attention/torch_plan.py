@@ -6,13 +6,13 @@ Every row's keys are split into at most three pieces, whose results are merged b
 * the rest of the row's past, read from its pages;
 * the tokens of this step, which a row with many of them takes straight from the projection.
 
-Short rows (decodes above all) take the last two as one piece, padded to rows of about their length. A padded slot
-repeats a slot of the same row and is masked, so nothing that was not written is ever read.
+For short rows, decodes above all, the last two pieces are one. Such rows run together, padded to about one length. A padded
+slot repeats a slot of the same row and is masked, so a slot that was not written is never read.
 
 In groups that forget (windows, chunks) a row begins at the oldest key that it sees, and shares no prefix. A long row that
-sees its whole sequence is as above; any other goes in bands: blocks of its queries, each with the part of the past and
-of the new tokens that it sees. Tokens that no later step reads are not in pages, so only rows whose every token is
-are short.
+sees its whole sequence is divided as above. Any other long row is divided into bands. A band is a block of the row's
+queries, with the part of the past and of the new tokens that these queries see. A row counts as short only if all of its
+tokens are in pages, because tokens that no later step reads have no page.
 
 Shape letters: R rows, P pages, B rows of one call, Q queries of a row, L key slots of a row, N slots.
 """
@@ -32,8 +32,8 @@ from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
 MAX_PADDED_SLOTS = 32768  # bounds the memory that one call gathers into
-BAND_QUERIES = 256  # of one block of a row in a window: what it sees is at most this and the window
-MIN_SHARED_SAVING = 512  # slots that sharing a prefix must spare, to be worth two more calls
+BAND_QUERIES = 256  # queries of one band: a band sees at most so many tokens and the window
+MIN_SHARED_SAVING = 512  # sharing a prefix costs two calls, and must spare reading so many slots
 Tokens: TypeAlias = slice | torch.Tensor
 
 
@@ -148,8 +148,8 @@ class _Row:
 def scratch_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, dtype: str) -> int:
     """The most memory that reading pages takes, whatever the step, where the model computes in `dtype`.
 
-    It is what `torch_ref.Scratch` holds when it has served the largest call of every layer: the slots as pages hold them,
-    and as the model wants them if that is another dtype; fp8 numbers become float32 ones on the way.
+    `torch_ref.Scratch` holds that much when it has served the largest call of every layer: the slots as pages hold them,
+    and once more in the model's dtype if that differs. fp8 numbers become float32 numbers in between.
     """
     pools: dict[Hashable, list[Spec]] = {}  # by backend: one for all keys and values, one for each group of latents
     for spec in specs:
@@ -175,12 +175,12 @@ def _pool_bytes(specs: Sequence[Spec], max_model_len: int, max_num_seqs: int, dt
 
 
 def _most_slots(spec: Spec, max_model_len: int, max_num_seqs: int) -> int:
-    """The most slots of one layer that one call gathers: one row's, or those of as many short rows as go together."""
+    """The most slots of one layer that one call gathers: one row's slots, or the slots of as many short rows as run together."""
     if isinstance(spec, LatentKV) and (spec.compression > 1 or spec.indexer_dim):
         return max_model_len // spec.compression  # row by row
     reach, row = Reach.of(spec), max_model_len
     if reach is not None:
-        # A chunk's last token is read from the projection; a window's row is as long as its tokens still are in pages.
+        # A chunk's last token is read from the projection. A window's row has as many slots as tokens that are still in pages.
         short = max(reach.size, min(reach.size + MAX_SHORT_QUERIES, 2 * reach.size - 1) - 1)
         row = min(row, reach.size - 1 if reach.chunked else short)
     return max(min(MAX_PADDED_SLOTS, max_num_seqs * row), row)
@@ -203,7 +203,7 @@ def make_plan(
 ) -> tuple[Part, ...]:
     """Divide the step. Rows are in table order and their tokens are adjacent.
 
-    Parts of one token are to be merged in the order they have here; `more` says that another follows. `reach` and
+    Parts of one token are to be merged in the order of this list. `more` says that another part follows. `reach` and
     `first_pages` are those of `gathered_rows`.
     """
     if reach is not None:

@@ -55,8 +55,8 @@ class TorchPlan:
 class Scratch:
     """Memory that one call gathers keys (0) and values (1) into, reused by every layer and step.
 
-    Fresh memory of this size comes from the system page by page, which costs as much as the gather itself. What pages hold
-    in another dtype is converted into memory of here too, so that `scratch_bytes` counts all that reading pages takes.
+    Fresh memory of this size comes from the system page by page, which costs as much as the gather itself. Slots in another
+    dtype are converted into memory of this object too, so `scratch_bytes` counts all that reading pages takes.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Scratch:
         dtype: torch.dtype,
         scale_NK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The slots at `rows` of `pages` [entries, slots, K, D], [N, K, D] in `dtype`; fp8 ones times their scales."""
+        """The slots at `rows` of `pages` [entries, slots, K, D], [N, K, D] in `dtype`. fp8 numbers are multiplied by their scales."""
         if scale_NK is None:
             space = self.take(which, rows.numel(), layout.unit, pages)
             held_NKD = gather_slots(pages, rows, layout, pages.dtype, space)
@@ -150,7 +150,7 @@ class TorchBackend:
 
 
 def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:
-    """What is left of attention [T, H, D] with log-sum-exp [T, H] when each head's sink has taken its share."""
+    """Attention [T, H, D] with log-sum-exp [T, H], after each head's sink has taken its share of the weight."""
     out_THD, lse_TH = found
     return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
 
@@ -169,7 +169,10 @@ def _put(x: torch.Tensor, tokens: Tokens, values: torch.Tensor) -> None:
 def _store(
     part: Part, out: torch.Tensor, lse: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor, *, keep_lse: bool
 ) -> None:
-    """Put a part's result in its place; what is there already (see `SharedPart`) is merged with it by weight."""
+    """Put a part's result in its place.
+
+    A result that is there already (see `SharedPart`) is merged with it by weight.
+    """
     keep_lse = keep_lse or part.more
     targets = part.targets if isinstance(part, PaddedPart) else part.tokens
     if isinstance(part, SharedPart):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-MOST_PAGES = 32  # of the largest page, in a slab
-_EXHAUSTIVE = 1_024  # up to so many sizes are all tried; beyond, only those near a multiple of another group's page
+MOST_PAGES = 32  # the most of the largest pages that a slab holds
+_EXHAUSTIVE = 1_024  # up to so many sizes are all tried; of more, only sizes near a multiple of another group's page
 _CLOSE_LOOK = 64  # the best sizes, and the smallest, are compared by what they hold
 
 SlabCut = tuple[int, int]  # slab bytes, number of slabs
 
 
 def cut_one_group(page_bytes: int, pages: int) -> SlabCut:
-    """8 to 64 pages a slab (long runs of adjacent ones), if such a number divides all, so that not one is lost; else one slab."""
+    """8 to 64 pages a slab, which gives long runs of adjacent pages, if such a number divides `pages`; otherwise one slab.
+
+    No page is lost either way.
+    """
     count = next((count for count in range(64, 7, -1) if pages % count == 0), max(pages, 1))
     return page_bytes * count, pages // count
 
@@ -28,12 +31,12 @@ def cut_groups(
     slabs_needed: Callable[[int], int],
     longest: Callable[[SlabCut], int],
 ) -> SlabCut:
-    """The cut of several groups' memory that loses least, among those that hold the wanted request if any does.
+    """The cut of several groups' memory that loses least and holds the wanted request.
 
-    A cut's loss, as a share of the memory: the worst group's slab remainder, the half-filled slab that each group keeps on
-    average, and what the budget has left over. `exact_pages` asks for exactly that many of the largest pages whatever the
-    bytes. `slabs_needed(slab_bytes)` is what the wanted request takes; when it never fits, the cut with the greatest
-    `longest` length is taken.
+    A cut's loss is a sum of three shares of the memory: the worst group's slab remainder, half a slab for each group (the half
+    that is empty on average), and what the budget has left over. `exact_pages` asks for exactly that many of the largest pages,
+    whatever their bytes. `slabs_needed(slab_bytes)` are the slabs of the wanted request. If the request fits in no cut, the cut
+    with the greatest `longest` length is taken.
     """
     cuts = list(_cuts(page_sizes, budget_bytes, exact_pages))
     ranked = sorted(cuts, key=lambda cut: _loss(cut, page_sizes, budget_bytes, exact_pages is not None))

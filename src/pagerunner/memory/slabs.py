@@ -4,8 +4,8 @@ A slab belongs to one group at a time and is cut into that group's pages: page =
 free, in use (reference count above 0), or cached (count 0, its content findable in the prefix index, kept until its
 bytes are needed, least recently used first). A slab without a page in use can go to any group.
 
-Pages are handed out ascending, from whole slabs where possible, so that reads stream. Nothing is kept of a page that is
-free in a slab that nobody owns: a pool of a hundred million pages is made at once and costs what is in use.
+Pages are handed out ascending, from whole slabs where possible, so that reads stream. The pool keeps nothing about the pages of
+a slab that no group owns. So a pool of a hundred million pages is made at once, and costs only what is in use.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class SlabPool:
     # -- taking pages
 
     def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """`needs[group]` fresh pages for every group at once, each with one reference; None (and no change) if too few."""
+        """`needs[group]` fresh pages for every group at once, each with one reference.
+
+        None, and no change, if there are too few.
+        """
         if self.slack(needs) < 0:
             return None
         left = list(needs)
@@ -104,7 +107,7 @@ class SlabPool:
                 self._mark_used(group, page // per_slab, 1)
 
     def touch(self, group: int, page: int) -> None:
-        """A cached page was used: of all cached pages it is now evicted last."""
+        """A cached page was used. It is now the last of all cached pages to be evicted."""
         if page in self.cached[group]:
             self._clock += 1
             self.cached[group][page] = self._clock
@@ -295,7 +298,7 @@ class SlabPool:
     # -- eviction
 
     def _reuse(self, group: int, pages: list[int]) -> list[int]:
-        """Cached pages straight into use: what a full pool of one group does all the time."""
+        """Put cached pages straight into use, as a full pool of one group does all the time."""
         cached, refs, per_slab = self.cached[group], self.refs[group], self.per_slab[group]
         for page in pages:
             del cached[page]
@@ -349,11 +352,12 @@ class SlabPool:
     # -- moving
 
     def gather(self, needs: Sequence[int], most: int) -> list[Move]:
-        """Empty slabs by moving pages in use, one slab after another, until `needs` can be had. The moves, in order.
+        """Empty slabs by moving pages in use, one slab after another, until `needs` can be had. Returns the moves in order.
 
-        The slab with the fewest pages in use comes first, of the groups whose other slabs hold all that they have and need.
-        At most `most` pages are moved; a slab may be left half empty. Targets were free or, where no page is, cached. The
-        caller must copy the bytes and correct whoever holds the page ids.
+        A group's slab may be emptied if the group's other slabs hold all pages that the group has and needs. Of these
+        slabs, the one with the fewest pages in use comes first. At most `most` pages are moved, so a slab may be left half
+        empty. Targets are free pages, or cached pages if none is free. The caller must copy the bytes and correct the
+        holders of the page ids.
         """
         moves: list[Move] = []
         spreads: dict[int, _Spread] = {}
@@ -370,10 +374,10 @@ class SlabPool:
         return moves
 
     def tidy(self, target: float, most: int) -> tuple[list[Move], int]:
-        """Empty the slabs that are used least until fragmentation is at most `target`. Moves as those of `gather`, and how
-        much other work it was, in moves.
+        """Empty the slabs that are used least until fragmentation is at most `target`.
 
-        Only free pages are targets; cached pages of an emptied slab are evicted.
+        Returns moves as `gather` does, and the amount of other work, counted in moves. Only free pages are targets. Cached
+        pages of an emptied slab are evicted.
         """
         moves: list[Move] = []
         spreads: dict[int, _Spread] = {}
@@ -400,7 +404,7 @@ class SlabPool:
         return spread
 
     def _places(self, spread: _Spread, free_only: bool) -> Iterator[int]:
-        """Pages that can take others, those of the fullest slabs first; none of slabs that are being emptied."""
+        """Pages that can take moved pages, from the fullest slabs first. Slabs that are being emptied have none."""
         for at in range(len(spread.order) - 1, -1, -1):
             if at <= spread.at:
                 break
@@ -420,7 +424,7 @@ class SlabPool:
                 yield page
 
     def _empty(self, spread: _Spread, most: int) -> list[Move]:
-        """Move up to `most` pages out of the slab that is next; when it is empty, the one after it is next."""
+        """Move up to `most` pages out of the next slab in order. When that slab is empty, the one after it is next."""
         group, slab = spread.group, spread.source
         refs, per_slab = self.refs[group], self.per_slab[group]
         moves: list[Move] = []

@@ -16,7 +16,7 @@ from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.step_work import StepWork
 from pagerunner.types import StateSave
 
-LATEST_EVERY = 64  # tokens: while text is generated, its latest snapshot is about that old at most
+LATEST_EVERY = 64  # tokens: a request's latest snapshot of generated text is at most about this old
 
 
 class Snapshots:
@@ -43,9 +43,9 @@ class Snapshots:
         self._promises = promises
         self._work = work
         self._keep = keep
-        self._planned: dict[tuple[int, PageKey], int] = {}  # what running requests will take
+        self._planned: dict[tuple[int, PageKey], int] = {}  # snapshots that running requests will take
         self._one = [int(other == group) for other in range(len(plan.groups))]
-        cell = plan.hit_granularity  # no hit ends elsewhere, whatever snapshots there are
+        cell = plan.hit_granularity  # every hit ends at a multiple of this
         self._latest_every = -(-LATEST_EVERY // cell) * cell
 
     def find(self, chain: PrefixChain, tokens: int) -> int:
@@ -54,13 +54,13 @@ class Snapshots:
         return NO_PAGE if page is None else page
 
     def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
-        """Whether the snapshot after `tokens` tokens, which a request was to continue from, is gone."""
+        """Whether the snapshot after `tokens` tokens is gone, from which a request was to continue."""
         return self.find(chain, tokens) == NO_PAGE
 
     def restore(self, grant: Grant, hit: int) -> None:
         """Hand out the request's state page, filled with the snapshot after `hit` tokens.
 
-        The snapshot need not outlive this: in a full pool its own page may become the state.
+        In a full pool the snapshot's own page may become the state, and the snapshot is gone.
         """
         group = self._group
         source = self.find(grant.chain, hit)
@@ -90,7 +90,7 @@ class Snapshots:
         )
 
     def unplan(self, grant: Grant, end: int) -> bool:
-        """Snapshots up to position `end` are taken, or never will be; whether any had been planned."""
+        """Forget planned snapshots up to position `end`, as they are taken or never will be. Whether there were any."""
         before = len(grant.snapshot_positions)
         for position in grant.snapshot_positions:
             if position <= end:
@@ -102,7 +102,7 @@ class Snapshots:
         return len(grant.snapshot_positions) < before
 
     def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
-        """The snapshots of a plan's rows (grant, start, end), and how many rows won't take any more of those planned."""
+        """The snapshots of a plan's rows (grant, start, end), and how many rows have now passed snapshots that were planned."""
         saves: list[StateSave] = []
         unplanned = 0
         for number, (grant, start, end) in enumerate(rows):
@@ -111,8 +111,10 @@ class Snapshots:
         return saves, unplanned
 
     def _take(self, saves: list[StateSave], row: int, grant: Grant, start: int, end: int, *, current: bool) -> bool:
-        """Decide the snapshots of plan row `row` over [start, end): they take what nobody has and nobody was promised, or are
-        left out. Not `current` grants began before the index was cleared and take none. Whether any were planned.
+        """Decide the snapshots of plan row `row` over [start, end). Returns whether any were planned.
+
+        A snapshot takes a page that nobody holds and that was promised to nobody. Without such a page it is left out. A grant
+        that isn't `current` began before the index was cleared, and takes none.
         """
         positions = [position for position in grant.snapshot_positions if start < position <= end]
         latest = end // self._latest_every * self._latest_every
@@ -150,7 +152,7 @@ class Snapshots:
         saves.append(StateSave(row, position, group, self._plan.page_offset(group, page)))
 
     def _drop_latest(self, grant: Grant) -> None:
-        """The text went on: its last snapshot makes room for the next."""
+        """Drop the last snapshot of the generated text, to make room for the next one."""
         group, (position, page) = self._group, grant.latest_snapshot
         unit = position // UNIT_TOKENS
         if page == NO_PAGE or unit > len(grant.chain.hashes):
@@ -160,7 +162,7 @@ class Snapshots:
         grant.latest_snapshot = (0, NO_PAGE)
 
     def publish(self, grant: Grant, current: bool) -> None:
-        """Make the snapshots findable whose tokens are known; from then on they are cache like any other."""
+        """Make the snapshots findable whose tokens are known. From then on these are cached pages like any other."""
         group, hashes = self._group, grant.chain.hashes
         kept: list[tuple[int, int]] = []
         for position, page in grant.saves:
@@ -177,7 +179,7 @@ class Snapshots:
         grant.saves = kept
 
     def drop(self, grants: Iterable[Grant]) -> bool:
-        """Free the snapshots that requests hold themselves; whether there were any."""
+        """Free the snapshots that running requests hold. Returns whether there were any."""
         dropped = False
         for grant in grants:
             for _, page in grant.saves:
@@ -188,7 +190,7 @@ class Snapshots:
         return dropped
 
     def release(self, grant: Grant) -> None:
-        """The request ends: what it holds itself is given back, what it planned is not taken."""
+        """The request ends: give back the snapshots that it holds, and forget those that it planned."""
         for _, page in grant.saves:
             self._pool.release(self._group, (page,))
         self.unplan(grant, FOREVER)

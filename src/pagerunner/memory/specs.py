@@ -47,9 +47,8 @@ class FullKV:
     """Keys and values of every token of a request, kept until the request ends.
 
     `head_dim_v` is the size of a value head where it differs from a key head's (None: equal). Kernels mask: they never
-    read a token slot that has not been written. In an fp8 page the tokens are followed by float32 numbers at
-    `scales_offset`: the scale of each head's keys, then that of each head's values; with `static_scales` they come from
-    the checkpoint instead, and the page holds none.
+    read a token slot that has not been written. An fp8 page has float32 scales after its tokens, at `scales_offset`: one for
+    each head's keys, then one for each head's values. With `static_scales` the checkpoint has the scales and the page has none.
 
     Raises:
         ConfigError: a size is not positive, or the dtype is unknown.
@@ -177,11 +176,13 @@ class ChunkedKV(FullKV):
 class LatentKV:
     """One vector per slot that serves as key and value of every head (MLA): `latent_dim` elements, then `rope_dim` rotary ones.
 
-    A slot stands for `compression` tokens. `window` limits what is kept to the last tokens (None: all). `rope_dtype` is
-    the rotary part's dtype (None: `dtype`). `indexer_dim` elements per slot select what is attended to (0: none); they
-    follow all the page's vectors, at `indexer_offset`. Scales of fp8 elements are `scale_bytes` per slot, right after its
-    vector (and `indexer_scale_bytes` after its indexer key); with 0 of them the page ends with two float32 numbers, at
-    `scales_offset`: the scale of the vectors and that of the indexer keys.
+    A slot stands for `compression` tokens. With `window` only so many last tokens are kept (None: all). `rope_dtype` is the
+    rotary part's dtype (None: `dtype`). `indexer_dim` elements per slot, the indexer key, select the slots that are attended to
+    (0: there are none). Indexer keys follow all vectors of the page, at `indexer_offset`.
+
+    Scales of fp8 elements are either beside each slot or at the page's end. Beside a slot: `scale_bytes` right after its
+    vector, and `indexer_scale_bytes` right after its indexer key. If these are 0, the page ends with two float32 scales at
+    `scales_offset`: one for the vectors, one for the indexer keys.
 
     Raises:
         ConfigError: a size or the compression ratio is not positive, a dtype is unknown, or a window is compressed.

@@ -261,7 +261,8 @@ def _tighten(low, high, pivot, mass, needed):
 def _narrow(source, vocab, low, high, needed, best, scale, min_p, weighed, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key such that the row's tokens at or above it weigh `needed`.
 
-    Without `weighed` the tokens are counted instead. The key lies in [low, high], and `low` fulfils the condition. Keys differ only in the bits above SHIFT.
+    Without `weighed` the tokens are counted instead. The key lies in [low, high], and `low` fulfils the condition. Keys differ
+    only in the bits above SHIFT.
     """
     low, high = low >> SHIFT, high >> SHIFT
     index = tl.arange(0, BLOCK)
