@@ -76,6 +76,20 @@ def test_an_admission_that_fails_is_no_use(clock: Clock) -> None:
     assert manager.sampler.residency().idle_before_evict.total == 2 * 14
 
 
+def test_counts_go_on_with_a_new_manager(clock: Clock) -> None:
+    earlier, manager = (KVManager(one_group(2), sampler=PageSampler(1.0, clock)) for _ in range(2))
+    run(earlier, TOKENS[:17])
+    clock.now += 5.0
+    run(earlier, TOKENS[500:532])
+    manager.count_on(earlier)
+    assert manager.sampler is not None
+    assert manager.sampler.residency().lifetime.total == 5
+    run(manager, TOKENS[:17])
+    clock.now += 7.0
+    run(manager, TOKENS[500:532])
+    assert manager.sampler.residency().lifetime.total == 12
+
+
 def test_resetting_the_cache_is_no_eviction(clock: Clock) -> None:
     manager = KVManager(one_group(4), sampler=PageSampler(1.0, clock))
     run(manager, TOKENS[:64])

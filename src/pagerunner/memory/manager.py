@@ -195,6 +195,8 @@ class KVManager:
         """Go on with the counts of an earlier manager of the same plan."""
         self.hit_counts = earlier.hit_counts
         self.pool.evictions = earlier.pool.evictions
+        if self.sampler is not None and earlier.sampler is not None:
+            self.sampler.count_on(earlier.sampler)
 
     # -- siblings
 

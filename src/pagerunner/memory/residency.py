@@ -77,6 +77,10 @@ class PageSampler:
         found = self._found
         return Residency(found.lifetime.copy(), found.idle_before_evict.copy(), found.reuse_gap.copy())
 
+    def count_on(self, earlier: PageSampler) -> None:
+        """Go on with the counts of an earlier sampler. The pages that it followed are forgotten: their pool is gone."""
+        self._found = earlier._found
+
     def _draw(self) -> int:
         return int(math.log(1 - self._random.random()) / self._log_miss)
 
