@@ -64,14 +64,18 @@ def test_no_step_moves_more_than_it_may_and_all_is_moved_in_the_end(
 def test_a_request_waits_for_moves_and_nobody_is_preempted_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pool and requests, with all moves at once and with two a step: more steps, but not more preemptions."""
     preemptions = []
+    reasons = set()
     for limit in (1_000, 2):
         monkeypatch.setattr(moves, "MOVES_PER_STEP", limit)
         bench = Bench(KINDS, 0.25, 256)
         generator = random.Random(3)
         for number in range(40):
             bench.add(str(number), tokens(generator.randrange(20, 300), number * 500), generator.randrange(1, 60))
-        bench.drain()
+        while bench.scheduler.has_work:
+            bench.step()
+            reasons.add((limit, bench.scheduler.stats().waiting_for))
         assert all(len(plan.copies) <= limit for plan in bench.plans)
         preemptions.append(bench.scheduler.stats().preemptions_total)
         bench.manager.check_integrity()
     assert preemptions[1] <= preemptions[0] + 2
+    assert (2, "moves") in reasons and (1_000, "moves") not in reasons

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pagerunner.sched.request import Sequence
     from pagerunner.sched.state import SchedulerState
 
-Wait = Literal["", "sibling", "slot", "pages", "snapshot", "budget", "turn", "line"]
+Wait = Literal["", "sibling", "slot", "pages", "snapshot", "moves", "budget", "turn", "line"]
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
-the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; the step's tokens are
-spoken for; its own last step is under way; others are before it."""
+the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; pages are
+still being moved together to make room; the step's tokens are spoken for; its own last step is under way; others are before it."""
 
 MAX_WAITING = 256
 """How many waiting requests are listed; the others are only counted."""
@@ -92,6 +92,8 @@ def why_first_waits(state: SchedulerState) -> Wait:
         return "turn"
     if first.retry_version >= 0 and state.manager.awaits_snapshot:
         return "snapshot"
+    if state.manager.moves_unfinished:
+        return "moves"
     return "pages" if first.retry_version == state.manager.version else "budget"
 
 
