@@ -44,6 +44,6 @@ def test_every_token_but_the_first_is_scored_once() -> None:
 def test_prompts_without_a_token_to_score_and_requests_that_come_back() -> None:
     staging = Staging("cpu", 2)
     one = staging.stage([StepRow(3, 0, 1, [7], True)], {}, [], [])
-    assert scored([7]).rows(one) == []
+    assert scored([7]).rows(one) == [] and not scored([7])._requests, "or every step would look for it"
     assert scored([7, 8]).rows(one) == [0]
     assert scored([7, 8], output=[9]).rows(one) == [], "its prompt was scored before it generated"

@@ -44,10 +44,12 @@ class PromptScorer:
         self._requests: dict[int, EngineRequest] = {}
 
     def init_slot(self, init: SlotInit) -> None:
-        """A request takes a slot; one that has generated before has had its prompt scored."""
+        """A request takes a slot; one that has generated before has had its prompt scored. Of one token none is scored."""
         self._requests.pop(init.slot, None)
-        if init.request.params.prompt_logprobs is not None and not init.output_token_ids:
-            self._requests[init.slot] = init.request
+        request = init.request
+        unscored = len(request.prompt_token_ids) > 1 and not init.output_token_ids
+        if unscored and request.params.prompt_logprobs is not None:
+            self._requests[init.slot] = request
 
     def clear(self) -> None:
         """Forget all requests."""
