@@ -231,11 +231,6 @@ class InputProcessor:
         )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                "This engine has no tokenizer (skip_tokenizer_init), so a prompt must be prompt_token_ids.",
-                param="prompt",
-            )
         if text == "":
             raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
         return self.encode(text, add_special_tokens)
@@ -245,9 +240,13 @@ class InputProcessor:
 
         Raises:
             PromptTooLongError: it is far too long, which is found without tokenising all of it.
-            InvalidRequestError: it is no valid Unicode, or has too many characters.
+            InvalidRequestError: it is no valid Unicode, or has too many characters, or there is no tokenizer.
         """
-        assert self._tokenizer is not None
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer (skip_tokenizer_init), so a prompt must be prompt_token_ids.",
+                param="prompt",
+            )
         check_text(text)
         if truncation is not None:
             return self._encode_end(self._tokenizer, text, add_special_tokens, truncation)
