@@ -172,7 +172,7 @@ async def _answer(handler: Handler, request: Request) -> Response:
         what = (request.method, short(one_line(request.url.path)), response.status_code, one_line(str(error)))
         logger.warning("%s %s is refused with status %d: %s", *what)
         return response
-    except Exception as error:  # whatever it is, it must end this request only
+    except Exception as error:  # any exception must end this request only
         label = request.headers.get(LABEL_HEADER, "none")
         logger.exception("%s %s failed (X-Request-Id: %.80r).", request.method, short(request.url.path), label)
         failure = HttpError(500, f"The server failed to answer: {type(error).__name__}.")

@@ -1,7 +1,7 @@
 """OpenAI batch files: lines of requests in, lines of answers out, by any server with an OpenAI API.
 
-An answer is appended in one write as soon as it is there, so that whatever ends the run, the next one goes on after it:
-a line whose custom_id has an answer is not asked again.
+An answer is appended in one write as soon as it is there. So a run that was ended in any way can be started again: a line whose
+custom_id has an answer is not asked again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class _Answered(msgspec.Struct):
 
 
 class BatchEndedError(ConfigError):
-    """The server is gone or is being stopped, or the disk is full: what has been answered is in the file, the rest can be asked again."""
+    """The server is gone or is being stopped, or the disk is full.
+
+    Answers so far are in the file. The other requests can be asked again."""
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
@@ -57,7 +59,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                     continue
                 try:
                     request = decoder.decode(line)
-                    if request.method != "POST" or request.url not in ENDPOINTS:  # which no other spelling is
+                    if request.method != "POST" or request.url not in ENDPOINTS:  # no other spelling of a path
                         asked = f"{request.method[:10]} {request.url[:100]}"
                         request.fault = f"only POST to one of {', '.join(ENDPOINTS)} is answered, not {asked}"
                 except msgspec.MsgspecError as error:
@@ -102,7 +104,8 @@ def check_files(source: Path, target: Path | None = None) -> None:
 
 
 class AnswerFile:
-    """The output: knows what is answered, and appends. A last line that was cut off is removed when it is opened.
+    """The output file: knows which requests are answered, and appends. A last line that was cut off is removed when the
+    file is opened.
 
     With `retry_errors` answers that are errors are taken out, to be asked again. Raises ConfigError when the file can't be
     used, or another run is using it.
@@ -162,7 +165,7 @@ class AnswerFile:
         return end
 
     def _drop_errors(self, path: Path) -> None:
-        """Replace the file by one without them, at once."""
+        """Replace the file, in one operation, by a file without errors."""
         kept = path.with_name(f"{path.name}.kept")
         with path.open("rb") as lines, kept.open("wb") as target:
             for line in lines:
@@ -189,7 +192,7 @@ async def answer_all(
 ) -> None:
     """Ask the server for every request's answer, `max_concurrency` at a time, and append them as they come.
 
-    Raises BatchEndedError when the server is gone, or when it is `stopping`, after what was running has been answered.
+    Raises BatchEndedError when the server is gone; and when `stopping` is set, after the running requests have been answered.
     """
     todo = iter(requests)
     limits = httpx.Limits(max_connections=max_concurrency, max_keepalive_connections=max_concurrency)
@@ -205,7 +208,7 @@ async def answer_all(
                     append(await _answer(client, request))
                 except Exception as error:
                     faults.append(error)
-                if faults:  # of any worker; each still finishes what it was doing
+                if faults:  # the first failure of any worker; every worker finishes its request
                     return
 
         await asyncio.gather(*(work() for _ in range(max_concurrency)))
@@ -220,7 +223,7 @@ async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str,
     response = await _post(client, request)
     try:
         body = response.json()
-    except ValueError:  # a stream, or something that isn't our kind of server
+    except ValueError:  # a stream, or another kind of server
         body = {
             "error": {"message": "The answer is not JSON; batches can't be streamed.", "code": response.status_code}
         }

@@ -26,7 +26,7 @@ _URL_CHARS = 200
 
 
 class _Rarely:
-    """Passes a line on at most every ten seconds, with how many there were."""
+    """Logs a line at most every ten seconds, with the number of such lines since then."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -81,9 +81,9 @@ class ShortUrls(logging.Filter):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when a request's headers don't come, whether nothing was sent or half of them.
+    """A connection that is closed when a request's headers don't come in time, whether the client sent nothing or half of them.
 
-    One too many gets a 503 and is closed.
+    A connection beyond the limit gets a 503 and is closed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on, and watch as long as they don't make up a request."""
+        """Pass bytes on, and keep the time limit running until they make up a request's headers."""
         if self.transport.is_closing():
             return
         super().data_received(data)

@@ -67,8 +67,9 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate:
-    """Refuses what has too large headers, comes from a foreign web page, or lacks its route's key. Keys are compared in
-    constant time."""
+    """Refuses a request with too large headers, from a foreign web page, or without its route's key. Keys are compared in
+    constant time.
+    """
 
     def __init__(self, app: ASGIApp, routes: Starlette, keys: Keys) -> None:
         self._app = app
@@ -76,7 +77,7 @@ class Gate:
         self._keys = keys
         self._api = [key.encode("utf-8") for key in (*keys.api, *keys.admin)]
         self._admin = [key.encode("utf-8") for key in keys.admin]
-        self._open = not self._api  # nobody has been asked to bring a key
+        self._open = not self._api  # the server has no keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it."""
@@ -111,7 +112,7 @@ class Gate:
         return self._from_foreign_page(headers) or self._without_key(headers, access)
 
     def _source(self, scope: Scope) -> str:
-        """The client's address, and which key it has: behind a proxy all come from one address."""
+        """The client's address and key. Behind a proxy all clients have one address, so the key tells them apart."""
         address = (scope.get("client") or ("",))[0]
         return address if self._open else f"{address}/{hash(_bearer(scope['headers']))}"
 
@@ -169,9 +170,9 @@ def _header(headers: Sequence[tuple[bytes, bytes]], wanted: bytes) -> bytes:
 
 
 def _bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The key that a request brings; empty, which is nobody's key, without one."""
+    """The key that a request brings. Empty if it brings none; no server's key is empty."""
     scheme, _, key = _header(headers, b"authorization").partition(b" ")
-    return key if scheme.lower() == b"bearer" else _header(headers, b"x-api-key")  # the latter: Anthropic's clients
+    return key if scheme.lower() == b"bearer" else _header(headers, b"x-api-key")  # Anthropic's clients send x-api-key
 
 
 def _is_one(key: bytes, expected: Sequence[bytes]) -> bool:
@@ -180,7 +181,7 @@ def _is_one(key: bytes, expected: Sequence[bytes]) -> bool:
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header can't be a name that somebody else's DNS made to mean this machine."""
+    """Whether a Host header is safe: it can't be a foreign name whose DNS entry points to this machine."""
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
     name = name.strip("[]").lower().rstrip(".")
     if name in ("", "localhost") or name.endswith(".localhost"):

@@ -111,7 +111,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         raise HttpError(413, f"The request body has about {values} values; at most {most} are allowed {knob}.")
     collects = len(body) > _LARGE_BODY and gc.isenabled()
     try:
-        if collects:  # millions of fresh values would make it walk all of the process's again and again
+        if collects:  # millions of fresh values would make the collector walk all of the process's again and again
             gc.disable()
         body.decode("utf-8")
         return decoder.decode(body)
@@ -164,7 +164,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._send_all(send))
         except (ClientGoneError, OSError):
-            pass  # leaving is a client's right; the source is closed below
+            pass  # a client may leave at any time; the source is closed below
         finally:
             await self._events.aclose()
             await self._close_source()  # the events may never have been started

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class HttpLogs(NamedTuple):
-    """What uvicorn logs: a line for each request but those to the paths in `silent`, and what is at least of `level`."""
+    """What uvicorn logs: records of at least `level`, and an access line for each request whose path isn't in `silent`."""
 
     access: bool = True
     silent: tuple[str, ...] = ()

@@ -65,11 +65,16 @@ def run_server(
 ) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status: 0, or 1 when the engine core has died.
 
-    With `api_keys` every route that isn't public asks for one of them, with `admin_keys` the control endpoints for one of
-    those; see gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes tool calls and
-    reasoning. The first signal stops accepting and lets running requests finish for `drain_seconds`; then they end with an
-    error. A second signal ends them with what they have; clients then have 10 seconds to read it, unless there is a third one. When the core dies, every request and /health are answered
-    503 for a moment; then the server ends, for whoever started it to start it again.
+    With `api_keys` every route that isn't public asks for one of these keys. With `admin_keys` the control endpoints ask
+    for one of those. See gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes
+    tool calls and reasoning.
+
+    The first signal stops accepting, and running requests may finish for `drain_seconds`. Then they end with an error. A
+    second signal ends running requests at once, and clients have 10 seconds to read what there is. A third signal ends that
+    wait.
+
+    When the core dies, every request and /health are answered 503 for a moment. Then the server ends, so that a service manager
+    can start it again.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
@@ -102,7 +107,10 @@ def run_server(
 
 
 def _allow_many_connections() -> None:
-    """Many systems start programs with 1,024 open files, which is as many clients, and let them ask for more."""
+    """Raise the soft limit on open files.
+
+    Many systems start programs with 1,024, enough for 1,024 clients, and allow more.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -211,14 +219,14 @@ async def serve(
 
 
 async def _outlive(engine: AsyncEngine, seconds: float) -> None:
-    """Return `seconds` after the engine core has died, which is time to tell everybody."""
+    """Return `seconds` after the engine core has died. In that time every client is told."""
     await engine.dead.wait()
     logger.error("The server ends in %g seconds, with exit status 1: its engine core is dead.", seconds)
     await asyncio.sleep(seconds)
 
 
 def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
-    """Publish what the KV cache was asked to be and became."""
+    """Publish how the KV cache was configured, and the size that it got."""
     plan = engine.memory_plan
     metrics.describe_cache(
         block_size=args.block_size,
@@ -292,7 +300,7 @@ def _uvicorn_config(app: ASGIApp, logs: HttpLogs) -> uvicorn.Config:
         access_log=logs.access,
         log_level=logs.level,
         server_header=False,
-        proxy_headers=False,  # who asks is who is connected, whatever a header claims
+        proxy_headers=False,  # the client's address is that of the connection, whatever a header claims
     )
 
 
@@ -306,7 +314,7 @@ async def _run(
     *,
     announce: bool,
 ) -> None:
-    """Serve until somebody asks it to stop, or `dying` is done."""
+    """Serve until a signal asks the server to stop, or `dying` is done."""
     host, port = listener.getsockname()[:2]
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -329,8 +337,6 @@ async def _run(
             )
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
-        await stop.wait(
-            stop.forced, serving, timeout=_LAST_WORDS_SECONDS
-        )  # answers that were made are still being read
+        await stop.wait(stop.forced, serving, timeout=_LAST_WORDS_SECONDS)  # clients still read their answers
         server.force_exit = True
     await serving

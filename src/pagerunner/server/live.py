@@ -1,4 +1,4 @@
-"""What the page at /ui is told about the engine: one sampling for everybody who looks, none while nobody does.
+"""What the page at /ui is told about the engine. All viewers share one sampling, and without viewers nothing is sampled.
 
 A frame is a JSON object. The first one a viewer gets is whole; later ones leave out what has not changed since the frame
 before it. A viewer who reads too slowly to get every frame gets a whole one again.
@@ -29,7 +29,7 @@ COST_SHARE = 0.005
 """Most of the core's time that looking at it may take: where a look is dear, looks are rarer."""
 MAX_VIEWERS = 32
 _HISTORY_STEPS = 240
-_RANKED_FRAMES = 5  # percentiles are as dear as the rest of a frame, and nobody reads them five times a second
+_RANKED_FRAMES = 5  # percentiles cost as much as the rest of a frame, and no person reads them five times a second
 _PERCENTILES = (0.5, 0.9, 0.99)
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,10 @@ def bitmap(pages: bytes) -> str:
 
 
 def splice(old: bytes, new: bytes) -> tuple[int, str] | None:
-    """How a list of int32 pages changed: how many of the first stay, and what comes after them; None: not at all."""
+    """How a list of int32 pages changed: how many leading pages stay, and the pages after them.
+
+    None if nothing changed.
+    """
     if old == new:
         return None
     if new.startswith(old):
@@ -108,7 +111,7 @@ def _base64(data: bytes) -> str:
 
 
 def frame(state: LiveState, last: LiveState | None) -> dict[str, Any]:
-    """The state as what changed since `last`; as a whole when that is None. page/model.js reads it."""
+    """The state as changes since `last`, or as a whole if `last` is None. page/model.js reads it."""
     old_cached = [None] * len(state.cached) if last is None else last.cached
     old_pages = {} if last is None else {one.request_id: one.pages for one in last.requests}
     changed: dict[str, Any] = {"clock": state.clock, "sleep": state.sleep_level, "stats": state.stats}
@@ -167,11 +170,11 @@ class LiveFeed:
 
     @property
     def viewers(self) -> int:
-        """How many look."""
+        """How many viewers there are."""
         return self._viewers
 
     def view(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events until the viewer leaves. Raises HttpError 429 when too many look already."""
+        """Server-sent events until the viewer leaves. Raises HttpError 429 when there are too many viewers already."""
         if self._viewers >= MAX_VIEWERS:
             raise _crowded()
         return self._events()
@@ -252,7 +255,7 @@ class LiveFeed:
         self._tick = asyncio.get_running_loop().create_future()
 
     def _forget(self) -> None:
-        """Nobody looks any more, or there is nothing to see."""
+        """Forget the latest frame: there are no viewers any more, or there is nothing to see."""
         self._latencies.open = False
         self._state = None
         self._steps.clear()

@@ -25,7 +25,7 @@ def _buckets(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split()))
 
 
-# vLLM's, and finer ones below for small models.
+# vLLM's bounds, and finer bounds below them for small models.
 _SECONDS = _buckets("0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
 _FIRST_TOKEN = _buckets("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
 _REQUEST = _buckets(
@@ -65,7 +65,7 @@ _COUNTERS = {
     "pagerunner:device_busy_seconds": "Time that the device has worked on steps.",
     "pagerunner:steps": "Engine steps.",
 }
-# What the core keeps, by its field.
+# The core's counts, by the name of their field.
 _TOTALS = {
     "preemptions_total": "vllm:num_preemptions",
     "prefix_queries_total": "vllm:prefix_cache_queries",
@@ -96,7 +96,7 @@ _SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 
 class _OlderName(Collector):
-    """A family once more, under the name that it had in older versions of vLLM."""
+    """Repeats a family of metrics under the name that it had in older versions of vLLM."""
 
     def __init__(self, family: Any, name: str) -> None:
         self._family = family
@@ -131,7 +131,7 @@ class ResidencyMetrics(Collector):
 
 
 class GroupMetrics:
-    """What each memory group holds and loses: `pagerunner:*`, labelled with the group's name."""
+    """The pages and the waste of each memory group: `pagerunner:*`, labelled with the group's name."""
 
     def __init__(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
         self._values = values

@@ -1,6 +1,7 @@
 """GET /ui: the page, whose files lie in page/, and /ui/live, what it shows.
 
-The files hold nothing of the engine's, so they need no key; whoever opens the page gives it one for everything else.
+The files hold no data of the engine, so they need no key. The user types a key into the page, and the page sends it with
+its calls.
 """
 
 from __future__ import annotations

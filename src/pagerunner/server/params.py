@@ -59,7 +59,10 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
 
 
 def scores_only(request: CompletionRequest) -> bool:
-    """Whether the call wants its prompt back and nothing generated: the engine's one token isn't shown then."""
+    """Whether the call wants its prompt back and no generated text.
+
+    The engine generates one token then, which isn't shown.
+    """
     return bool(request.echo) and request.max_tokens == 0
 
 
@@ -84,7 +87,7 @@ def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParam
 
 
 def structured(request: CompletionRequest | ChatRequest) -> StructuredOutputsParams | None:
-    """What the text must be. Raises InvalidRequestError when two fields say it."""
+    """The grammar that the text must follow. Raises InvalidRequestError when two fields give one."""
     wanted, form = request.structured_outputs, request.response_format
     if form is None or form.type == "text":
         return wanted

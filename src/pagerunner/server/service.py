@@ -36,7 +36,7 @@ _encode = msgspec.json.Encoder().encode
 class Call(msgspec.Struct, frozen=True):
     """One call's identity in its answer: an id, seconds since 1970, the model as the client named it.
 
-    `engine_id` is fresh; in `id` a client may have named its call, which others may do, too.
+    `engine_id` is fresh. `id` may be the client's own name for its call, and two clients may choose the same name.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Service:
     async def token_ids(
         self, given: str | list[int], add_special_tokens: bool | None, truncation: Truncation
     ) -> list[int]:
-        """What stays of a text's token ids, or of the ids that a client sent."""
+        """The token ids that stay, of a text or of the ids that a client sent."""
         if isinstance(given, str):
             special = add_special_tokens is not False
             return await self.engine.encode(given, add_special_tokens=special, truncation=truncation)
@@ -141,8 +141,9 @@ def sse(chunk: Any) -> bytes:
 
 
 class StreamWriter(abc.ABC):
-    """Turns the outputs of one call into the events of its stream: data lines that end with [DONE], as OpenAI's, where a
-    subclass says nothing else."""
+    """Turns the outputs of one call into the events of its stream.
+
+    Unless a subclass says otherwise, these are OpenAI's: data lines that end with [DONE]."""
 
     end = b"data: [DONE]\n\n"
 
@@ -175,7 +176,10 @@ async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) ->
 
 
 async def streamed(request: Request, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
-    """The call as server-sent events. Waits for the first output, so that a refused call gets its HTTP status."""
+    """The call as server-sent events.
+
+    Waits for the first output, so that a call that is refused gets an HTTP status.
+    """
     try:
         first = await unless_gone(request.receive, _next(outputs))
     except BaseException:
@@ -201,7 +205,7 @@ async def _events(
                 yield writer.encode(chunk)
         for chunk in writer.last():
             yield writer.encode(chunk)
-    except Exception as error:  # the headers are out: the stream is the only place left to say so
+    except Exception as error:  # the headers are sent, so the error can only go into the stream
         if not isinstance(error, PagerunnerError):
             logger.exception("A stream failed.")
         yield writer.encode(writer.failed(error))

@@ -1,4 +1,4 @@
-"""The line about rates that the server logs every few seconds, worded so that what reads vLLM's can read it."""
+"""The line about rates that the server logs every few seconds. Programs that read vLLM's line can read this one."""
 
 from __future__ import annotations
 

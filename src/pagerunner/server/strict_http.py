@@ -1,4 +1,7 @@
-"""h11's reader of HTTP, without two kindnesses that let a proxy and a server understand the same bytes differently."""
+"""h11's reader of HTTP, with two more refusals.
+
+Without them a proxy and this server might understand the same bytes differently.
+"""
 
 from __future__ import annotations
 

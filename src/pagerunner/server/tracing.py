@@ -54,7 +54,7 @@ class Spans(EngineObserver):
             self._parents[request.request_id] = carrier
 
     def on_dropped(self, request: EngineRequest) -> None:
-        """Forget it: what never ran has no span."""
+        """Forget the sequence, because a sequence that never ran has no span."""
         self._parents.pop(request.request_id, None)
 
     def on_finished(self, sequence: FinishedSequence) -> None:

@@ -119,7 +119,7 @@ class CoreClient:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why the core is gone, None while it lives."""
+        """Why the core is gone. None while it lives."""
         return self._death
 
     @property
@@ -234,7 +234,7 @@ def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
         raise EngineDeadError("The engine core process has no standard input.")
     try:
         stdin.write(msgspec.json.encode(launch) + b"\n")
-        stdin.flush()  # stays open: its end tells the child that we are gone
+        stdin.flush()  # stays open, because its end tells the child that this process is gone
     except BrokenPipeError:
         pass  # the child has ended already; its exit status says how
     return process

@@ -73,9 +73,9 @@ class EngineCore:
         self._scheduler.add(request)
 
     def _check_ids(self, request: EngineRequest) -> None:
-        """The frontend has checked them already; but an id outside the vocabulary would end the device, not one request.
+        """Check ids once more. The frontend has checked them, but an id outside the vocabulary would end the device's context.
 
-        Siblings share what they hold, and there may be many of them.
+        Siblings share their lists, and there may be many siblings. So a list is checked once.
         """
         ids = (request.prompt_token_ids, request.params, request.bad_words_ids)
         if all(map(operator.is_, ids, self._checked_ids)):
@@ -97,11 +97,11 @@ class EngineCore:
         return self._scheduler.abort(list(request_ids))
 
     def recover(self, running: Iterable[tuple[EngineRequest, list[int]]]) -> None:
-        """Begin anew after a call that an interrupt (KeyboardInterrupt, or another one that isn't an Exception) left halfway.
+        """Start again after an interrupt that left a call halfway: KeyboardInterrupt, or another one that isn't an Exception.
 
-        The books of requests and pages may contradict each other then, so they are made again: every page is free, and
-        what was cached is forgotten. `running` are the requests that go on, each after the output tokens it has reported.
-        Others are gone. Steps that were launched run to their end on the device, before any new one.
+        The books of requests and pages may contradict each other then, so both are made again. Every page is free, and the
+        prefix cache is empty. `running` are the requests that go on, each after the output tokens that it has reported. All
+        other requests are gone. Steps that were launched run to their end on the device before any new step.
         """
         scheduler = self._make_scheduler()
         scheduler.count_on(self._scheduler)
@@ -118,8 +118,8 @@ class EngineCore:
     def step(self) -> list[RequestUpdate]:
         """Launch what may be launched, then commit the oldest step in flight.
 
-        Raises EngineDeadError when a step fails, now and whenever it is called again: what the device has computed and
-        what the scheduler believes may no longer agree.
+        Raises EngineDeadError when a step fails, and at every later call. The device and the scheduler may no longer agree
+        on what was computed.
         """
         self._check_alive()
         try:
@@ -203,7 +203,10 @@ class EngineCore:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page. False when pages of running requests had to stay (they can't be hit either)."""
+        """Forget every cached page.
+
+        False when pages of running requests had to stay. No prompt finds those any more either.
+        """
         return self._scheduler.reset_prefix_cache()
 
     @property
@@ -217,7 +220,7 @@ class EngineCore:
         return self._executor.sleep_level
 
     def prepare_sleep(self, level: int, mode: str) -> None:
-        """Raise now what `sleep` would refuse, and make sure that the weights will outlive it; requests go on."""
+        """Raise now what `sleep` would raise, and make sure that the weights will outlive the sleep. Requests go on."""
         if not self._enable_sleep_mode and level != 0:  # a pause moves no memory
             raise ConfigError("Sleep needs an engine started with enable_sleep_mode=True (--enable-sleep-mode).")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
@@ -227,9 +230,9 @@ class EngineCore:
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
-        `mode` says what becomes of unfinished requests: "abort" ends them, "wait" finishes them first, "keep" preempts
-        them and goes on with them after waking. Returns the updates this caused. The prefix index is reset whenever
-        pages are freed.
+        `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first. "keep" preempts them and
+        goes on with them after waking. Returns the updates that this caused. The prefix index is reset whenever pages are
+        freed.
 
         Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
         Freeing memory may fail in other ways. The engine then counts as asleep; `sleep` and `wake_up` can be tried again,
@@ -255,7 +258,7 @@ class EngineCore:
         return updates
 
     def take_unreported(self) -> list[RequestUpdate]:
-        """The updates that a `sleep` which failed has caused; each is given once."""
+        """The updates that a failed `sleep` has caused. Each is given once."""
         updates, self._unreported = self._unreported, []
         return updates
 

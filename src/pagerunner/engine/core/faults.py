@@ -10,8 +10,9 @@ _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())  # what torch raises
 
 
 def step_fault(error: BaseException, failure: str | None = None) -> str:
-    """A sentence for an exception that ended a step, with the device's own numbers or reason. `failure`: as
-    `device_failure` found it; the exception may be but its consequence.
+    """A sentence for an exception that ended a step, with the device's own numbers or reason.
+
+    `failure` is the device's error, if `device_failure` found one. The exception may be only its consequence.
     """
     first = first_line(error)
     if failure is None and out_of_memory(error):

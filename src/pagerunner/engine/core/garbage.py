@@ -1,8 +1,8 @@
 """What keeps Python's garbage collector from stopping a running engine.
 
-A collection of the oldest generation looks through every container of the process: with torch and Triton in it half a
-million, for a tenth of a second. A step of many requests makes enough short-lived lists to bring one about every few
-hundred steps, though reference counts free them all.
+A collection of the oldest generation looks through every container of the process. With torch and Triton these are half a
+million, and a collection takes a tenth of a second. A step of many requests makes many short-lived lists. So such a collection
+happens every few hundred steps, though reference counts free all of these lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OLD = 100
 
 
 class _Seldom:
-    """Thresholds of the whole process, while anybody wants them."""
+    """Raises the thresholds of the whole process, as long as at least one user wants that."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class _Seldom:
     def end(self) -> None:
         with self._lock:
             self._wanted -= 1
-            if not self._wanted and gc.get_threshold() == self._set:  # or somebody has decided otherwise
+            if not self._wanted and gc.get_threshold() == self._set:  # or other code has set thresholds meanwhile
                 gc.set_threshold(*self._before)
 
 
@@ -48,7 +48,10 @@ _seldom = _Seldom()
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Inside, collections are rarer; afterwards thresholds are what they were. What can be collected is always the same."""
+    """Inside, collections are rarer.
+
+    Afterwards thresholds are what they were. The same objects can be collected inside and outside.
+    """
     _seldom.begin()
     try:
         yield
@@ -58,8 +61,9 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def set_apart() -> Iterator[None]:
-    """For a process of the engine's own, once it is ready: inside, collections are rarer, and pass over all that was there
-    before. Not for a user's process, where that may have to be collected.
+    """For a process of the engine's own, once it is ready. Inside, collections are rarer and pass over all objects made before.
+
+    Not for a user's process, whose older objects may have to be collected.
     """
     gc.collect()
     gc.freeze()

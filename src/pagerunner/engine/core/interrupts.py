@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine in the caller's process works: noted at once, raised when the work is whole."""
+"""Ctrl-C while an engine in the caller's process works: noted at once, and raised when the step is whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 
 class HeldInterrupts:
-    """`with HeldInterrupts():` puts a Ctrl-C off until the end of the block; a second one is not put off.
+    """`with HeldInterrupts():` puts a Ctrl-C off until the end of the block. A second Ctrl-C is not put off.
 
-    SIGINT's handler is called at the end of the block, so what the user's program does with Ctrl-C stays what it was. Python
-    runs signal handlers in the main thread only: in another thread there is nothing to hold. A handler that isn't
-    Python's (SIG_IGN, SIG_DFL, one set by C) is left alone.
+    The program's own SIGINT handler is called at the end of the block. Python runs signal handlers in the main thread only, so
+    there is nothing to hold in another thread. A handler that isn't Python's (SIG_IGN, SIG_DFL, one set by C) is left alone.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,7 @@ class HeldInterrupts:
             return
         handler = signal.getsignal(signal.SIGINT)
         left = getattr(handler, "__self__", None)
-        if isinstance(left, HeldInterrupts):  # whose end an interrupt of another kind has cut off
+        if isinstance(left, HeldInterrupts):  # an earlier block, whose end an interrupt of another kind has cut off
             handler = left._handler
         if callable(handler):
             self._handler = handler

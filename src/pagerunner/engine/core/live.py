@@ -1,4 +1,4 @@
-"""What goes on in the core at one moment, and the latest steps, which are kept only while somebody looks."""
+"""What goes on in the core at one moment, and the latest steps. Steps are kept only while a reader asks for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class LiveState(NamedTuple):
 
 
 class StepLog:
-    """`note` is for committed steps, while `watched`: somebody has read with `after` during the last seconds."""
+    """The latest committed steps.
+
+    `watched` says whether a reader has called `after` during the last seconds; only then call `note`.
+    """
 
     def __init__(self) -> None:
         self.watched = False
@@ -64,7 +67,8 @@ class StepLog:
         """A step's tokens have arrived; it was launched at `launched`, on the monotonic clock."""
         now = time.monotonic()
         self._count += 1
-        seconds = now - max(launched, self._last)  # with two in flight it began when the one before it ended
+        # With two steps in flight, a step began when the step before it ended.
+        seconds = now - max(launched, self._last)
         tokens = sum(row.num_tokens for row in plan.rows)
         self._steps.append(LiveStep(self._count, now, seconds, len(plan.rows), tokens, graph))
         self._last = now

@@ -52,7 +52,7 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """The error as it travels. What is not one of the engine's own errors keeps its type's name in the text."""
+        """The error as it travels. An error that isn't one of the engine's own keeps its type's name in the text."""
         if isinstance(error, PagerunnerError):
             kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "EngineDeadError")
             return cls(kind, str(error), getattr(error, "param", None))
@@ -92,7 +92,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
     @classmethod
     def of(cls, requests: Sequence[EngineRequest]) -> Add:
-        """What queues the sequences of one request, the first of which is made of what the others share.
+        """The message that queues the sequences of one request. The other sequences share everything with the first but ids
+        and seeds.
 
         Raises:
             OverflowError, TypeError, ValueError: a value can't travel.

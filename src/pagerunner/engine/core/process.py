@@ -68,7 +68,7 @@ class Core(Protocol):
         """Counters and gauges."""
 
     def prepare_sleep(self, level: int, mode: str) -> None:
-        """Refuse to be parked, if it must be."""
+        """Raise what `sleep` would refuse."""
 
     def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
         """Park the engine."""
@@ -105,11 +105,11 @@ class CoreLoop:
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
         self._stats_at = 0.0
-        # A sleep that waits for the running requests, and what came after it.
+        # A sleep that waits for the running requests, and the messages that came after it.
         self._after_work: list[wire.Call | wire.Add] = []
 
     def run(self) -> None:
-        """Serve until `Shutdown`. Whatever a step raises comes out of here."""
+        """Serve until `Shutdown`. Raises what a step raises."""
         core = self._core
         while self._running:
             for message in self._receive(wait=not core.has_work):
@@ -138,7 +138,7 @@ class CoreLoop:
                 return
             try:
                 message = self._decoder.decode(data)
-            except msgspec.DecodeError:  # the frontend's fault, which no request must pay for
+            except msgspec.DecodeError:  # a fault of the frontend, which must not end any request
                 logger.exception("A message of the frontend can't be understood and is passed over.")
                 continue
             yield message
@@ -200,7 +200,10 @@ class CoreLoop:
         return updates
 
     def _put_off(self, message: wire.Sleep | wire.WakeUp) -> None:
-        """Sleep when the running requests are done, whose readers are served meanwhile; wake up from that, not before it."""
+        """Sleep when the running requests are done.
+
+        Meanwhile their readers are served. A wake-up comes after this sleep, not before.
+        """
         if isinstance(message, wire.Sleep):
             try:
                 self._core.prepare_sleep(message.level, message.mode)
@@ -285,7 +288,7 @@ def _exit_with_parent(parent: int, address: str) -> None:
         path.unlink(missing_ok=True)
         path.parent.rmdir()
     except OSError:
-        pass  # the parent, on its regular way out, has removed it first
+        pass  # the parent has removed it first, as it does when it ends regularly
     os._exit(0)
 
 

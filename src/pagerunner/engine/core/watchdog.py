@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Logs the stacks of all threads, once a step, when the step takes longer than `seconds`.
 
-    The thread ends with the process. It needs the interpreter: a step that hangs without giving it up is left to the
-    frontend, which makes `faulthandler` print the stacks (AsyncEngine).
+    The thread ends with the process. It needs the interpreter's lock. If a step hangs and keeps the lock, the frontend makes
+    `faulthandler` print the stacks instead (AsyncEngine).
     """
 
     def __init__(self, seconds: float) -> None:
@@ -47,7 +47,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Where every thread of this process is, but for the caller's."""
+    """The stack of every thread of this process except the caller's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

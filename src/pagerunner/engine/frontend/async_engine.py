@@ -132,7 +132,7 @@ class AsyncEngine:
 
     @property
     def pooler(self) -> Pooler | None:
-        """How the model's hidden states become embeddings; None where nobody says."""
+        """How the model's hidden states become embeddings. None if neither the checkpoint nor the user says."""
         return self._frontend.pooler
 
     @property
@@ -176,7 +176,7 @@ class AsyncEngine:
     ) -> OutputStream:
         """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
 
-        The request runs to its end unless `abort(request_id)` ends it; `generate` aborts by itself. Arguments and errors
+        The request runs to its end unless `abort(request_id)` ends it. (`generate` aborts by itself.) Arguments and errors
         are those of `generate`.
         """
         arrival = time.monotonic()
@@ -188,12 +188,12 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
-        # Siblings' ids are made of it, and must not be what another caller has thought of.
+        # Siblings' ids are made of this id, and must not equal an id that another caller has chosen.
         own_id = f"{request_id}-{next(self._numbers)}"
         stop = tuple(params.stop or ())
         size = len(text) if isinstance(text, str) else 0
         size += sum(map(len, params.bad_words or ())) + _CHARS_OF_A_STOP_CHAR * sum(map(len, stop))
-        # What the output will be searched with is made there too, and held until the output has it.
+        # The search for stop strings is made there too, and kept until the output takes it.
         requests, _held = await self._text_work(
             size,
             lambda: (
@@ -217,7 +217,7 @@ class AsyncEngine:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
         Leaving the iterator early (`aclose`, cancellation) aborts the request and frees its pages. A slow reader
-        gets several steps' outputs merged into one.
+        gets several steps' outputs as one.
 
         Args:
             prompt: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
@@ -256,8 +256,8 @@ class AsyncEngine:
     ) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, which writes its special tokens itself.
 
-        With `continue_final_message` the prompt ends where the last message's text does, so that the answer goes on with it.
-        `truncation` says how many of the tokens stay.
+        With `continue_final_message` the prompt ends where the last message's text ends, so that the answer continues that
+        message. `truncation` says how many of the tokens stay.
 
         Raises:
             PromptTooLongError: it is far longer than a prompt may be.
@@ -310,11 +310,14 @@ class AsyncEngine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
+        """End a request: its reader gets the text so far, with finish_reason "abort". Unknown ids are ignored."""
         self._send_abort(self._desk.sequences(request_id))
 
     def stop(self, error: EngineDeadError | None = None) -> None:
-        """End every request and take no others. The readers get what there is: with finish_reason "abort", or `error`."""
+        """End every request and take no others.
+
+        The readers get the text so far, with finish_reason "abort", or `error`.
+        """
         self._stopped = True
         running = self._desk.all_sequences()
         if error is not None:
@@ -333,7 +336,7 @@ class AsyncEngine:
 
     async def _sleep(self, level: int, mode: str) -> None:
         await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        self._level = max(level, self._level)  # a lighter one while asleep changes nothing
+        self._level = max(level, self._level)  # a lighter level while asleep changes nothing
         self._observer.on_sleep(self._level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -449,7 +452,10 @@ class AsyncEngine:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def _watch(self) -> None:
-        """Print the core's stacks once per stall. Its own watchdog logs them; this is for when it can't."""
+        """Print the core's stacks once per stall.
+
+        The core's own watchdog logs them too, unless the step keeps the interpreter's lock.
+        """
         reported = False
         while self._client.death is None:
             await asyncio.sleep(min(self._stall_seconds / 4, 5.0))

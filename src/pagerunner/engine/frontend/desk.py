@@ -1,4 +1,4 @@
-"""Knows whose updates are whose: the core's sequences on one side, the readers of requests on the other."""
+"""Knows which reader gets which update: the core's sequences on one side, the readers of requests on the other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class OutputDesk:
         return list(self._request_of)
 
     def receive(self, message: wire.FromCore) -> list[str]:
-        """Take a message from the core; returns sequence ids to abort (ended by a stop string or beside a failure)."""
+        """Take a message from the core.
+
+        Returns sequence ids to abort: ended by a stop string, or siblings of a failed sequence.
+        """
         match message:
             case wire.Updates(updates, stats):
                 if stats is not None:
@@ -96,7 +99,7 @@ class OutputDesk:
             return []  # an earlier update of this step has ended its request
         try:
             outputs, stopped = self._outputs.process([update])
-        except Exception as error:  # one request's text must not end the others
+        except Exception as error:  # an error in one request's text must not end other requests
             logger.exception("The output of request %s cannot be processed.", update.request_id)
             failure = RequestFailedError(f"The request's output cannot be processed: {error!r}.")
             return [update.request_id, *self._fail([update.request_id], failure)]

@@ -43,7 +43,7 @@ class Truncation(NamedTuple):
     first: bool = False
 
     def of(self, token_ids: list[int]) -> list[int]:
-        """What stays of these."""
+        """The tokens that stay."""
         return token_ids[: self.keep] if self.first else token_ids[-self.keep :]
 
 
@@ -66,7 +66,7 @@ def check_text(text: str) -> None:
 def with_marked_end(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with a mark behind its last message's text, for `up_to_mark`.
 
-    Without a mark the text's end can't be told from the markup behind it: "e" is also in "<|end|>".
+    Without a mark the text's end can't be told from the markup after it. Example: a text "e", and the markup "<|end|>".
 
     Raises:
         InvalidRequestError: the last message has no text.
@@ -130,13 +130,16 @@ class InputProcessor:
         self._unseeded = itertools.count()
 
     async def prepare(self, params: SamplingParams) -> Grammar | None:
-        """Do on threads what `process` would keep an event loop waiting for. Raises what it would raise."""
+        """Do on threads the slow part of `process`, which would block an event loop.
+
+        Raises what `process` would raise.
+        """
         if params.structured_outputs is None or self._grammars is None:
             return None
         return await self._grammars.prepare(params.structured_outputs, SOURCE.get())
 
     def close(self) -> None:
-        """End the helper process; who still waits for it gets RequestFailedError."""
+        """End the helper process. Callers that still wait for it get RequestFailedError."""
         if self._grammars is not None:
             self._grammars.close()
 
@@ -155,12 +158,12 @@ class InputProcessor:
         """The n sequences of one request, in output order.
 
         Args:
-            prompt: a text, token ids, or a mapping with `prompt` or `prompt_token_ids` (which wins; `prompt` is then
-                only shown), and perhaps `cache_salt`.
+            prompt: a text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
+                With both, the ids are used and `prompt` is only shown.
             request_id: unique among running requests; sequences are named after it.
             add_special_tokens: False for a text that a chat template made.
             pooling: asks for one vector of the prompt and no tokens.
-            grammar: what `prepare` has made of the structured outputs; without it they are checked here.
+            grammar: what `prepare` has made of the structured outputs. Without it, structured outputs are checked here.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
@@ -261,8 +264,11 @@ class InputProcessor:
 
     @staticmethod
     def _encode_end(tokenizer: TextEncoder, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
-        """The tokens that stay of a text, however long it is. A piece with twice as many tokens is tokenised instead of the
-        whole: where it is cut a word may have other tokens, and those are far from the ones that stay."""
+        """The tokens that stay of a text, however long the text is.
+
+        Only a piece of the text with twice as many tokens is tokenised. At the cut a word may get other tokens. They are
+        far from the tokens that stay.
+        """
         size = _CHARS_PER_TOKEN * truncation.keep
         while True:
             piece = text[:size] if truncation.first else text[-size:]
@@ -312,8 +318,8 @@ class InputProcessor:
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Every word as it is tokenised at the start of a text and after a space, without duplicates.
 
-        The second form counts only if it is one that the first doesn't cover: as long, and beginning with another token
-        (as in vLLM, whose results these are).
+        The second form counts only if the first doesn't cover it: if it is as long and begins with another token. vLLM does the
+        same, so both ban the same words.
         """
         if not params.bad_words:
             return ()

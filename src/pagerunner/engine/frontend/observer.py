@@ -9,7 +9,7 @@ from pagerunner.types import EngineRequest
 
 
 class FinishedSequence(NamedTuple):
-    """A sequence that has ended, and why. Times are monotonic seconds, 0 for what it did not live to see."""
+    """A sequence that has ended, and why. Times are monotonic seconds. A time that it didn't reach is 0."""
 
     request: EngineRequest
     reason: str
@@ -37,7 +37,7 @@ class FinishedSequence(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether it stands for its request: of the n sequences of one, the first."""
+        """Whether this is the first of its request's n sequences."""
         return self.request.request_id in (self.request.parent_id, f"{self.request.parent_id}_0")
 
 

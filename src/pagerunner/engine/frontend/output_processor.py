@@ -36,8 +36,9 @@ class OutputProcessor:
     def add(
         self, request_id: str, prompt: str | None, requests: list[EngineRequest], kind: OutputKind | None = None
     ) -> None:
-        """Expect updates of `requests`, the sequences of one client request, in the order of their outputs, which are of
-        the given kind, or of the kind that the request asks for.
+        """Expect updates of `requests`, the sequences of one client request, in the order of their outputs.
+
+        Outputs are of the given kind, or else of the kind that the request asks for.
 
         Raises:
             InvalidRequestError: the id is in use.
@@ -50,8 +51,10 @@ class OutputProcessor:
             self._sequences[engine_request.request_id] = sequence
 
     def process(self, updates: list[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
-        """Outputs of the requests that the updates concern, and the ids of sequences that a stop string has ended and
-        that the engine must abort. Updates of unknown or ended sequences are late, and dropped."""
+        """Outputs of the requests that the updates concern; and the ids of sequences to abort, because a stop string has
+        ended them.
+
+        Updates of unknown or ended sequences come late and are dropped."""
         now = self._clock()
         changed: dict[str, _Request] = {}
         to_abort: list[str] = []
@@ -235,7 +238,7 @@ class _SequenceOutput:
         self.keep_stop_token = params.include_stop_str_in_output
         self.skip_special_tokens = params.skip_special_tokens
         has_text = params.detokenize and table is not None
-        # With nobody to see the text before the end, and nothing to look for in it, it is decoded once.
+        # If no reader sees the text before its end, and no stop string is looked for, the text is decoded once.
         self.text_at_end = has_text and request.kind == "final_only" and not params.stop
         streams = has_text and not self.text_at_end
         self.detokenizer = Detokenizer(table, params.skip_special_tokens) if streams and table is not None else None

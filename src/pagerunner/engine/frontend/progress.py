@@ -56,7 +56,7 @@ class ProgressMeter:
             self._observer.on_started(request)
 
     def dropped(self, sequence_ids: Iterable[str]) -> None:
-        """The core refused these, or is gone; they will not finish."""
+        """The core refused these sequences, or is gone. They will not finish."""
         for sequence_id in sequence_ids:
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None:

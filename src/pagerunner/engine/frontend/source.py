@@ -1,6 +1,7 @@
-"""Who asks: a name for a client, so that the helper processes give clients equal shares.
+"""A name for the client of a request, by which the helper processes give clients equal shares.
 
-The name travels with the task (a context variable): what sits between the server's door and a helper doesn't handle it.
+The name travels with the task, in a context variable. So the code between the server's gate and a helper doesn't handle the
+name.
 """
 
 from __future__ import annotations

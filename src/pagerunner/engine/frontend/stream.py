@@ -8,7 +8,10 @@ from pagerunner.types import CompletionOutput, RequestOutput
 
 
 class OutputStream:
-    """Holds at most one output: what comes before the reader is back is merged into it, so memory stays bounded."""
+    """Holds at most one output.
+
+    Outputs that come before the reader returns are merged into it, so memory stays bounded.
+    """
 
     def __init__(self, sequence_ids: list[str], delta: bool) -> None:
         self.sequence_ids = sequence_ids

@@ -1,8 +1,11 @@
 """The composition root: the one place where an engine's parts meet.
 
-On a CPU the memory plan is made beforehand. On a CUDA device it is made last: addresses are reserved for an upper
-bound, the weights loaded, one slab of pages mapped, the largest step warmed up, the graphs captured; what is then really
-free becomes pages.
+On a CPU the memory plan is made first. On a CUDA device the final plan is made last:
+
+1. Addresses are reserved for an upper bound.
+2. The weights are loaded, and one slab of pages is mapped.
+3. The largest step is warmed up, and the graphs are captured.
+4. The memory that is really free then becomes pages.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class Card:
 
     @classmethod
     def first(cls, memory: DeviceMemory) -> Card:
-        """The first one that torch sees. Raises CapacityError when it has not even memory for a stream."""
+        """The first card that torch sees. Raises CapacityError when the card has not even memory for a stream."""
         device = torch.device("cuda", 0)
         with full_device_said(
             lambda reason: (
@@ -97,7 +100,10 @@ class Card:
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
-    """An engine core from a resolved configuration. `card` stands for the device that it was resolved for, if it was."""
+    """An engine core from a resolved configuration.
+
+    `card` is the CUDA device for which it was resolved, if there is one.
+    """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
     if memory is None:
         card = None
@@ -150,7 +156,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
 
 
 def _make_guides(resolved: Resolved) -> MakeGuide | None:
-    """What follows grammars; reads the tokenizer when the first one comes."""
+    """The maker of guides, which follow grammars. It reads the tokenizer when the first grammar comes."""
     config, model = resolved.config, resolved.model
     if config.skip_tokenizer_init:
         return None
@@ -185,12 +191,15 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
 
 
 def graph_engine(device: torch.device) -> GraphEngine | None:
-    """What records graphs on a device; None on the CPU, where there is nothing to gain."""
+    """The engine that records graphs on a device. None on the CPU, where graphs gain nothing."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 def _kernels_name(resolved: Resolved) -> str:
-    """What decides which kernels a start needs. One thing too few, and a start compiles what it lacks one by one."""
+    """A name made of everything that decides which kernels a start needs.
+
+    If a thing is missing here, a start compiles some kernels late.
+    """
     config = resolved.config
     sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
     choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)

@@ -1,8 +1,8 @@
 """Models by their names on the Hugging Face Hub: downloaded once into the hub's cache, then read from there.
 
-Fetched are config, tokenizer, chat template, pooling and safetensors, and never pickles or Python. First come the small files,
-then the weights that their index names, of the same commit. `huggingface_hub` does the work and is imported when a name is
-used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
+Config, tokenizer, chat template, pooling and safetensors are fetched. Pickles and Python files are never fetched. The small
+files come first, then the weights that their index names, of the same commit. `huggingface_hub` does the work and is
+imported when a name is used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineArgs:
-    """`args` with directories in place of names on the hub, whose files are downloaded unless the cache has them.
+    """`args` with directories in place of names on the hub. Files that the cache doesn't have are downloaded.
 
     A path that exists is never looked up. `served_model_name` keeps the name that the user gave. With load_format="dummy" no
     weights are fetched.
@@ -139,8 +139,10 @@ class _InterruptedError(Exception):
 
 @contextmanager
 def _told_of_interrupts(interrupted: threading.Event) -> Iterator[None]:
-    """Set the event at Ctrl-C. The main thread alone hears of it, and waits for the threads that download; without a word they
-    would finish their files of gigabytes first."""
+    """Set the event at Ctrl-C, for the threads that download.
+
+    Only the main thread gets a Ctrl-C, and it waits for these threads. Without the event they would first finish files of
+    gigabytes."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

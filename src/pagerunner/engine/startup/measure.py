@@ -53,7 +53,7 @@ class StartMeter:
 
     @property
     def taken(self) -> dict[str, int]:
-        """Device bytes by use so far. Memory that other processes take or give back meanwhile is among it."""
+        """Device bytes by use so far. They include memory that other processes took or gave back meanwhile."""
         return dict(self._taken)
 
     def report(self) -> StartUp:
@@ -69,7 +69,9 @@ class StartMeter:
         if self._driver is None:
             return f"{where}; lower max_num_batched_tokens or max_num_seqs."
         free, total = self._driver.memory()
-        taken = {name: size for name, size in self._taken.items() if size > 0}  # others may have given back more
+        taken = {
+            name: size for name, size in self._taken.items() if size > 0
+        }  # other processes may have given back more
         used = ", ".join(f"{name} {human_bytes(size)}" for name, size in taken.items()) or "nothing"
         return (
             f"{where}: {human_bytes(free)} of the device's {human_bytes(total)} are free, and this engine has taken "
@@ -94,7 +96,7 @@ def final_plan(
     """The plan for what is really left, once everything but the pages has been allocated.
 
     Args:
-        plan: made from an upper bound; what of it is mapped is among `taken` as "pages".
+        plan: made from an upper bound. Its bytes that are mapped already are in `taken`, as "pages".
         taken: device bytes by use, measured.
         card: the device before the engine took any of it.
         free: free bytes of the device now.

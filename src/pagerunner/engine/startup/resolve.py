@@ -240,7 +240,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
 def _weights_too_large(
     weights: tuple[str, int], needed: int, total: int, free: str, utilization: float, dtype: Dtype
 ) -> str:
-    """What to tell a user whose weights alone are more than the memory: only what can help."""
+    """The sentence for a user whose weights alone are larger than the memory. It names only knobs that can help."""
     name, size = weights
     form = f" in {dtype}" if name == "weights" else ""
     limit = int(total * utilization)
@@ -283,7 +283,7 @@ def _plan_in(
     total = available_memory() if memory_bytes is None else memory_bytes
     needed = sum(size for _, size in other)
     room, free = int(total * utilization) - needed, ""
-    if card is not None:  # what is free limits it too, but the share is of the whole card
+    if card is not None:  # the free memory limits it too, but the share is a share of the whole card
         room = min(card.free, int(card.total * utilization)) - needed
         total, free = card.total, f", {human_bytes(card.free)} of which are free,"
     if other[0][1] > min(int(total * utilization), memory_bytes or total):

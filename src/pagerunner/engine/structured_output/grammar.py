@@ -1,7 +1,7 @@
 """Guides: grammars of structured outputs, followed token by token by llguidance, on threads beside the step loop.
 
-What comes here has passed engine/structured_output/grammar_door.py: a process of its own has compiled it in a smaller stack than
-these threads have.
+A grammar that comes here has passed engine/structured_output/grammar_door.py. So another process has compiled it before, in
+a smaller stack than these threads have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Value = TypeVar("Value")
-KEPT = 64  # grammars that the next request with the same one finds ready
+KEPT = 64  # compiled grammars that are kept for later requests with the same grammar
 TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
 _LARGE_CHARS = 4_096
 _FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
@@ -126,7 +126,10 @@ class Guides:
         return GrammarGuide(self._tokenizer, compiled, self._followers, grammar, lambda: self._left(text, compiled))
 
     def _left(self, text: str, compiled: Future[LLMatcher]) -> None:
-        """A sequence has ended. What nobody waits for any more is not compiled, unless that has begun."""
+        """A sequence has ended.
+
+        A grammar that no sequence waits for any more is not compiled, unless its compilation has begun.
+        """
         self._waiting[text] -= 1
         if self._waiting[text] > 0:
             return
@@ -136,7 +139,7 @@ class Guides:
 
 
 class GrammarGuide:
-    """Follows one sequence; see sched/guided.py. What goes wrong on a thread becomes `error`."""
+    """Follows one sequence; see sched/guided.py. An exception on a thread becomes `error`."""
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class GrammarGuide:
             try:
                 work()
                 self._look()
-            except Exception as error:  # it must end this sequence only
+            except Exception as error:  # an error must end this sequence only
                 self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
             done.set()
 

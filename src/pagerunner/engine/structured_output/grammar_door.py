@@ -1,8 +1,9 @@
 """The door for grammars: a bad one is refused before its request is queued.
 
-A grammar from outside can take any time to be read, and one that nests deeply enough ends the process that compiles it. So
-it is tried in a process of its own (engine/structured_output/grammar_worker.py). Several are tried side by side. Who may begin is
-decided here: the client with the fewest at work, then the smallest grammar. A grammar that nobody waits for any more is given up.
+A client's grammar can take any time to be read. A grammar that nests deeply enough ends the process that compiles it. So each
+grammar is tried in a process of its own (engine/structured_output/grammar_worker.py), several side by side. This module decides
+which grammar may begin: one of the client with the fewest at work, and of these the smallest. A grammar that no request waits
+for any more is given up.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ class GrammarDoor:
         self._closed = False
 
     def check(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
-        """The grammar for the core. Waits for the check; what the compiler says is remembered.
+        """The grammar for the core. Waits for the check. The compiler's answer is remembered.
 
         Args:
             wanted: what the text must be.
-            source: whoever asks; clients get equal shares.
+            source: a name for the client that asks. Clients get equal shares.
 
         Raises:
             InvalidRequestError: it is malformed, too large, or takes more than limits.MAX_GRAMMAR_SECONDS.
@@ -102,7 +103,10 @@ class GrammarDoor:
             self._leave(job)
 
     async def prepare(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
-        """The same as `check`, for an event loop; a caller that is cancelled gives its grammar up. Raises like it."""
+        """As `check`, for an event loop.
+
+        A caller that is cancelled gives its grammar up. Raises what `check` raises.
+        """
         job = self._join(wanted, source)
         if isinstance(job, Grammar):
             return job
@@ -112,7 +116,7 @@ class GrammarDoor:
             self._leave(job)
 
     def close(self) -> None:
-        """End the process; who still waits gets RequestFailedError. Waits for nothing. Idempotent."""
+        """End the process. Callers that still wait get RequestFailedError. Doesn't wait. Idempotent."""
         with self._lock:
             self._closed = True
             self._fail_all(RequestFailedError("The engine is shutting down; the grammar was not checked."))
@@ -128,7 +132,7 @@ class GrammarDoor:
         except (TypeError, ValueError, RecursionError) as error:
             raise _unusable(str(error)) from None
         most = limits.MAX_GRAMMAR_CHARS
-        # As text a schema has been measured already; what else there is beside one is short.
+        # A schema given as text has been measured already. Everything beside a schema is short.
         given = wanted.json if wanted.json is not None else wanted.structural_tag
         if isinstance(given, dict) and len(line) > most and len(line.decode()) > most:
             raise InvalidRequestError(
@@ -167,7 +171,7 @@ class GrammarDoor:
             self._start_jobs()
 
     def _start_jobs(self) -> None:
-        """Send whoever may begin. Call it with the lock."""
+        """Send the jobs that may begin. Call it with the lock held."""
         while (job := self._next_job()) is not None:
             if self._process is None:
                 self._process = _Process(self._setup, weakref.WeakMethod(self._receive), weakref.WeakMethod(self._died))
@@ -251,7 +255,7 @@ class GrammarDoor:
 
 
 class _Process:
-    """The worker and two threads that write to it and read from it; none of them keeps the door, or Python's exit, waiting.
+    """The worker process, and two threads that write to it and read from it. Neither the door nor Python's exit waits for them.
 
     `died` is called once when it ends by itself.
     """
@@ -271,7 +275,7 @@ class _Process:
         threading.Thread(target=self._run, name="pagerunner-grammar", daemon=True).start()
 
     def send(self, order: Order) -> None:
-        """Give it an order; returns at once."""
+        """Send an order to the worker. Returns at once."""
         self._orders.put(msgspec.json.encode(order) + b"\n")
 
     def kill(self) -> None:
@@ -337,7 +341,7 @@ class _Process:
                 child.stdin.flush()
             child.stdin.close()
         except OSError:
-            pass  # it has ended: whoever reads from it says so
+            pass  # the process has ended, and the thread that reads from it reports that
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:

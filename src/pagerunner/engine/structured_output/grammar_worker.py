@@ -1,9 +1,10 @@
 """The process that tries grammars: `python -m pagerunner.engine.structured_output.grammar_worker`, started by
 engine/structured_output/grammar_door.py.
 
-It reads the tokenizer once. Then it forks a child for each grammar, so that many compile side by side, each may crash, and
-ending one costs nothing. A child has `seconds` of processor time, `_MEMORY_BYTES` of addresses beyond those it began with, and a
-small stack, so that the core's threads can do whatever it could. Lines of JSON come on standard input and go to standard output.
+It reads the tokenizer once. Then it forks a child for each grammar. So many grammars compile side by side, a child may
+crash, and ending a child costs nothing. A child has three limits: `seconds` of processor time, `_MEMORY_BYTES` of addresses
+beyond those with which it began, and a small stack. The stack is smaller than that of the core's threads, so a grammar that
+compiles in a child compiles there too. Lines of JSON come on standard input, and answers go to standard output.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def grammar_text(wanted: StructuredOutputsParams, is_special: Callable[[str], bo
 
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:  # one lexeme: as alternatives of a rule, they would be followed one by one
+    if wanted.choice is not None:  # one lexeme, because alternatives of a rule would be followed one by one
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(x) for x in wanted.choice))
     if wanted.grammar is not None:
         return grammar_from("grammar" if _RULE.search(wanted.grammar) else "lark", wanted.grammar)
@@ -103,7 +104,7 @@ def grammar_text(wanted: StructuredOutputsParams, is_special: Callable[[str], bo
 
 
 class _Trials:
-    """The children and what they are to say."""
+    """The children, and the replies that are still expected of them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -132,7 +133,7 @@ class _Trials:
             self._end_late()
 
     def end_all(self) -> None:
-        """Nobody waits any more."""
+        """End all children: no request waits for them any more."""
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
 
@@ -214,7 +215,7 @@ def _compile(tokenizer: Any, order: Order) -> Reply:
         return Reply(order.job, text)
     except MemoryError:
         return Reply(order.job, end="memory")
-    except Exception as error:  # it is about this grammar, whatever it is
+    except Exception as error:  # any exception here is about this grammar
         return Reply(order.job, fault=str(error) or type(error).__name__)
 
 

@@ -72,7 +72,7 @@ class ChatPlan:
         if self._options.reasoning_parser not in ("qwen3", "deepseek_r1"):
             return
         begun = self._turn.messages[-1].get("content") if self._turn.continue_final_message else ""
-        if begun:  # an answer that has begun thinks only if it has begun to
+        if begun:  # an answer that goes on with a message thinks only if the message has begun to think
             self._prompt_thinks = begun.rfind(START) > begun.rfind(END)
             self._after_thoughts = not self._prompt_thinks
             return
@@ -81,7 +81,10 @@ class ChatPlan:
         self._after_thoughts = tail.endswith(END)
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters with what the text must be, behind the reasoning where there is some."""
+        """The sampling parameters with the grammar of the text.
+
+        The grammar begins after the reasoning, if there is any.
+        """
         wanted, reasoning = self._structured, self._options.reasoning_parser
         if wanted is not None and wanted.after is None and reasoning is not None and not self._after_thoughts:
             begins = START if reasoning == "qwen3" and not self._prompt_thinks else None
@@ -111,7 +114,7 @@ class ChatPlan:
         return count(token_ids, tokenizer, share)
 
     def tokens_before_text(self, answer: Answer, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """How many tokens of an answer that has reached its text belong to the reasoning before it, where a token ends that."""
+        """How many tokens of an answer belong to the reasoning before its text. Only if a token ends the reasoning."""
         end = tokenizer.token_to_id(END)
         thinks = bool(answer.reasoning) and not self._harmony and end in token_ids
         return thinking_tokens(token_ids, tokenizer, 0) if thinks else 0

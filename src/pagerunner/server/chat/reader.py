@@ -17,9 +17,9 @@ class AnswerReader:
     """Reads one answer, whole or in pieces.
 
     Args:
-        parsers: each reads what the one before left as text.
+        parsers: each reads the text that the parser before it left.
         one_call: leave out all calls but the first.
-        chosen: whether it was the model's choice what to call.
+        chosen: whether the model chose the function.
         shows_thoughts: whether reasoning is told at all.
     """
 
@@ -33,7 +33,7 @@ class AnswerReader:
         self._called = False
 
     def read(self, text: str, *, last: bool) -> list[Event]:
-        """What a further piece of the text means; `last` says that no other follows."""
+        """What a further piece of the text means. `last` says that no other piece follows."""
         events: list[Event] = [Text(text)] if text else []
         for parser in self._parsers:
             later: list[Event] = []
@@ -45,7 +45,10 @@ class AnswerReader:
         return shown
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """ "tool_calls" for calls that the model chose; a named one ends with "stop", as OpenAI's does."""
+        """ "tool_calls" for calls that the model chose.
+
+        A call that the client named ends with "stop", as OpenAI's does.
+        """
         return "tool_calls" if reason == "stop" and self._called and self._chosen else reason
 
     def _shows(self, event: Event) -> bool:

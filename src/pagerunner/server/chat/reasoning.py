@@ -13,8 +13,8 @@ START, END = "<think>", "</think>"
 class Thinking(StreamParser):
     """`<think>reasoning</think>answer`. White space around either is dropped.
 
-    `inside`: the reasoning has begun, in the prompt or because the model always does; its mark may come or not. Otherwise it
-    is there only if the text begins with the mark.
+    `inside`: the reasoning has begun already, in the prompt or because the model always reasons first. Its opening mark may
+    come or not. Otherwise there is reasoning only if the text begins with the mark.
     """
 
     def __init__(self, *, inside: bool) -> None:
@@ -37,7 +37,7 @@ class Thinking(StreamParser):
 def thinking_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, share: float) -> int:
     """How many of an answer's tokens are reasoning with its marks: all up to the first `</think>`, or all without one.
 
-    Where the mark is no token of its own, the reasoning's `share` of the answer's text says it.
+    If the mark is no token of its own, the number follows from the reasoning's `share` of the answer's text.
     """
     end = tokenizer.token_to_id(END)
     if end is None:

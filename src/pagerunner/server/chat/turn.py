@@ -1,4 +1,4 @@
-"""One conversation that is to be answered: what every chat API asks for, and the one way from there to the engine."""
+"""One conversation that is to be answered, whatever the API, and the one way from there to the engine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def prompt_of(service: Service, turn: ChatTurn) -> list[int]:
 
 
 def read_whole(reader: AnswerReader, text: str) -> Answer:
-    """An answer that is there as a whole: what its stream would add up to."""
+    """Read an answer that is there as a whole. The result is what its stream would add up to."""
     answer = Answer()
     answer.add(reader.read(text, last=True))
     return answer
@@ -143,7 +143,7 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's newer name for who gives instructions, for templates that know the older one only."""
+    """Replace the role "developer", OpenAI's newer name, by "system", which all templates know."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
@@ -152,11 +152,12 @@ async def _shortened(
     room: int,
     render: Callable[[list[dict[str, Any]]], Awaitable[list[int]]],
 ) -> list[int]:
-    """The prompt, if need be without the oldest messages, so that it fits. What stays begins with a user's message, behind
-    the instructions.
+    """The prompt, without the oldest messages if it would not fit otherwise.
+
+    After the instructions, the first message that stays is a user's.
 
     Raises:
-        PromptTooLongError: the last question alone is far too long. One that is a little too long comes back as it is.
+        PromptTooLongError: the last question alone is far too long. A prompt that is a little too long is returned as it is.
     """
 
     async def fits(shown: list[dict[str, Any]]) -> list[int] | None:

@@ -169,7 +169,10 @@ def _call_id() -> str:
 
 
 def _tells(choice: ChunkChoice) -> bool:
-    """Not while text is held back because it may become a stop string, half a character, or a call's markup."""
+    """Whether the output has something to tell.
+
+    It has nothing while text is held back as a possible stop string or call's markup.
+    """
     return bool(choice.delta != Delta() or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 

@@ -135,7 +135,10 @@ def _answer(call: Call, shape: _Shape, results: list[RequestOutput]) -> Completi
 
 
 def _tells(choice: CompletionChoice) -> bool:
-    """Not while text is held back because it may become a stop string or half a character."""
+    """Whether the output has something to tell.
+
+    It has nothing while text is held back as a possible stop string or half a character.
+    """
     return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 

@@ -1,4 +1,4 @@
-"""GET /docs: the API on one page, made of the OpenAPI document. Nothing is fetched from anywhere, and no script runs."""
+"""GET /docs: the API on one page, made of the OpenAPI document. The page fetches nothing and runs no script."""
 
 from __future__ import annotations
 

@@ -210,7 +210,10 @@ class _Message(BlockWriter):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as values; where they are cut, those that are there, as Anthropic's client reads a stream."""
+    """A call's arguments as values.
+
+    Of arguments that were cut, the values that are complete, as Anthropic's client reads a stream.
+    """
     try:
         value = pydantic_core.from_json(arguments, allow_partial=True) if arguments else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the fields of request bodies have in common: how unsupported ones are told from those that change nothing.
+"""What the fields of request bodies have in common: which are refused, and which are accepted because they change nothing.
 
 A field of a body that isn't declared is an error that names it. A declared field of type `Unsupported` is one that some
 clients always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUES) and refused with any other.

@@ -168,7 +168,7 @@ def _assistant(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
-                pass  # somebody else's, and encrypted
+                pass  # encrypted by the server that sent it
             case "tool_use":
                 if not block.id or not block.name:
                     raise InvalidRequestError(f"{where} holds a tool_use without an id or a name.", where)
@@ -185,7 +185,7 @@ def _assistant(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
 
 
 def _user(blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
-    """A user's message; what calls gave is a message of role "tool" for each."""
+    """A user's message. Each result of a call becomes a message of role "tool"."""
     found: list[dict[str, Any]] = []
     texts: list[ContentBlock] = []
     for block in blocks:

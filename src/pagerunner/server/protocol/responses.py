@@ -138,7 +138,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     structured_outputs: StructuredOutputsParams | None = None
     top_k: int | None = None
     # accepted: they don't change the answer
-    max_tool_calls: Any = None  # it limits tools that a server runs
+    max_tool_calls: Any = None  # limits only tools that a server runs
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
@@ -182,7 +182,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Add an item to the conversation. What an assistant thinks, says and calls in a row is one message of it."""
+    """Add an item to the conversation. An assistant's reasoning, text and calls in a row become one message."""
     match item.type:
         case "message":
             if item.role is None or item.content is None:
@@ -218,7 +218,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
 
 
 def _assistant(messages: list[dict[str, Any]], new: Any) -> dict[str, Any]:
-    """The assistant's message at the end of the conversation, a new one where `new` says so of the last."""
+    """The assistant's message at the end of the conversation. A new message if `new` is true of the last one."""
     if not messages or messages[-1]["role"] != "assistant" or new(messages[-1]):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -31,7 +31,7 @@ class Executor(Protocol):
         ...
 
     def prepare_sleep(self, level: int) -> None:
-        """Do beforehand what `sleep` may be refused for. Raises CapacityError; nothing has changed then."""
+        """Do the part of `sleep` that may be refused. Raises CapacityError, and then nothing has changed."""
         ...
 
     def sleep(self, level: int) -> None:

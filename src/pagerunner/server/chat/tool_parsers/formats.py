@@ -167,8 +167,8 @@ class Named(StreamParser):
 
 
 class Required(StreamParser):
-    """The whole answer is a JSON list of calls; a grammar makes it so. Of a list that is cut, a call counts once its name is
-    there and its arguments have begun; what else there is of it is markup, and is left out."""
+    """The whole answer is a JSON list of calls; a grammar makes it so. If the list is cut, its last call counts if the
+    name is there and the arguments have begun. Otherwise that call is left out."""
 
     def parse(self) -> Wait:
         """See StreamParser."""

@@ -1,7 +1,7 @@
 """Parsers of generated text that may be stopped at any character: the base of those for tool calls and for reasoning.
 
-A parser is a generator that waits where the text ends so far. What it says doesn't depend on how the text is cut, up to
-how pieces are joined, and costs time in proportion to the text. No text makes it raise.
+A parser is a generator that waits where the text ends so far. Its events don't depend on how the text is cut into pieces,
+except for where text events are cut. Its time is proportional to the text's length. No text makes it raise.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class StreamParser(ABC):
             self._events.append(Arguments(self._calls, text))
 
     def end_call(self) -> None:
-        """End the open call, or, if none was started, give what was read as answer."""
+        """End the open call. If no call was started, tell what was read as text of the answer."""
         if self._open:
             self._events.append(CallEnd(self._calls))
             self._calls += 1
@@ -278,7 +278,7 @@ class StreamParser(ABC):
         return _loaded_text("".join(pieces))
 
     def call_object(self, names: Collection[str] | None = None, *, bare: bool = True) -> Wait:
-        """A call as an object with `name` and `arguments` (or `parameters`), which start to be told when both are there.
+        """A call as an object with `name` and `arguments` (or `parameters`). Events begin when both are there.
 
         Args:
             names: what a name may be; None allows all.
