@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
+    TEXT_EXCLUDED,
     Parser,
     add_common_options,
     add_engine_options,
@@ -39,16 +40,7 @@ def build_parser() -> Parser:
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the reply and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser, max_tokens=512)
-    add_engine_options(
-        parser,
-        without=(
-            "served_model_name",
-            "enable_sleep_mode",
-            "pooler_config",
-            "structured_outputs_config",
-            "kv_cache_metrics_sample",
-        ),
-    )
+    add_engine_options(parser, without=TEXT_EXCLUDED)
     add_common_options(parser)
     return parser
 

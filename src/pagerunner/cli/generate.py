@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
+    TEXT_EXCLUDED,
     Parser,
     add_common_options,
     add_engine_options,
@@ -38,16 +39,7 @@ def build_parser() -> Parser:
     parser.add_argument("--n", type=reported(parse_number), metavar="N", default=1, help="completions of each prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_options(parser, max_tokens=128)
-    add_engine_options(
-        parser,
-        without=(
-            "served_model_name",
-            "enable_sleep_mode",
-            "pooler_config",
-            "structured_outputs_config",
-            "kv_cache_metrics_sample",
-        ),
-    )
+    add_engine_options(parser, without=TEXT_EXCLUDED)
     add_common_options(parser)
     return parser
 

@@ -93,6 +93,16 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
+# What `generate` and `chat` have no use for: it is a server's.
+TEXT_EXCLUDED: frozenset[str] = frozenset(
+    {
+        "served_model_name",
+        "enable_sleep_mode",
+        "pooler_config",
+        "structured_outputs_config",
+        "kv_cache_metrics_sample",
+    }
+)
 BENCH_EXCLUDED: frozenset[str] = frozenset(
     {
         "tokenizer",
