@@ -162,11 +162,11 @@ class MemoryPlan:
         return self.num_slabs / sum(shares, Fraction(0))
 
     def group_waste(self, group: int) -> float:
-        """Share of a slab of the group that can hold no state: its remainder, and alignment inside pages."""
+        """The share of a slab of the group in which no state fits, 0 to 1: the slab's remainder, and alignment inside pages."""
         plan = self.groups[group]
         return 1 - plan.pages_per_slab * plan.useful_page_bytes / self.slab_bytes
 
     @property
     def waste(self) -> float:
-        """The worst group's share of a slab that can hold no state."""
+        """The largest `group_waste` of all groups, 0 to 1."""
         return max(self.group_waste(group) for group in range(len(self.groups)))

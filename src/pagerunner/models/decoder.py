@@ -58,7 +58,7 @@ class DecoderLayer(Module):
     def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
         """As `__call__`, for the last layer of a batch that is `last_alone`: only sampled tokens stay in the stream.
 
-        Of the other tokens only keys, values and states matter any more.
+        Other tokens' hidden states are no longer needed. Their keys, values and states are stored all the same.
         """
         self.mixer.add_to(stream, self.mixer_norm, angles, batch, batch.logits_index)
         if stream.x_TD.shape[0]:
@@ -104,7 +104,7 @@ class Decoder(Module):
         return self.finish(stream)
 
     def angles(self, batch: ForwardBatch) -> Any:
-        """What layers need of the step's positions."""
+        """The rotary angles of the step's positions."""
         return self.rotary(batch.positions)
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:

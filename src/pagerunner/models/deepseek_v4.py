@@ -80,7 +80,7 @@ class Indexer(Module):
 
 
 class Angles:
-    """A step's angles: of its tokens in layers with a window only and in the others, and of slots by their ratio."""
+    """A step's angles: of its tokens in layers with a window only, of its tokens in other layers, and of slots by their ratio."""
 
     def __init__(self, window: Rotary, slots: Rotary, batch: ForwardBatch) -> None:
         self.window = window(batch.positions)
@@ -204,7 +204,7 @@ class Experts(Module):
         self.activation = functools.partial(limited_silu_and_mul, limit=config.activation_limit)
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what each token's experts make of it, [T, D]."""
+        """The weighted sum of the outputs of each token's experts, [T, D]."""
         return moe_experts(x_TD, weights_TA, experts_TA, self.weights["w13"], self.weights["w2"], self.activation)
 
     def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -273,7 +273,7 @@ class HyperConnectedLayer(Module):
         self.ffn = ExpertMLP(config, hashed=layer.hashed, dtype=dtype)
 
     def __call__(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
-        """Put the streams after the layer, [T, M, D], in the place of those before it."""
+        """Replace the streams before the layer by the streams after it, [T, M, D]."""
         self._attend(stream, angles, batch)
         self._feed_forward(stream, batch.token_ids)
 

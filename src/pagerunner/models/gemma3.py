@@ -1,5 +1,6 @@
-"""Gemma-3, text: windowed layers with a full one now and then, each kind with rotary positions of its own base; norms
-before and after both halves of a layer, with weights that count from 1; normed query and key heads; scaled embeddings.
+"""Gemma-3, text. Most layers are windowed, some are full, and each kind has rotary positions of its own base. Norms stand
+before and after both halves of a layer, and their weights count from 1. Query and key heads are normed. Embeddings are
+scaled.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
 heads, K key/value heads, V vocabulary.

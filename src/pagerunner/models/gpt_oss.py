@@ -66,7 +66,7 @@ class Experts(Module):
         self.activation = functools.partial(clamped_swiglu, limit=config.activation_limit)
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what each token's experts make of it, [T, D]."""
+        """The weighted sum of the outputs of each token's experts, [T, D]."""
         return moe_experts(
             x_TD,
             weights_TA,

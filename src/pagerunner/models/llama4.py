@@ -1,5 +1,5 @@
-"""Llama-4 (text): attention in chunks with rotary positions and, every few layers, over everything without them; experts whose
-inputs, not outputs, are weighted.
+"""Llama-4 (text). Most layers attend in chunks, with rotary positions. Every few layers one attends to everything, without
+rotary positions. Experts have weighted inputs instead of weighted outputs.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
 heads, K key/value heads, d head size, E experts, A active experts of a token, I an expert's inner features, V vocabulary.
@@ -69,7 +69,7 @@ class Experts(Module):
         }
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The sum of what each token's experts make of it times their weight, [T, D]."""
+        """The sum of the outputs of each token's experts, [T, D]. An expert's input is multiplied by its weight."""
         tokens, active = experts_TA.shape
         x_ND = (x_TD.unsqueeze(1) * weights_TA.unsqueeze(-1)).flatten(0, 1)
         ones_N1 = x_ND.new_ones(tokens * active, 1)

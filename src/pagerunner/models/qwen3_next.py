@@ -1,7 +1,9 @@
 """Qwen3-Next and Qwen3.5: gated delta rule layers with gated attention in between, dense or with experts.
 
-Attention is full or windowed, as its layer's memory group is. Norms store their weight less one; a quarter of each head
-is rotated; attention's output passes a gate that the query projection computes beside the query. Shape letters: T tokens
+Attention is full or windowed, as its layer's memory group is. Norms store their weight less one. A quarter of each head
+is rotated. The query projection also computes a gate, through which attention's output passes.
+
+Shape letters: T tokens
 of the step, S sampled tokens, D hidden features, H query heads, K key/value heads, d head size, C convolution channels, V
 vocabulary.
 """
@@ -201,7 +203,7 @@ class Qwen3NextForCausalLM(CausalLM):
 class Qwen35ForCausalLM(CausalLM):
     """Qwen3.5's text model, from a checkpoint of its own or from one that also has a vision part.
 
-    The latter names the text model `model.language_model`.
+    A checkpoint with a vision part names the text model `model.language_model`.
     """
 
     unused_tensors = ("mtp.", "model.visual.")

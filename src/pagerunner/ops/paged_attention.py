@@ -46,8 +46,8 @@ class PagedPlan:
       and 100 tokens it is 100. Where the host doesn't know the lengths, it is an upper bound.
     - `fresh`: the rows' lengths, where the host knows that no row has tokens from earlier steps; otherwise empty.
     - `sharing`: all rows may begin with the same pages.
-    - `scratch`: what kernels compute in the first layer and the other layers read. A plan is made anew for each step and for each
-      capture, so that a graph computes it in each replay.
+    - `scratch`: what kernels compute in the first layer and the other layers read. Each step and each capture has a plan of its
+      own, so that a graph computes `scratch` in each replay.
     """
 
     window: int = 0

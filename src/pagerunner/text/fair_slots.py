@@ -1,4 +1,4 @@
-"""Places that clients share: the next one goes to whoever holds the fewest."""
+"""Places that clients share. The next place goes to the client that holds the fewest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import Counter
 
 
 class FairSlots:
-    """At most `count` holders at once, for one event loop. Of those who wait, the client with the fewest places is next; of
-    one client, the first who came."""
+    """At most `count` holders at once, for one event loop.
+
+    Of the clients that wait, the one with the fewest places is next. A client's own callers are served in order."""
 
     def __init__(self, count: int) -> None:
         self.free = count
@@ -34,7 +35,7 @@ class FairSlots:
             self._waiting.pop(number, None)
 
     def take(self, source: str) -> bool:
-        """Take a place if one is free; then nobody waits for one."""
+        """Take a place if one is free. If one is free, no caller waits."""
         if not self.free:
             return False
         self.free -= 1

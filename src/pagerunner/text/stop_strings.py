@@ -90,8 +90,9 @@ _live: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary
 
 
 def automaton(strings: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these strings. Whoever holds it spares every StopFinder of the same strings making it: that takes
-    milliseconds for a thousand characters."""
+    """The automaton of these strings, which takes milliseconds to make for a thousand characters.
+
+    As long as a caller holds it, every StopFinder of the same strings uses it."""
     found = _live.get(strings)
     return found if found is not None else _recent(strings)
 
@@ -103,8 +104,8 @@ def _recent(strings: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopFinder:
-    """Watches one text for stop strings. The first one to be complete wins; of several that end at the same character
-    the longest does, so where pieces are split never matters."""
+    """Watches one text for stop strings. The first string to be complete wins. Of several that end at the same character
+    the longest wins. So it never matters where pieces are split."""
 
     __slots__ = ("_automaton", "_held", "_include", "_state")
 

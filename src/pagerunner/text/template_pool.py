@@ -48,8 +48,9 @@ class TemplateRenderer:
         self._done = msgspec.msgpack.Decoder(Done)
 
     async def variables(self) -> frozenset[str]:
-        """The names that the template reads beside special tokens. None without a template, or when it can't be read; each
-        conversation then hears why."""
+        """The names that the template reads beside special tokens.
+
+        None without a template, or when the template can't be read. Each conversation then gets an error that says why."""
         if self._tokenizer.chat_template is None:
             return frozenset()
         try:
@@ -65,8 +66,8 @@ class TemplateRenderer:
 
         Args:
             messages: the conversation.
-            options: what `Tokenizer.apply_chat_template` takes by name, but for the template.
-            source: whoever asks; clients get equal shares.
+            options: what `Tokenizer.apply_chat_template` takes by name, except the template.
+            source: a name for the client that asks. Clients get equal shares.
 
         Raises:
             InvalidRequestError: there is no template, it refuses the conversation, or takes too long or too much memory.
@@ -133,7 +134,7 @@ class TemplateRenderer:
         return _Run(process, frame, self._done)
 
     async def _spare(self) -> asyncio.subprocess.Process | None:
-        """A process that gets free in a moment, as most conversations take less than it takes to start one."""
+        """A process that gets free in a moment. Most conversations take less time than starting a process."""
         given: asyncio.Future[asyncio.subprocess.Process] = asyncio.get_running_loop().create_future()
         self._hoping.append(given)
         try:
@@ -221,7 +222,7 @@ class _Run:
         await _end(self.process)
 
     def lower_priority(self) -> None:
-        """Let whatever else runs on this machine go first."""
+        """Let all other processes on this machine go first."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.process.pid, _SLOW_NICENESS)
 

@@ -1,9 +1,9 @@
 """Renders chat templates in a process of its own: `python -m pagerunner.text.template_worker`, started by
 text/template_pool.py.
 
-A template comes with a checkpoint and a conversation from a client; either may ask for endless loops or gigabytes. Here it can
-take no more memory than its process may have, and no longer than the process lives. Frames on standard input and output are
-a length of 4 bytes and MessagePack.
+A template comes with a checkpoint, and a conversation comes from a client. Either may ask for endless loops or gigabytes. Here
+rendering can take no more memory than its process may have, and no longer than the process lives. Frames on standard input
+and output are a length of 4 bytes and MessagePack.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pack(value: msgspec.Struct) -> bytes:
 def _read() -> bytes:
     head = sys.stdin.buffer.read(4)
     if len(head) < 4:
-        sys.exit(0)  # nobody needs us any more
+        sys.exit(0)  # the parent has closed standard input: end
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     signal.alarm(0)
     while True:
         data = _read()
-        signal.alarm(limits.TEMPLATE_SECONDS + 1)  # even if nobody is left to end us
+        signal.alarm(limits.TEMPLATE_SECONDS + 1)  # even if the parent is gone and can't end this process
         done = _render(template, jobs.decode(data))
         signal.alarm(0)
         _write(done)

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, without tokenising it: what is far too long is refused for nothing."""
+"""How many tokens a text has at least, without tokenising it. So a text that is far too long is refused at no cost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _steps(part: Mapping[str, Any] | None, inner: str) -> Iterable[Mapping[str, 
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """By what factor a normaliser can make a text shorter; None where nobody knows."""
+    """By what factor a normaliser can make a text shorter. None if that isn't known."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]

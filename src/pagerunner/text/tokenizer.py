@@ -108,18 +108,18 @@ class Tokenizer:
         _require_text(text)
         if len(text) < _LONG_CHARS:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # The same ids; but other threads go on meanwhile, and places in the text, which nobody wants, aren't kept.
+        # The batch call gives the same ids, lets other threads go on meanwhile, and keeps no places in the text.
         ids = list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         if len(text) > _LARGE_CHARS:
             _give_memory_back()
         return ids
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that `text` has at least; beyond `enough` nobody wants to know more.
+        """A number of tokens that `text` has at least. The number needn't be exact beyond `enough`.
 
-        The length and the longest token tell it for nothing. Where they don't suffice and the text is still suspiciously
-        long, pieces of it are tokenised, until there are twice as many tokens as `enough`: where the text was cut, there may be a few
-        more than in the whole.
+        The length and the longest token give a bound at no cost. If that bound doesn't suffice and the text is still
+        suspiciously long, pieces of the text are tokenised, until they have twice as many tokens as `enough`. Cutting a
+        text may add a few tokens, so `enough` tokens would not prove anything.
         """
         if len(text) < _LONG_CHARS:
             return 0
@@ -170,7 +170,10 @@ class Tokenizer:
 
 
 def _give_memory_back() -> None:
-    """The allocator keeps what the tokenizer has freed, more than a gigabyte after a text of some megabytes."""
+    """Give freed memory back to the system.
+
+    The allocator would keep more than a gigabyte after a text of some megabytes.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -38,7 +38,7 @@ def is_int(value: object) -> bool:
 
 
 def at_most(count: int, limit: str, param: str, has: str) -> None:
-    """Hold `count` to a row of the limits' table; `has` says in words what there are `count` of."""
+    """Raise unless `count` is within the limit of that name. `has` says in words what is counted."""
     most = getattr(limits, limit)
     require(count <= most, param, f"{has}; at most {most} are allowed {limits.knob(limit)}." if count > most else "")
 

@@ -31,9 +31,9 @@ class StructuredOutputsParams(
     `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. `structural_tag`, an object or its text, is free text with parts that follow a schema
     (engine/structured_output/structural_tag.py). Two fields belong to JSON:
     `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is allowed.
-    With `after`, all of that holds for the text behind the first appearance of this text in the output; before it
-    everything goes. That is how a reasoning model thinks first. With `begins` too, it is so only if the output begins with that
-    token (its text); otherwise the rest holds from the start.
+    With `after`, the grammar holds only for the text after the first appearance of `after` in the output. Before it any text is
+    allowed. So a reasoning model can think first. With `begins` too, this is so only if the output begins with the token of
+    that text. Otherwise the grammar holds from the start.
 
     Raises:
         InvalidRequestError: none or several are given, or one has the wrong type or is too large.
@@ -91,10 +91,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     """How to pick the tokens of one request; names and defaults are vLLM's.
 
     `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
-    `seed` fixes the request's random numbers: the one of a token depends on the seed and the token's position, never on
-    other requests. Logits may differ in their last bits with the number of requests that run beside this one, and then
-    a token may differ. `stop` and `bad_words` take one string or several. `max_tokens=None` means up to the model's length. `logprobs` and `prompt_logprobs` ask for that many
-    alternatives beside the chosen token's own log-probability. `structured_outputs` says what the text must be.
+    `seed` fixes the request's random numbers. A token's number depends on the seed and the token's position, never on other
+    requests. Logits may differ in their last bits with the number of requests that run beside this one. Then a token may
+    differ. `stop` and `bad_words` take one string or several. `max_tokens=None` means up to the model's length. `logprobs`
+    and `prompt_logprobs` ask for that many alternatives beside the chosen token's own log-probability. `structured_outputs`
+    says what the text must be.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names the parameter, the value and the range.

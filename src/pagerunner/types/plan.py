@@ -79,7 +79,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     A request may be admitted a step before its first row: its first pages are copies of what this step computes.
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
-    `masks` holds, for some of the rows that sample, which tokens they may take: a bit per token, lowest bit first.
+    `masks` has bitmasks of some of the rows that sample: a bit for each token that the row may take, lowest bit first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     """
 

@@ -81,8 +81,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
         at_most(longest, "MAX_BAD_WORD_LENGTH", "bad_words", f"holds a word of {longest} tokens")
 
     def siblings(self, others: Sequence[tuple[str, int]]) -> list[EngineRequest]:
-        """More sequences of the same request, by id and seed. They share what this one holds, which isn't checked again, and the
-        prompt is scored once only.
+        """More sequences of the same request, by id and seed.
+
+        They share all other values of this one, which aren't checked again. The prompt is scored only once.
         """
         params, made = self.params, []
         if others and params.prompt_logprobs is not None:

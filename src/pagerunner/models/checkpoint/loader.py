@@ -126,8 +126,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
 
     Scales of fp8 keys and values are no weights: `kv_scales` reads them.
 
-    Files are mapped and looked through in order; `THREADS` threads copy, so that what a file holds is read while other
-    parts are on their way to the device. `progress(done, total)` is called with bytes of the files' tensors, from the caller's
+    Files are mapped and looked through in order. `THREADS` threads copy, so one tensor is read from its file while others are
+    on their way to the device. `progress(done, total)` is called with bytes of the files' tensors, from the caller's
     thread. `copy` brings a tensor to where its weight is; threads call it at the same time.
 
     Raises:
@@ -185,7 +185,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
 class _Copies:
     """Copies made by threads, of which only a few are begun ahead; `done` is told the bytes that are finished.
 
-    Leaving the context waits for all, and raises what went wrong in one; after an error none is left running.
+    Leaving the context waits for all copies, and raises the first error. After an error no copy is left running.
     """
 
     def __init__(self, copy: CopyWeight, done: Callable[[int], None]) -> None:
@@ -214,7 +214,7 @@ class _Copies:
             self._copy(target, source)
 
     def count(self, size: int) -> None:
-        """Bytes that nobody copies."""
+        """Count bytes that need no copy."""
         self._bytes += size
         self._done(self._bytes)
 
@@ -236,7 +236,7 @@ def _own_name(name: str, targets: Container[str], stacked: Container[str]) -> st
 def _take_stacked(
     pending: dict[str, torch.Tensor], tensor: torch.Tensor, covered: tuple[str, ...]
 ) -> torch.Tensor | None:
-    """What a stacked tensor fills, if all that it stands for is still to be filled."""
+    """The weight that a stacked tensor fills, if all tensors that it stands for are still to be filled."""
     if not all(name in pending for name in covered):
         return None
     for name in covered:

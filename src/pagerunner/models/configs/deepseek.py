@@ -17,7 +17,8 @@ _TRAINING_FIELDS = ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """How tokens find experts: `top_k` of `experts`, which stand in `groups` groups of which `kept_groups` are eligible.
+    """How tokens find experts: `top_k` of `experts`. The experts stand in `groups` groups, and `kept_groups` groups are
+    eligible.
 
     `normalise` makes a token's weights sum to one before they are multiplied by `factor`.
     """

@@ -142,9 +142,9 @@ def _one_shared(fields: Fields) -> int:
 
 
 def _read_ropes(fields: Fields, head_dim: int, length: int) -> tuple[RopeConfig, RopeConfig, int]:
-    """Positions in layers with a window only, those in the others, and the rotary elements of a head.
+    """The rotary embedding of layers with a window only, that of all other layers, and the rotary elements of a head.
 
-    A file has one object for each kind of layer, or the older fields, whose stretching is for the others only.
+    A file has one object for each of the two, or the older fields. The older fields' stretching is for the other layers only.
     """
     asked = fields.take("qk_rope_head_dim")
     given = (

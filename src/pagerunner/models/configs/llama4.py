@@ -14,9 +14,11 @@ from pagerunner.models.configs.moe import ignore_router_training, read_expert_co
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Config(DecoderConfig):
-    """Llama-4's decoder. By layer: whether attention stays in chunks of `chunk` tokens (none does where `chunked` is
-    empty), whether it has rotary positions, and whether its feed-forward is `num_experts` experts of `intermediate_size`
-    inner features, of which a token runs `active_experts` beside a shared one; the others have `dense_size`.
+    """Llama-4's decoder.
+
+    Three things differ by layer. Attention stays in chunks of `chunk` tokens if `chunked` says so (no layer's does if
+    `chunked` is empty). Heads have rotary positions or not. The feed-forward is dense, of `dense_size`, or a mixture of
+    `num_experts` experts of `intermediate_size` inner features, of which a token runs `active_experts` and a shared one.
 
     `head_norm` is a norm without weights of query and key heads in rotary layers. The queries of the others are multiplied by
     `1 + temperature_scale * log(1 + floor((position + 1) / temperature_floor))`; a scale of 0 leaves them.

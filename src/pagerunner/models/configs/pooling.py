@@ -1,4 +1,4 @@
-"""How an embedding model says that its hidden states become a vector: the files of sentence-transformers. Torch-free."""
+"""How the files of sentence-transformers say which vector an embedding model's hidden states become. Torch-free."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Pooler:
 def read_pooler(path: str, option: str | dict[str, Any] | None = None) -> Pooler | None:
     """What `modules.json` of the model directory `path` says, with `option`, a PoolerConfig, over it.
 
-    None where neither says which hidden states to take.
+    None if neither the files nor the option say which hidden states to take.
 
     Raises:
         CheckpointError: the files ask for a pooling or a module that this engine doesn't have.

@@ -32,7 +32,7 @@ class Gemma3Config(DecoderConfig):
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
     """gpt-oss: every feed-forward is a mixture of `num_experts` experts of `intermediate_size` inner features, of which
-    a token runs `active_experts`; what goes into their activation is clamped to `activation_limit`.
+    a token runs `active_experts`; the inputs of their activation are clamped to `activation_limit`.
     """
 
     num_experts: int

@@ -30,7 +30,7 @@ def _add_within_row(begins, sum_before, begins_too, x):
 
 @triton.jit
 def row_sums(x, row, row_T, token, index):
-    """Running sums over a block's tokens, which begin anew where a row does."""
+    """Running sums over a block's tokens. A new sum begins where a row begins."""
     before = tl.load(row_T + token - 1, mask=(index > 0) & (row >= 0), other=-1)
     _, total = tl.associative_scan(((before != row).to(tl.int32), x), 0, _add_within_row)
     return total
