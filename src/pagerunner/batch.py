@@ -19,8 +19,8 @@ class KVPages:
     `k` and `v` have shape [num_entries, page_tokens, num_kv_heads, head_dim]; index 0 is a page table entry. Views of
     different entries may overlap when the table's unit is smaller than a page: only entries found in a page table are
     pages. `scales` are those of fp8 pages, [num_entries, 2, num_kv_heads] float32: the keys' and the values'. `static` ones
-    come from the checkpoint, are the same for every entry (stride 0), and are never written. Where `v` is `k`, a slot is one vector that
-    serves as both.
+    come from the checkpoint, are the same for every entry (stride 0), and are never written. Where `v` is `k`, a slot is
+    one vector that serves as both.
     """
 
     group: int
@@ -60,8 +60,8 @@ class StepRows:
     """The rows of one step as kernels see them, the same for every group. Integers are int32 unless said.
 
     A step that runs in a graph has the graph's shapes: rows beyond its own have `seq_lens_R` 0 and no tokens, tokens
-    beyond its own have `row_T` -1 (and position 0). `max_query_len` and `max_seq_len` are host bounds; in a graph they hold for every replay.
-    `one_token`: no row has more than one token, and token t belongs to row t.
+    beyond its own have `row_T` -1 (and position 0). `max_query_len` and `max_seq_len` are host bounds; in a graph they hold
+    for every replay. `one_token`: no row has more than one token, and token t belongs to row t.
     """
 
     slots_R: torch.Tensor
@@ -99,7 +99,7 @@ class StepRows:
         )
 
     def of_tokens(self, tokens_S: torch.Tensor) -> StepRows:
-        """A row for each of the tokens at the places `tokens_S` in T: the token, and what is before it."""
+        """One row for each of the tokens at the places `tokens_S` in T: the token, after all tokens before it."""
         positions_S = self.positions_T.index_select(0, tokens_S)
         count = torch.arange(len(tokens_S) + 1, dtype=torch.int32, device=tokens_S.device)
         return StepRows(
@@ -146,8 +146,8 @@ class GroupBatch:
 class ForwardBatch:
     """One step's inputs. Rows are in plan order; a row's tokens are adjacent.
 
-    `last_alone`: nobody asks for the hidden states of other tokens than those of `logits_index`; a model may return these
-    alone, [S, D], instead of all, [T, D].
+    `last_alone`: only the hidden states of `logits_index`' tokens are needed. A model may then return these alone, [S, D],
+    instead of all, [T, D].
     """
 
     token_ids: torch.Tensor  # [T] int64

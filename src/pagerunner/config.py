@@ -26,7 +26,7 @@ KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "a
 
 
 class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What a user may ask of an engine; the names, meanings and defaults are vLLM's where it has one.
+    """What a user may ask of an engine. If vLLM has an argument of that name, meaning and default are vLLM's.
 
     `model` is a directory or a name on the Hugging Face Hub; `revision` is a branch, tag or commit there, and `download_dir`
     the cache to use instead of the hub's own.
@@ -36,11 +36,12 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
-    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see models/configs/pooling.py).
-    `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field that is not there.
-    `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see engine/structured_output/options.py).
-    `kv_cache_metrics_sample` is the share of pages of which is measured how long they stay, 0 for none.
-    `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that nothing reads them.
+    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
+    models/configs/pooling.py). `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field
+    that is not there. `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see
+    engine/structured_output/options.py). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
+    0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
+    page before it is written.
     """
 
     model: str
@@ -113,8 +114,10 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             )
 
     def _take_types(self) -> None:
-        """Every field as its declared type. What stands for it unmistakably is converted ("8", 8.0, numpy's 8, a Path);
-        anything else is refused.
+        """Every field as its declared type.
+
+        A value of another type is converted if its meaning is clear. Examples for 8: "8", 8.0, numpy's 8. Other values are
+        refused.
         """
         for field in msgspec.structs.fields(EngineArgs):
             value = getattr(self, field.name)
@@ -138,7 +141,7 @@ def _as_type(name: str, value: Any, wanted: Any) -> Any:
     """`value` as the type `wanted`. Raises ConfigError that names the argument, what it may be, and the value."""
     kinds = get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
     plain = _plain(value)
-    if name == "max_model_len":  # the one text that it may be is no number
+    if name == "max_model_len":  # the argument may be one text, which is no number
         kinds = tuple(kind for kind in kinds if kind is not str)
         if plain == "auto":
             return plain
@@ -174,7 +177,7 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
-    """Every choice made, nothing left open: the result of resolving EngineArgs against a model and a machine."""
+    """The result of resolving EngineArgs against a model and a machine. Every choice is made."""
 
     model_path: str
     tokenizer_path: str

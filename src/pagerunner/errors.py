@@ -36,7 +36,7 @@ class RequestFailedError(PagerunnerError):
 
 
 class QueueFullError(PagerunnerError):
-    """Too many requests wait already (HTTP 429 with Retry-After); the same one may be taken a moment later."""
+    """Too many requests wait already (HTTP 429 with Retry-After). The same request may be accepted a moment later."""
 
 
 class EngineSleepingError(PagerunnerError):

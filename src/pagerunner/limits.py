@@ -1,6 +1,8 @@
-"""The one table of what a request may ask for. Each limit holds at the door (`server/`, `engine/frontend/input_processor.py`), where the
-answer is a sentence for the client, and those of single requests again wherever a `SamplingParams` or an `EngineRequest` is
-built or decoded, so also in the core's process, whatever a frontend let through.
+"""The one table of what a request may ask for.
+
+Each limit is checked where a request enters (`server/`, `engine/frontend/input_processor.py`), and the client gets a
+sentence. Limits of single requests are checked again when a `SamplingParams` or an `EngineRequest` is built or decoded. So
+they hold in the core's process too, whatever a frontend let through.
 
 `PAGERUNNER_LIMIT_<NAME>` in the environment changes a limit, for both processes: `PAGERUNNER_LIMIT_MAX_N=8`.
 """

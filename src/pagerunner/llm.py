@@ -63,7 +63,7 @@ class LLM:
         self._streams: dict[str, deque[RequestOutput]] = {}
         self._worker = 0  # the thread that is changing them
         self._halfway = False  # whether an interrupt has left requests and core halfway through a change
-        self._arriving: list[RequestUpdate] = []  # what `_advance` is at work on
+        self._arriving: list[RequestUpdate] = []  # the work that `_advance` is doing
         self._lost: set[str] = set()  # streams whose outputs an interrupt has left halfway
 
     @property
@@ -162,7 +162,7 @@ class LLM:
         """One vector for each prompt, as the checkpoint, or the argument `pooler_config`, says it is pooled.
 
         Raises:
-            ConfigError: neither says it.
+            ConfigError: neither of them says it.
             InvalidRequestError: a prompt is bad; nothing has run.
         """
         pooler = self._frontend.pooler
@@ -216,8 +216,8 @@ class LLM:
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
         with self._whole():
-            pass  # an interrupt of the last call is made good before anything is asked of the core
-        self._core.prepare_sleep(level, mode)  # which may wait, and can be interrupted
+            pass  # repair what an interrupt of the last call left, before the core is asked for anything
+        self._core.prepare_sleep(level, mode)  # this may wait, and can be interrupted
         while mode == "wait" and self._core.has_work:
             self._step()
         with self._whole():
@@ -260,7 +260,7 @@ class LLM:
         kind: OutputKind | None = None,
     ) -> None:
         """Queue every prompt or none. If it raises, the caller drops them."""
-        if self._core.sleep_level == 0:  # nobody else is there to wake it up
+        if self._core.sleep_level == 0:  # no other caller could wake the engine up
             raise EngineSleepingError("The engine is paused; wake_up lets it go on.")
         process = self._frontend.inputs.process
         batches = [
@@ -282,16 +282,17 @@ class LLM:
                 self._core.abort(self._outputs.abort(request_id))
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the core, and what it means for the requests; returns the outputs that no stream waits for."""
+        """Run one step of the core and update the requests. Returns the outputs that no stream waits for."""
         with self._whole():
             return self._advance(self._core.step())
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Around whatever changes the requests, here and in the core: they agree before and after it.
+        """Goes around every change of the requests, here and in the core. Both agree before it and after it.
 
-        Raises RuntimeError while another thread is at it. A Ctrl-C is put off until the end. An interrupt that can't be (a second one, or one raised by other means) leaves
-        the work halfway; whoever comes next puts it right first. Only requests of streams outlive that.
+        Raises RuntimeError while another thread is inside. A Ctrl-C is put off until the end. A second Ctrl-C, or an
+        interrupt raised by other means, isn't put off and leaves the work halfway. The next call then repairs it first, and
+        only requests of streams survive that.
         """
         thread = threading.get_ident()
         if self._worker not in (0, thread) and any(one.ident == self._worker for one in threading.enumerate()):
@@ -312,7 +313,7 @@ class LLM:
                 self._worker = 0
 
     def _recover(self) -> None:
-        """Put right what an interrupt has left halfway: streams go on, other requests are gone."""
+        """Repair what an interrupt has left halfway. Streams go on. Other requests are gone."""
         arriving = {update.request_id for update in self._arriving}
         for request_id in self._outputs.request_ids:
             if request_id not in self._streams:
@@ -323,7 +324,7 @@ class LLM:
             if sequences and arriving.isdisjoint(self._outputs.sequences(request_id)):
                 going_on += sequences
             elif not (arrived and arrived[-1].finished):
-                self._lost.add(request_id)  # nobody can tell how far its text has come
+                self._lost.add(request_id)  # it isn't known how far its text has come
         self._core.recover(going_on)
         self._arriving = []
         self._halfway = False
@@ -337,7 +338,7 @@ class LLM:
         pooling: Pooling | None = None,
         kind: OutputKind | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their ends; whatever ends it earlier, an interrupt included, ends the requests too."""
+        """Run prompts to their ends. If this call ends earlier, by an interrupt too, the requests end as well."""
         order = [str(next(self._ids)) for _ in prompts]
         with tqdm(total=len(order), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             try:

@@ -1,4 +1,4 @@
-"""How lines of the log look; the server's process and the engine core's write the same."""
+"""The form of log lines, the same in the server's process and in the engine core's."""
 
 from __future__ import annotations
 

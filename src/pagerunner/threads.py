@@ -24,7 +24,10 @@ def usable_cores() -> int:
 
 
 def _quota() -> int:
-    """Whole cores of the tightest quota (cgroup v2) over this process, rounded up; a great many where there is none."""
+    """Whole cores of the tightest quota (cgroup v2) over this process, rounded up.
+
+    A very large number without a quota.
+    """
     found = sys.maxsize
     try:
         line = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
@@ -43,9 +46,9 @@ def _quota() -> int:
 
 
 def thread_settings(environ: Mapping[str, str], *, reserved: int) -> dict[str, str]:
-    """Environment variables for a process that will import torch, where the user has set none of their kind.
+    """Environment variables for a process that will import torch, unless the user has set variables of that kind.
 
-    `reserved` cores are left to others, as long as one remains. Waiting threads sleep instead of spinning.
+    `reserved` cores are left to other processes, as long as one core remains. Waiting threads sleep instead of spinning.
     """
     found: dict[str, str] = {}
     if not any(name in environ for name in _COUNTS):
@@ -56,6 +59,9 @@ def thread_settings(environ: Mapping[str, str], *, reserved: int) -> dict[str, s
 
 
 def settle_threads() -> None:
-    """Set them for this process. Too late once torch is imported: then nothing is changed."""
+    """Set the variables of `thread_settings` for this process.
+
+    Once torch is imported it is too late, and nothing is changed.
+    """
     if "torch" not in sys.modules:
         os.environ.update(thread_settings(os.environ, reserved=0))

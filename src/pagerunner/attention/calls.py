@@ -2,9 +2,9 @@
 
 A call holds one layer's inputs for one step, and the layer's pages. Calls are made by `layers/`, once per layer and step.
 
-Shape letters: T tokens of the step, S wanted tokens, N heads of a projection or slots that the step completes, H query heads, K key/value
-heads, D head size, V size of a value head, L elements of a latent and its rotary part, I indexer key size, J indexer heads,
-B rows, C latent size.
+Shape letters: T tokens of the step, S wanted tokens, N heads of a projection or slots that the step completes, H query
+heads, K key/value heads, D head size, V size of a value head, L elements of a latent and its rotary part, I indexer key
+size, J indexer heads, B rows, C latent size.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ SINKS, SOFTCAP = "sinks", "softcap"
 def memory_form(spec: Spec) -> str:
     """What a layer's memory is to a backend.
 
-    `full`, `window`, `chunked`: keys and values by head, of all tokens, of the last ones, of the current chunk. `window vectors`: one
-    vector per token of a window, the key and value of every head. `latent`: one latent per token (MLA). `compressed`: latents
-    that stand for several tokens or are chosen by an indexer. `recurrent`: one state per request.
+    `full`, `window`, `chunked`: keys and values by head, of all tokens, of the last ones, of the current chunk. `window
+    vectors`: one vector per token of a window, the key and value of every head. `latent`: one latent per token (MLA).
+    `compressed`: latents that stand for several tokens or are chosen by an indexer. `recurrent`: one state per request.
     """
     if not isinstance(spec, LatentKV):
         return spec.kind

@@ -1,7 +1,8 @@
 """Attention over compressed latents (DeepSeek-V4), and over latents that an indexer chooses (V3.2), in plain torch.
 
 This is the reference with which faster backends are compared. A page of P tokens stores P / r vectors. Each vector stands for r
-tokens and serves as key and value of every head. Without compression r is 1. Example: with r = 4 a page of 64 tokens has 16 slots.
+tokens and serves as key and value of every head. Without compression r is 1. Example: with r = 4 a page of 64 tokens has 16
+slots.
 
 A slot's vector is pooled from its tokens (`SlotPooling`) and written when the last of these is computed. The query at
 position p sees the (p + 1) // r slots that are complete at p, or the best of these by an indexer. Another backend attends

@@ -91,8 +91,8 @@ class DenseModel:
         )
 
     def bytes(self, requests: Sequence[BenchRequest]) -> int:
-        """Weights once for each token of the longest answer, and each request's keys and values for each token after the
-        first; a prefix that requests share counts for each of them.
+        """Bytes that must be read: the weights once for each token of the longest answer, and each request's keys and
+        values for each token after the first. A shared prefix counts once for each request.
         """
         steps = max(request.output_len for request in requests)
         weights = steps * (self.body_weights + self.head_weights) * self.weight_bytes
@@ -103,7 +103,7 @@ class DenseModel:
         return weights + read * self.token_bytes
 
     def flops(self, requests: Sequence[BenchRequest], cached_tokens: int) -> int:
-        """Of the tokens that run, all but those found in the prefix cache (taken as spread evenly), and of one output a token."""
+        """Operations of all tokens except those found in the prefix cache (taken as spread evenly), and of one output a token."""
         cached = cached_tokens // len(requests)
         total = 0
         for request in requests:

@@ -31,7 +31,7 @@ def latency_svg(title: str, panels: Mapping[str, Sequence[float]]) -> str:
 
 def _panel(name: str, values: Sequence[float], left: float, top: float) -> Iterator[str]:
     low, high = math.log10(values[0]), math.log10(values[-1])
-    if high - low < 0.1:  # all the same: a curve needs some width
+    if high - low < 0.1:  # all values are equal, and a curve needs some width
         low, high = low - 0.05, high + 0.05
 
     def x(value: float) -> float:

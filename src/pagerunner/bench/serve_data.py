@@ -128,7 +128,7 @@ def _read(path: str, parse: Any) -> Any:
 
 
 def _enough(requests: list[ServeRequest], count: int, path: str) -> list[ServeRequest]:
-    """`count` of them; from the beginning again where there are fewer."""
+    """`count` requests. If there are fewer, they are repeated from the beginning."""
     if not requests:
         raise ConfigError(f"The dataset {path} has no request that can be used.")
     return [requests[index % len(requests)] for index in range(count)]

@@ -1,4 +1,4 @@
-"""A client that loads a server with an OpenAI API the way `vllm bench serve` does, and says how long it let it wait."""
+"""A client that loads a server with an OpenAI API the way `vllm bench serve` does, and measures how long its requests wait."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def send(client: httpx.AsyncClient, target: Target, request: ServeRequest, begin: float) -> Sample:
-    """Send one request and time its answer; whatever goes wrong is the sample's `error`."""
+    """Send one request and time its answer. An error of any kind becomes the sample's `error`."""
     started = last = time.perf_counter()
     sample = Sample(prompt_len=request.prompt_len, start=started - begin)
     pieces: list[str] = []

@@ -28,7 +28,7 @@ ROUNDS: tuple[tuple[str, int, float, tuple[tuple[str, ...] | None, ...]], ...] =
 
 
 class Sleeper(Protocol):
-    """What is needed of `LLM`."""
+    """The methods of `LLM` that are needed here."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers."""
@@ -85,7 +85,7 @@ def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) ->
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 
     def answer() -> list[int]:
-        llm.reset_prefix_cache()  # a cached prefix is computed in other shapes, and rounded otherwise
+        llm.reset_prefix_cache()  # with a cached prefix, the prompt would run in other shapes and round otherwise
         return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
     expected = answer()

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _report("interrupted.", 130, debug)
     except BrokenPipeError:
-        # What is still buffered can't be written; without this the interpreter complains about it at exit.
+        # The rest of the buffer can't be written. Without this the interpreter would complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:  # the last resort: a bug of ours is reported and not shown raw

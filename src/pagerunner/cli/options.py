@@ -93,7 +93,7 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
-# What `generate` and `chat` have no use for: it is a server's.
+# Arguments that only a server uses, so `generate` and `chat` don't have them.
 TEXT_EXCLUDED: frozenset[str] = frozenset(
     {
         "served_model_name",

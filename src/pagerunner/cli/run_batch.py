@@ -137,7 +137,7 @@ async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
         either: list[asyncio.Future[Any]] = [serving, ready]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            await serving  # raises what is wrong; or was stopped while it was loading
+            await serving  # raises the server's error, if there is one; else it was stopped while it was loading
             return True
         stop = ready.result()
         try:

@@ -1,4 +1,7 @@
-"""vLLM's flags that this engine doesn't have: refused by name, or passed over where they ask for what is there anyway."""
+"""vLLM's flags that this engine doesn't have.
+
+They are refused by name, or passed over if they ask for what is done anyway.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ _FALSE = ("false", "0", "no", "off")
 
 
 def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """`words` without vLLM's flags that ask for what is there; flags in `known` are the parser's own.
+    """`words` without vLLM's flags that ask for what is done anyway. Flags in `known` are the parser's own.
 
     vLLM's switch for sampling pages becomes vLLM's default sample, unless `words` have one.
 
@@ -127,5 +130,5 @@ def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def _changes_nothing(name: str) -> bool:
-    """Whether a flag without a value asks for what is so: also the negation of one that is refused."""
+    """Whether a flag without a value changes nothing, such as the negation of a flag that is refused."""
     return name in ALWAYS or name in WARNED or (name.startswith("--no-") and f"--{name[5:]}" in REFUSED)

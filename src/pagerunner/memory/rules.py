@@ -4,12 +4,13 @@ One rule per kind of memory. Rules are pure: they hold sizes and no state. A new
 entry in `RULES`.
 
 A step computes positions [start, end) of a request: its chunk. While the step runs, the request holds two sets of pages. The
-first, `span`, is what the step reads of earlier steps. The second, `tail`, is what later steps will read of this one. Between them a
-window group has no pages at all. Example: a window of 1,024 tokens and a chunk of 8,192 hold pages for 2,048 tokens, not for 9,216.
+first, `span`, is what the step reads of earlier steps. The second, `tail`, is what later steps will read of this one.
+Between them a window group has no pages at all. Example: a window of 1,024 tokens and a chunk of 8,192 hold pages for 2,048
+tokens, not for 9,216.
 
-`tail` is held in addition for one step only, and a shorter chunk has a shorter one. The manager shortens chunks when pages are scarce, so
-`pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens. Where a prompt has to run in one step (`shortens` is false), chunks can't
-be shortened, and both windows are counted whole.
+`tail` is held in addition for one step only, and a shorter chunk has a shorter one. The manager shortens chunks when pages
+are scarce, so `pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens. Where a prompt has to run in one step
+(`shortens` is false), chunks can't be shortened, and both windows are counted whole.
 """
 
 from __future__ import annotations

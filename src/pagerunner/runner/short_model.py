@@ -42,10 +42,10 @@ def one_layer_of_each_kind(model: Any, memory: Sequence[LayerMemory]) -> Iterato
 def first_of_each_kind(layers: tuple[Any, ...], memory: Sequence[LayerMemory]) -> tuple[Any, ...]:
     """The first layer of each kind, in order.
 
-    Two layers are of one kind if all of these are equal: their classes; their settings; shapes, strides, dtypes and alignment of their
-    weights and pages; and whether a layer of the same memory group comes before them. The last counts because a group's first
-    layer launches kernels whose results the group's other layers only read. A value that can't be compared makes its layer a
-    kind of its own.
+    Two layers are of one kind if all of these are equal: their classes; their settings; shapes, strides, dtypes and
+    alignment of their weights and pages; and whether a layer of the same memory group comes before them. The last counts
+    because a group's first layer launches kernels whose results the group's other layers only read. A value that can't be
+    compared makes its layer a kind of its own.
     """
     before: Counter[int] = Counter()
     found: dict[Any, Any] = {}

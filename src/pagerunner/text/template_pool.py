@@ -34,8 +34,8 @@ class TemplateRenderer:
     a template itself.
 
     One conversation costs a message to a process and back. A process that is late, dies or loses its client is replaced.
-    A conversation that takes longer than a moment goes on among the slow ones, of which only a few run at once; it may have to begin
-    again there. So slow conversations don't hold up others.
+    A conversation that takes longer than a moment goes on among the slow ones, of which only a few run at once; it may have
+    to begin again there. So slow conversations don't hold up others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -28,12 +28,12 @@ class StructuredOutputsParams(
     """What the generated text must be; the names are vLLM's. Exactly one of the first six is given.
 
     `json` is a JSON schema, as an object or as its text. `regex` matches the whole text. `choice` lists texts to choose from.
-    `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. `structural_tag`, an object or its text, is free text with parts that follow a schema
-    (engine/structured_output/structural_tag.py). Two fields belong to JSON:
-    `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is allowed.
-    With `after`, the grammar holds only for the text after the first appearance of `after` in the output. Before it any text is
-    allowed. So a reasoning model can think first. With `begins` too, this is so only if the output begins with the token of
-    that text. Otherwise the grammar holds from the start.
+    `grammar` is in Lark's or in llama.cpp's notation. `json_object` asks for any JSON object. `structural_tag`, an object
+    or its text, is free text with parts that follow a schema (engine/structured_output/structural_tag.py). Two fields
+    belong to JSON: `disable_any_whitespace` allows none outside of strings, `whitespace_pattern` is a regex of what is
+    allowed. With `after`, the grammar holds only for the text after the first appearance of `after` in the output. Before
+    it any text is allowed. So a reasoning model can think first. With `begins` too, this is so only if the output begins
+    with the token of that text. Otherwise the grammar holds from the start.
 
     Raises:
         InvalidRequestError: none or several are given, or one has the wrong type or is too large.

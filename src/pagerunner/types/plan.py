@@ -74,7 +74,8 @@ class StateSave(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward, sampling.
+    """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward,
+    sampling.
 
     A request may be admitted a step before its first row: its first pages are copies of what this step computes.
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have

@@ -62,7 +62,8 @@ class _Job:
 class GrammarDoor:
     """Checks structured outputs for one tokenizer (its tokenizer.json), model vocabulary and end tokens.
 
-    With `disable_any_whitespace` JSON is compact unless a request names its own `whitespace_pattern`. Safe to use from several threads and event loops.
+    With `disable_any_whitespace` JSON is compact unless a request names its own `whitespace_pattern`. Safe to use from
+    several threads and event loops.
     """
 
     def __init__(

@@ -47,7 +47,8 @@ class DeepseekConfig(ModelConfig):
 
     `query_rank` is the size of the compressed query (None: queries are projected directly). A query or key head has
     `key_dim` elements without positions and then `rope_dim` rotary ones, whose pairs are adjacent if `rope_pairs`.
-    `indexer` chooses what a query sees (None: everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
+    `indexer` chooses what a query sees (None: everything). `extra_layers` follow the decoder in the checkpoint for
+    multi-token prediction, which is not used.
     """
 
     num_heads: int

@@ -28,9 +28,9 @@ _KINDS: dict[str, LayerKind] = {
 class HybridConfig(ModelConfig):
     """A decoder whose layers are attention or recurrent, by `layer_kinds`, each with a feed-forward after it.
 
-    Sliding attention sees the last `window` tokens, its own among them. `state_shapes` are those of a recurrent layer: the convolution's last inputs, and the recurrence's state per head.
-    `recurrence_dtype` is the dtype of the recurrence's state (None: that of keys and values). The convolution's inputs have
-    the dtype of keys and values.
+    Sliding attention sees the last `window` tokens, its own among them. `state_shapes` are those of a recurrent layer: the
+    convolution's last inputs, and the recurrence's state per head. `recurrence_dtype` is the dtype of the recurrence's
+    state (None: that of keys and values). The convolution's inputs have the dtype of keys and values.
     """
 
     num_heads: int

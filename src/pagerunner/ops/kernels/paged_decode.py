@@ -214,10 +214,10 @@ def _unit_part(
 ):  # fmt: skip
     """One part of a unit, its tiles [skipped, upto): highest score, total weight and weighted values.
 
-    A unit is one row and one head of keys. `begins` says that the part holds the unit's first tile, `ends` that it holds its last.
-    One part of the unit adds the row's own token, which comes from the projection. Usually the part that begins adds it. With fp8
-    pages that this kernel writes (FUSED), the part that ends adds it: writing the token may raise its page's scale and convert
-    what the page holds, and no other part reads that page.
+    A unit is one row and one head of keys. `begins` says that the part holds the unit's first tile, `ends` that it holds
+    its last. One part of the unit adds the row's own token, which comes from the projection. Usually the part that begins
+    adds it. With fp8 pages that this kernel writes (FUSED), the part that ends adds it: writing the token may raise its
+    page's scale and convert what the page holds, and no other part reads that page.
     """
     g = tl.arange(0, M)
     d = tl.arange(0, DP)

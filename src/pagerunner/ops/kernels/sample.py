@@ -2,8 +2,8 @@
 
 The vocabulary is cut into runs of RUN consecutive tokens, tiles of many runs.
 
-1. `_runs_kernel`, a program for each row and tile, reads the logits. Of a greedy row it finds the tile's best token. Of a row that
-   draws it finds each run's largest logit and the sum of the run's weights.
+1. `_runs_kernel`, a program for each row and tile, reads the logits. Of a greedy row it finds the tile's best token. Of a
+   row that draws it finds each run's largest logit and the sum of the run's weights.
 2. `_choose_kernel`, a program for each row, works on the results of the first: about 1,200 pairs of numbers for a vocabulary of
    151,936. Without filters it inverts the running sum of the runs, and then the running sum inside the run that was hit. With
    filters it looks for candidates first. The k-th largest of the runs' largest logits is a lower bound of the k-th largest logit.
