@@ -3,8 +3,8 @@
 A token's vector is its compressed latent followed by the rotary part of the key, which all heads share. Each head's key
 is `up_key @ latent` with the rotary part behind it, its value `up_value @ latent`. There are two exact ways to attend:
 
-* absorbed: queries are carried into the latent space (`q @ up_key`), where the vectors in the pages are the keys and
-  values of one shared head, and the result is carried back (`up_value @ out`). No key is ever expanded.
+* absorbed: queries are carried into the latent space (`q @ up_key`). There the vectors in the pages are the keys and values
+  of one shared head. The result is carried back (`up_value @ out`). No key is ever expanded.
 * plain: the keys and values of every head are expanded from the latents. Expanding a slot costs as much as carrying a
   query there and back, and a (query, slot) pair then costs fewer multiplications.
 

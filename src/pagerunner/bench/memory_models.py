@@ -87,9 +87,10 @@ def deepseek_v32_fp8() -> ModelMemory:
 def deepseek_v4_flash() -> ModelMemory:
     """43 layers: all with a window of 128; 21 also compress 4 tokens to one (with indexer keys), 20 compress 128.
 
-    Vectors are 448 fp8 elements with 8 bytes of scales, and 64 rotary ones in bfloat16. What a compressor gathers of
-    tokens that don't fill a slot yet is float32 state of fixed size: 8 tokens (two overlapping slots) of 2,048 numbers,
-    and of 512 for the indexer keys, where 4 become one; 128 tokens of 1,024 numbers where 128 do.
+    Vectors are 448 fp8 elements with 8 bytes of scales, and 64 rotary ones in bfloat16. A compressor
+    gathers tokens that don't fill a slot yet, as float32 state of fixed size. Where 4 tokens become one, it holds 8 tokens (two
+    overlapping slots) of 2,048 numbers, and of 512 for the indexer keys. Where 128 tokens become one, it holds 128 tokens
+    of 1,024 numbers.
     """
     window = LatentKV(448, 64, "fp8_e4m3", rope_dtype="bfloat16", scale_bytes=8, window=128)
     few = LatentKV(

@@ -1,8 +1,8 @@
 """The prefix index: chained content hashes of token prefixes, and which page holds which content.
 
-A hash covers 16 tokens and everything before them, so equal hashes mean equal prefixes: 256 bits of BLAKE2b over
-canonical little-endian token ids, seeded with all that separates requests whose tokens are equal (the salt).
-It doesn't depend on any page size. What identifies a page is made of these hashes by the group's rule.
+A hash covers 16 tokens and everything before them, so equal hashes mean equal prefixes. It has 256 bits of BLAKE2b over canonical
+little-endian token ids. Its seed is everything that separates requests with equal tokens (the salt). It doesn't depend on
+any page size. The group's rule makes a page's key of these hashes.
 """
 
 from __future__ import annotations

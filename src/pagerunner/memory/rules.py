@@ -86,8 +86,8 @@ class GroupRule(Protocol):
 class FullRule:
     """Every token's page is held from its computation to the end of the request; a hit needs every page of the prefix.
 
-    Pages are found in the index by cells of max(page_tokens, 16) tokens: a page of 16 tokens or more is its last unit's
-    hash; smaller pages are their unit's hash plus their place in the unit.
+    Pages are found in the index by cells of max(page_tokens, 16) tokens. The key of a page of 16 tokens or more is its last unit's
+    hash. The key of a smaller page is its unit's hash and its place in the unit.
     """
 
     page_tokens: int

@@ -15,9 +15,9 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     belong to nobody. `evictions` counts cached pages that made room. `queries_total` are the tokens of prompts that the group
     was asked for: all of them, or as many as the groups that keep everything had. `hits_total` are those that it had cached.
 
-    Shares from 0 to 1: `usage` is the part of the page memory's bytes that the group's pages in use take; `fragmentation` is
-    the part of all slabs that packing the group's pages together would give back; `waste` is the part of each of its slabs in
-    which no state fits. A slab of 100 bytes that is cut into 3 pages of 32 bytes has a waste of 0.04.
+    Three fields are shares from 0 to 1. `usage`: of the page memory's bytes, those of the group's pages in use. `fragmentation`:
+    of all slabs, those that packing the group's pages together would give back. `waste`: of each slab of the group, the bytes in
+    which no state fits. Example: a slab of 100 bytes that is cut into 3 pages of 32 bytes has a waste of 0.04.
     """
 
     name: str

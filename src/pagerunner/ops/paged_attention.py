@@ -94,8 +94,9 @@ def store_kv_(
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
-    """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages
-    hold, so that a token's own step sees what later steps see.
+    """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages hold.
+
+    So a token's own step sees what later steps see.
 
     The scale of an fp8 page grows, by powers of two, when one of its tokens needs a larger one; what the page held is
     then converted. The tokens of one page are adjacent in T.

@@ -3,9 +3,9 @@
 Whole pages are ranges of bytes in one buffer. Their places and sizes are multiples of 16 bytes.
 
 A layer's pages are a strided view [entries, page_tokens, heads, head_dim] whose inner three dimensions are dense.
-Seen as rows of `unit` elements, where `unit` divides both a token slot and the distance between entries, a token slot
-is `rows_per_token` adjacent rows, and any set of slots is one `index_select` or `index_copy_` on dimension 0. In almost
-every plan the unit is a whole token slot. Shape letters: T tokens, K key/value heads, D head size, N slots.
+The view is seen as rows of `unit` elements. `unit` divides both a token slot and the distance between entries. So a token slot is
+`rows_per_token` adjacent rows, and any set of slots is one `index_select` or `index_copy_` on dimension 0. In almost every plan
+the unit is a whole token slot. Shape letters: T tokens, K key/value heads, D head size, N slots.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Philox4x32-10, the counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as
-1, 2, 3" (SC 2011): a keyed bijection of 128-bit counters, so number i of a stream needs no state and no predecessor.
+1, 2, 3" (SC 2011). It is a keyed bijection of 128-bit counters, so number i of a stream needs no state and no predecessor.
 
 A token's uniform depends on the request's seed (the key) and the token's absolute position (the counter) alone. The
 kernels of `ops/kernels/sample.py` compute the same numbers, bit for bit.

@@ -67,9 +67,9 @@ class TokenTable:
 class Detokenizer:
     """Text of one growing token sequence: all pieces and the flush together equal the decoded whole.
 
-    A piece ends before anything that a later token may change: a last replacement character (bytes of an unfinished
-    character, in a byte-level vocabulary), and any run of byte-fallback tokens, which the decoder reads as a whole: one
-    invalid byte at its end turns all of it into replacement characters.
+    A piece ends before anything that a later token may change. In a byte-level vocabulary that is a last replacement character,
+    made of the bytes of an unfinished character. With byte fallback it is a run of byte tokens. The decoder reads such a run as
+    a whole, and one invalid byte at its end turns the whole run into replacement characters.
     """
 
     __slots__ = ("_emitted", "_skip", "_table", "_window")

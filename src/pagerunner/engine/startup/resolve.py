@@ -45,8 +45,8 @@ _DTYPE_NAMES: dict[str, Dtype] = {
 class Resolved:
     """What an engine is built from. `kv_scales` are the static scales that its fp8 pages take, if any.
 
-    With a `card` the plan comes from an upper bound, and the final one is made when everything but the pages has been
-    allocated: within `gpu_memory_utilization` of the card, or with exactly these pages if they are `fixed`.
+    With a `card` the plan comes from an upper bound. The final plan is made when everything except the pages has been
+    allocated. It stays within `gpu_memory_utilization` of the card, or has exactly these pages if they are `fixed`.
     `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took.
     """
 

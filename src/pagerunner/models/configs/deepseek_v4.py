@@ -22,8 +22,10 @@ _HASHED_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer: how many tokens a slot stands for (1: the layer has a window only), whether slots overlap and are chosen,
-    whether experts are looked up by token id, and the place of its first piece of memory.
+    """One layer of DeepSeek-V4.
+
+    The fields say how many tokens a slot stands for (1: the layer has a window only), whether slots overlap and are chosen,
+    whether experts are looked up by token id, and the place of the layer's first piece of memory.
     """
 
     ratio: int

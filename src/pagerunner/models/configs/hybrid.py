@@ -261,8 +261,8 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
 def _read_kinds(fields: Fields, layers: int) -> dict[str, Any]:
     """`layer_kinds` and `window`.
 
-    transformers' classes of these families have no windowed layers, but let a config name them, and the fields mean what
-    they do for Qwen2 and Qwen3: `sliding_attention` in layer_types, sliding_window, and use_sliding_window to allow it.
+    transformers' classes of these families have no windowed layers, but a config may name them. The fields mean the same as
+    for Qwen2 and Qwen3: `sliding_attention` in layer_types, sliding_window, and use_sliding_window to allow it.
     """
     interval = fields.integer("full_attention_interval", 4)
     used, window = fields.flag("use_sliding_window", False), fields.take("sliding_window")
