@@ -9,10 +9,11 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import SparseMLP
+from pagerunner.layers.moe import ExpertSizes, SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from pagerunner.quant.sinks import CopySink
 
 
 def give_memory(module: Module) -> dict[str, torch.Tensor]:
@@ -20,7 +21,13 @@ def give_memory(module: Module) -> dict[str, torch.Tensor]:
     for part in module.modules():
         for name, tensor in part.weights.items():
             part.weights[name] = torch.randn(tensor.shape)
-    return dict(module.checkpoint("x."))
+    return targets(module, "x.")
+
+
+def targets(module: Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """What each tensor of a checkpoint fills."""
+    sinks = {tensor.name: tensor.sink for tensor in module.checkpoint(prefix) if not tensor.instead_of}
+    return {name: sink.target for name, sink in sinks.items() if isinstance(sink, CopySink)}
 
 
 def test_a_fused_linear_is_its_parts_side_by_side() -> None:
@@ -41,7 +48,7 @@ def test_names_follow_attributes_and_tuples() -> None:
             self.many = (RMSNorm(4, 1e-6, torch.float32), Linear(4, 4, torch.float32, bias=True))
 
     tree = Tree()
-    assert [name for name, _ in tree.checkpoint()] == [
+    assert list(targets(tree)) == [
         "mlp.gate_proj.weight",
         "mlp.up_proj.weight",
         "mlp.down_proj.weight",
@@ -122,11 +129,11 @@ def test_a_part_may_have_another_name_in_the_checkpoint() -> None:
             self.inner = RMSNorm(4, 1e-6, torch.float32)
             self.other = RMSNorm(4, 1e-6, torch.float32)
 
-    assert [name for name, _ in Named().checkpoint("x.")] == ["x.outer.weight", "x.other.weight"]
+    assert list(targets(Named(), "x.")) == ["x.outer.weight", "x.other.weight"]
 
 
 def test_experts_add_to_the_residual_stream() -> None:
-    norm, experts = RMSNorm(4, 1e-6, torch.float32), SparseMLP(4, 6, 3, 2, torch.float32, normalise=True)
+    norm, experts = RMSNorm(4, 1e-6, torch.float32), SparseMLP(ExpertSizes(3, 4, 6), 2, torch.float32, normalise=True)
     give_memory(norm), give_memory(experts)
     x = torch.randn(5, 4)
     want = x + experts(norm(x))

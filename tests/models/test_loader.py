@@ -27,6 +27,7 @@ from pagerunner.models.checkpoint.loader import (
 )
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers
 from pagerunner.models.configs.reader import read_model_config
+from pagerunner.quant.sinks import CopySink
 
 
 def build(path: Path, dtype: str = "float32") -> tuple[Model, torch.Tensor]:
@@ -38,7 +39,9 @@ def build(path: Path, dtype: str = "float32") -> tuple[Model, torch.Tensor]:
 
 
 def contents(model: Model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.checkpoint()}
+    """Copies of the weights by the names of a checkpoint's tensors."""
+    sinks = {tensor.name: tensor.sink for tensor in model.checkpoint() if not tensor.instead_of}
+    return {name: sink.target.clone() for name, sink in sinks.items() if isinstance(sink, CopySink)}
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -76,16 +79,16 @@ def test_reloading_in_place_and_moving_to_another_region(tmp_path: Path) -> None
     want = contents(model)
     region.fill_(255)
     load_weights(model, path)
-    assert all(torch.equal(tensor, want[name]) for name, tensor in model.checkpoint())
+    assert all(torch.equal(tensor, want[name]) for name, tensor in contents(model).items())
     moved = region.clone()
     region.fill_(255)
     materialize(model, moved)
-    assert all(torch.equal(tensor, want[name]) for name, tensor in model.checkpoint())
+    assert all(torch.equal(tensor, want[name]) for name, tensor in contents(model).items())
 
 
 def test_a_model_has_no_memory_before_it_is_materialized(tmp_path: Path) -> None:
     model = build_model(read_model_config(make_checkpoint(tmp_path, "llama", tokenizer=False)), "float32")
-    assert all(tensor.is_meta for _, tensor in model.checkpoint())
+    assert all(tensor.is_meta for tensor in contents(model).values())
 
 
 def test_files_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_files_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
     model, _ = build(path, "bfloat16")
     load_weights(model, path)
     want = make_weights(make_config("llama"))
-    assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in model.checkpoint())
+    assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in contents(model).items())
 
 
 def test_dummy_weights_are_seeded_and_fill_everything(tmp_path: Path) -> None:
@@ -133,9 +136,18 @@ def test_faulty_tensors_are_named(tmp_path: Path) -> None:
     message = refusal(rewrite(fresh(), {name: torch.zeros(96, 65)}))
     assert name in message and "[96, 65]" in message and "[96, 64]" in message
     assert "model.layers.0.extra" in refusal(rewrite(fresh(), {"model.layers.0.extra": torch.zeros(3)}))
-    assert "int8" in refusal(rewrite(fresh(), {name: torch.zeros(96, 64, dtype=torch.int8)}))
     bias = "model.layers.0.self_attn.q_proj.bias"
     assert bias in refusal(rewrite(fresh(), {bias: torch.zeros(64)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_codes_are_never_taken_for_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    codes = (
+        torch.ones(96, 64, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.ones(96, 64, dtype=dtype)
+    )
+    message = refusal(rewrite(make_checkpoint(tmp_path, "llama", tokenizer=False), {name: codes}))
+    assert name in message and str(dtype).removeprefix("torch.") in message and "asks for float32, bfloat16" in message
 
 
 def test_old_checkpoints_may_carry_rotary_frequencies(tmp_path: Path) -> None:

@@ -192,6 +192,15 @@ def _undocumented(node: ast.AST, prefix: str) -> Iterator[str]:
             yield from _undocumented(child, f"{prefix}{child.name}.")
 
 
+def weight_faults(source: str, name: str) -> list[str]:
+    """Reads of a tensor among another module's weights, past the form that they are stored in."""
+    return [
+        f"{name}:{node.lineno} reads {ast.unparse(node)}; ask the module that holds it"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "weights" and ast.unparse(node.value) != "self"
+    ]
+
+
 def all_faults(source: str, name: str) -> list[str]:
     """Names in a module's `__all__` that it doesn't bind, or lists twice."""
     tree = ast.parse(source)

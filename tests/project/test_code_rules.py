@@ -94,6 +94,20 @@ def test_public_names_have_docstrings():
     assert not faults, "\n".join(faults)
 
 
+def test_weights_rule_catches():
+    assert checks.weight_faults('def f(self):\n    return self.norm.weights["weight"]\n', "m")
+    assert not checks.weight_faults('def f(self):\n    return self.weights["weight"]\n', "m")
+
+
+def test_weights_are_read_by_the_module_that_holds_them():
+    paths = [
+        path for path in checks.package_files() if checks.part(checks.dotted(path)) in {"layers", "models", "runner"}
+    ]
+    paths.remove(checks.PACKAGE / "models/checkpoint/loader.py")  # gives memory to all of them
+    faults = [f for path in paths for f in checks.weight_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
 def test_all_rule_catches():
     assert checks.all_faults('__all__ = ["gone"]', "m")
     assert checks.all_faults('x = 1\n__all__ = ["x", "x"]', "m")

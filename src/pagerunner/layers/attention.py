@@ -21,7 +21,7 @@ def head_projection(
 ) -> FusedLinear:
     """Query, key and value heads of one input side by side, [T, (H + 2 K) D]."""
     parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-    return FusedLinear(features, parts, dtype, bias=bias)
+    return FusedLinear(features, parts, dtype, bias=bias, cut="outputs")
 
 
 class PagedAttention:

@@ -15,9 +15,16 @@ from pagerunner.ops.linear import linear
 class Embedding(Module):
     """A table of one row per token id."""
 
+    cuts = {"weight": 0}  # rows of token ids
+
     def __init__(self, vocab_size: int, features: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weights = {"weight": torch.empty(vocab_size, features, dtype=dtype, device="meta")}
+
+    @property
+    def table_VD(self) -> torch.Tensor:
+        """The rows of all token ids."""
+        return self.weights["weight"]
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """The rows of `token_ids`, [T, D]."""

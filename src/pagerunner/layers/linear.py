@@ -1,4 +1,4 @@
-"""Linear layers. Shape letters: T tokens, I input features, O output features."""
+"""Linear layers. Shape letters: T tokens, I input features, O output features, G groups."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from pagerunner.layers.module import Module
+from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.quant.base import Unquantized, WeightMethod
+from pagerunner.quant.sinks import Axis, CopySink
 
 
 class Linear(Module):
-    """`y_TO = x_TI @ weight.T + bias`, with weights stored as `method` says."""
+    """`y_TO = x_TI @ weight.T + bias`, with weights stored as `method` says.
+
+    `cut` says which features may be divided among devices: output features (each device computes some of them), or input
+    features (each computes a sum over some of them, and the sums are added up). None: each device needs the whole layer.
+    `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
+    name.
+    """
 
     def __init__(
         self,
@@ -21,9 +28,12 @@ class Linear(Module):
         dtype: torch.dtype,
         *,
         bias: bool = False,
+        cut: Axis | None = None,
         method: WeightMethod | None = None,
     ) -> None:
         super().__init__()
+        self.parts = {"": out_features}
+        self.cut = cut
         self.method: WeightMethod = method or Unquantized()
         self.weights = self.method.create(out_features, in_features, dtype)
         if bias:
@@ -41,6 +51,33 @@ class Linear(Module):
         """Apply the layer to `norm(x)`."""
         return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
 
+    def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """`silu(gate) * up`, [T, O / 2], of the layer applied to `norm(x)`, whose output is the gate's features, then up's."""
+        return self.method.apply_to_norm_silu(x_TI, norm.parameters, self.weights)
+
+    @property
+    def dense_OI(self) -> torch.Tensor:
+        """The weights as one matrix in the model's dtype, for products of another shape."""
+        return self.method.dense(self.weights)
+
+    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
+        """What the form asks for each part, and the part's bias."""
+        first, bias_O = 0, self.weights.get("bias")
+        for part, size in self.parts.items():
+            rows = slice(first, first + size)
+            sinks = self.method.sinks(self.weights, rows)
+            if bias_O is not None:
+                sinks["bias"] = CopySink(bias_O[rows], ("outputs",))
+            for name, sink in sinks.items():
+                yield CheckpointTensor(
+                    self._part_prefix(prefix, part) + name, sink, self, part, sink.dimension(self.cut)
+                )
+            first += size
+
+    def _part_prefix(self, prefix: str, part: str) -> str:
+        """What the names of a part's tensors begin with."""
+        return prefix
+
 
 class FusedLinear(Linear):
     """Several linears of one input as one matrix: their outputs stand beside each other in `parts` order.
@@ -55,16 +92,30 @@ class FusedLinear(Linear):
         dtype: torch.dtype,
         *,
         bias: bool = False,
+        cut: Axis | None = None,
         method: WeightMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, method=method)
+        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, cut=cut, method=method)
         self.parts = parts
 
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """One slice of each weight per part."""
+    def _part_prefix(self, prefix: str, part: str) -> str:
         parent = prefix.removesuffix(".").rpartition(".")[0]
-        first = 0
-        for part, size in self.parts.items():
-            for name, tensor in self.weights.items():
-                yield f"{parent}.{part}.{name}" if parent else f"{part}.{name}", tensor[first : first + size]
-            first += size
+        return f"{parent}.{part}." if parent else f"{part}."
+
+
+class GroupedLinear(Linear):
+    """A linear for each group of input features: `y_TGO = x_TGI @ weight_GOI.T`. Its matrix holds the groups one below another.
+
+    A checkpoint holds that matrix, [G * O, I].
+    """
+
+    def __init__(
+        self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, *, cut: Axis | None = None
+    ) -> None:
+        super().__init__(in_features, groups * out_features, dtype, cut=cut)
+        self.groups = groups
+
+    def __call__(self, x_TGI: torch.Tensor) -> torch.Tensor:
+        """Apply the layer, [T, G, O]."""
+        weight_GOI = self.dense_OI.view(self.groups, -1, x_TGI.shape[-1])
+        return torch.bmm(x_TGI.transpose(0, 1), weight_GOI.transpose(1, 2)).transpose(0, 1)

@@ -26,8 +26,9 @@ class GatedMLP(FeedForward):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_up_proj = FusedLinear(features, {"gate_proj": inner, "up_proj": inner}, dtype, bias=bias)
-        self.down_proj = Linear(inner, features, dtype, bias=bias)
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = FusedLinear(features, parts, dtype, bias=bias, cut="outputs")
+        self.down_proj = Linear(inner, features, dtype, bias=bias, cut="inputs")
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
@@ -40,8 +41,7 @@ class GatedMLP(FeedForward):
             return
         x_TD = stream.x_TD
         if self.activation is silu_and_mul:
-            projection = self.gate_up_proj
-            inner = projection.method.apply_to_norm_silu(x_TD, norm.parameters, projection.weights)
+            inner = self.gate_up_proj.silu_of_norm(x_TD, norm)
         else:
             inner = self.activation(self.gate_up_proj.of_norm(x_TD, norm))
         self.down_proj.add_(inner, x_TD)

@@ -7,9 +7,33 @@ the hot path of small models, and nothing here needs gradients, hooks or buffers
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+
+from pagerunner.quant.sinks import CopySink, Sink
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """What a model takes of a checkpoint: a tensor's name there, its shape and dtypes (`sink`), and what it fills.
+
+    `owner` is the module whose weights it fills, and `part` says which part of them if the checkpoint holds them in several:
+    "k_proj" of a matrix of queries, keys and values. `cut` is the dimension that may be divided among devices; None: each device
+    needs the whole. `instead_of` names the tensors for which a checkpoint may hold this one; it is empty for those that a
+    checkpoint must hold.
+
+    Example: `model.layers.0.self_attn.k_proj.weight` has shape [1024, 4096], its owner is the FusedLinear `qkv_proj`, its part
+    is "k_proj", and its cut is 0: each of two devices may take 512 of its output features.
+    """
+
+    name: str
+    sink: Sink
+    owner: Module
+    part: str = ""
+    cut: int | None = None
+    instead_of: tuple[str, ...] = ()
 
 
 class Module:
@@ -19,10 +43,12 @@ class Module:
     Attributes that are modules, or tuples of modules, are children. Their names are those in the checkpoint, unless `names`
     maps the attribute's name to another one there.
     `unused_tensors` are beginnings of tensor names. A checkpoint may hold such tensors, and no part of the model uses them.
+    `cuts` are the dimensions of the module's own weights that may be divided among devices, by the weights' names.
     """
 
     unused_tensors: tuple[str, ...] = ()
     names: Mapping[str, str] = MappingProxyType({})
+    cuts: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -48,14 +74,12 @@ class Module:
             yield module
             stack.extend(child for _, child in reversed(list(module.children())))
 
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor that a checkpoint must hold: its name there, and the view of this module's weights it fills."""
+    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
+        """Every tensor that a checkpoint holds, or may hold, for this module and its children; their names begin with `prefix`.
+
+        The sinks are made by the call and are good for one load.
+        """
         for name, tensor in self.weights.items():
-            yield f"{prefix}{name}", tensor
+            yield CheckpointTensor(f"{prefix}{name}", CopySink(tensor), self, cut=self.cuts.get(name))
         for name, child in self.children():
             yield from child.checkpoint(f"{prefix}{name}.")
-
-    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """Tensors that a checkpoint may hold in place of several of `checkpoint`'s: name, view, and the replaced names."""
-        for name, child in self.children():
-            yield from child.stacked(f"{prefix}{name}.")

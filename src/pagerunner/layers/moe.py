@@ -1,62 +1,123 @@
-"""Mixtures of experts. Shape letters: T tokens, D features, E experts, I an expert's inner features."""
+"""Mixtures of experts. Shape letters: T tokens, D features, E experts, I an expert's inner features, A active experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.module import Module
+from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.sublayer import FeedForward
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.moe import moe_experts, route_softmax_topk
+from pagerunner.ops.moe import route_softmax_topk
+from pagerunner.quant.base import ExpertMethod, UnquantizedExperts
+from pagerunner.quant.sinks import Axis, CopySink, Sink
+
+_CUTS: dict[str, Axis] = {"gate_up": "outputs", "down": "inputs"}
 
 
-class GatedExperts(Module):
-    """Gated SiLU feed-forwards, all experts' matrices in two tensors.
+class ExpertSizes(NamedTuple):
+    """How many experts there are, features of the residual stream, and an expert's inner features."""
 
-    A checkpoint holds either three matrices per expert (`E.gate_proj`, `E.up_proj`, `E.down_proj`) or the two tensors.
+    experts: int
+    features: int
+    inner: int
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the three matrices of an expert."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+USUAL_NAMES = ExpertNames()
+
+
+class Experts(Module):
+    """Gated feed-forwards, each matrix of all experts together, stored as `method` says.
+
+    A checkpoint holds three matrices per expert, as `3.gate_proj.weight` of the fourth one; or all experts' matrices together,
+    `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` it always holds them together, and with input features
+    before output features; biases are then `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
     """
 
-    def __init__(self, experts: int, features: int, inner: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        dtype: torch.dtype,
+        *,
+        names: ExpertNames = USUAL_NAMES,
+        transposed: bool = False,
+        bias: bool = False,
+        activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        method: ExpertMethod | None = None,
+    ) -> None:
         super().__init__()
-        self.weights = {
-            "gate_up_proj": torch.empty(experts, 2 * inner, features, dtype=dtype, device="meta"),
-            "down_proj": torch.empty(experts, features, inner, dtype=dtype, device="meta"),
-        }
+        self.sizes, self.checkpoint_names, self.transposed, self.activation = sizes, names, transposed, activation
+        self.method: ExpertMethod = method or UnquantizedExperts()
+        experts, features, inner = sizes
+        for matrix, (outputs, inputs) in {"gate_up": (2 * inner, features), "down": (features, inner)}.items():
+            own = self.method.create(experts, outputs, inputs, dtype)
+            if bias:
+                own["bias"] = torch.empty(experts, outputs, dtype=dtype, device="meta")
+            self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        gate_up, down = self.weights["gate_up_proj"], self.weights["down_proj"]
-        return moe_experts(x_TD, weights_TA, experts_TA, gate_up, down, silu_and_mul)
+        return self.method.apply(x_TD, weights_TA, experts_TA, self.weights, self.activation)
 
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """One slice per expert and matrix."""
-        gate_up_E2ID, down_EDI = self.weights["gate_up_proj"], self.weights["down_proj"]
-        inner = down_EDI.shape[-1]
-        for expert in range(down_EDI.shape[0]):
-            yield f"{prefix}{expert}.gate_proj.weight", gate_up_E2ID[expert, :inner]
-            yield f"{prefix}{expert}.up_proj.weight", gate_up_E2ID[expert, inner:]
-            yield f"{prefix}{expert}.down_proj.weight", down_EDI[expert]
+    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
+        """What the form asks for each expert's matrices, and what a checkpoint may hold instead for all experts."""
+        for matrix, parts in self._matrices().items():
+            weights = {
+                name.removeprefix(f"{matrix}."): t for name, t in self.weights.items() if name.startswith(f"{matrix}.")
+            }
+            names: list[str] = []
+            if not self.transposed:
+                for tensor in self._separate(prefix, matrix, parts, weights):
+                    names.append(tensor.name)
+                    yield tensor
+            stacked = self.method.stacked(weights, transposed=self.transposed)
+            if "bias" in weights:
+                stacked["_bias"] = CopySink(weights["bias"], (None, "outputs"))
+            for suffix, sink in stacked.items():
+                yield self._tensor(f"{prefix}{matrix}_proj{suffix}", sink, matrix, matrix, tuple(names))
 
-    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """Both tensors as they are here."""
-        names = [name for name, _ in self.checkpoint(prefix)]
-        down = tuple(name for name in names if name.endswith(".down_proj.weight"))
-        yield f"{prefix}gate_up_proj", self.weights["gate_up_proj"], tuple(name for name in names if name not in down)
-        yield f"{prefix}down_proj", self.weights["down_proj"], down
+    def _matrices(self) -> dict[str, dict[str, slice]]:
+        """The rows of each matrix that the checkpoint's matrices fill, by their names there."""
+        (_, features, inner), names = self.sizes, self.checkpoint_names
+        return {
+            "gate_up": {names.gate: slice(0, inner), names.up: slice(inner, 2 * inner)},
+            "down": {names.down: slice(0, features)},
+        }
+
+    def _separate(
+        self, prefix: str, matrix: str, parts: dict[str, slice], weights: dict[str, torch.Tensor]
+    ) -> Iterator[CheckpointTensor]:
+        """One expert's tensors after another's."""
+        for expert in range(self.sizes.experts):
+            own = {name: tensor[expert] for name, tensor in weights.items()}
+            for part, rows in parts.items():
+                for name, sink in self.method.linear.sinks(own, rows).items():
+                    yield self._tensor(f"{prefix}{expert}.{part}.{name}", sink, matrix, f"{expert}.{part}")
+
+    def _tensor(
+        self, name: str, sink: Sink, matrix: str, part: str, instead_of: tuple[str, ...] = ()
+    ) -> CheckpointTensor:
+        return CheckpointTensor(name, sink, self, part, sink.dimension(_CUTS[matrix]), instead_of)
 
 
 class SparseMLP(FeedForward):
     """A router, and the experts to which it sends each token. The router's softmax gives the experts' weights."""
 
-    def __init__(
-        self, features: int, inner: int, experts: int, active: int, dtype: torch.dtype, *, normalise: bool
-    ) -> None:
+    def __init__(self, sizes: ExpertSizes, active: int, dtype: torch.dtype, *, normalise: bool) -> None:
         super().__init__()
-        self.gate = Linear(features, experts, dtype)
-        self.experts = GatedExperts(experts, features, inner, dtype)
+        self.gate = Linear(sizes.features, sizes.experts, dtype)
+        self.experts = Experts(sizes, dtype)
         self.active = active
         self.normalise = normalise
 

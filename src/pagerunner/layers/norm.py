@@ -21,6 +21,11 @@ class RMSNorm(Module):
         self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
 
     @property
+    def weight_D(self) -> torch.Tensor:
+        """The weight of each feature."""
+        return self.weights["weight"]
+
+    @property
     def parameters(self) -> Norm:
         """What an operation that includes the norm needs to know of it."""
         return Norm(self.weights["weight"], self.eps, self.offset)

@@ -23,6 +23,11 @@ class CausalConv(Module):
         """One row of taps per channel, oldest first."""
         return self.weights["weight"].squeeze(1)
 
+    @property
+    def bias_C(self) -> torch.Tensor | None:
+        """One number per channel, if the convolution adds it."""
+        return self.weights.get("bias")
+
 
 class PagedRecurrence:
     """A layer's recurrence over its requests' states, by whatever backend the batch's memory group has planned."""

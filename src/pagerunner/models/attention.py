@@ -54,7 +54,7 @@ class GroupedQueryAttention(Mixer):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = head_projection(*sizes, dtype, bias=qkv_bias)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias, cut="inputs")
         scale = self.head_dim**-0.5 if scale is None else scale
         self.attend = PagedAttention(layer_index, scale, softcap)
 

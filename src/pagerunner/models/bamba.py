@@ -79,7 +79,7 @@ class Mamba2Mixer(Mixer):
         gate_TI, mixed_TC, steps_TH = stream.product(norm, self.in_proj).split(self.sizes, -1)
         recurrence = Mamba2(
             conv_weight_CW=self.conv1d.weight_CW,
-            conv_bias_C=self.conv1d.weights.get("bias"),
+            conv_bias_C=self.conv1d.bias_C,
             decay_log_H=self.weights["A_log"],
             step_bias_H=self.weights["dt_bias"],
             skip_H=self.weights["D"],
@@ -88,7 +88,7 @@ class Mamba2Mixer(Mixer):
             state_size=config.state_size,
         )
         out_TI = self.recur(recurrence, (mixed_TC, steps_TH), batch).flatten(1)
-        out_TI = gate_then_rms_norm(out_TI, gate_TI, self.norm.weights["weight"], self.norm.eps)
+        out_TI = gate_then_rms_norm(out_TI, gate_TI, self.norm.weight_D, self.norm.eps)
         return only(out_TI, wanted_S)
 
 

@@ -17,7 +17,7 @@ from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import GatedExperts
+from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.layers.norm import LayerNorm, RMSNorm
 from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig, RoutingConfig
@@ -64,16 +64,16 @@ class Attention(Mixer):
         head_dim = config.key_dim + config.rope_dim
         vector = config.latent_dim + config.rope_dim
         if config.query_rank is None:
-            self.q_proj = Linear(hidden, heads * head_dim, dtype)
+            self.q_proj = Linear(hidden, heads * head_dim, dtype, cut="outputs")
             self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
         else:
             parts = {"q_a_proj": config.query_rank, "kv_a_proj_with_mqa": vector}
             self.a_proj = FusedLinear(hidden, parts, dtype, bias=bias)
             self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
-            self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype)
+            self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
-        self.kv_b_proj = Linear(config.latent_dim, heads * (config.key_dim + config.value_dim), dtype)
-        self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias)
+        self.kv_b_proj = Linear(config.latent_dim, heads * (config.key_dim + config.value_dim), dtype, cut="outputs")
+        self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut="inputs")
         scale = head_dim**-0.5 * config.rope.softmax_scale
         self.attend = PagedLatentAttention(layer_index, scale)
         self.sparse = config.indexer is not None
@@ -102,7 +102,7 @@ class Attention(Mixer):
         vectors_TL[:, : self.latent_dim] = self.kv_a_layernorm(vectors_TL[:, : self.latent_dim])
         self.rotate(q_THd[..., self.key_dim :], angles)
         self.rotate(vectors_TL[:, None, self.latent_dim :], angles)
-        up = UpProjection(self.kv_b_proj.weights["weight"], self.num_heads, self.key_dim, self.value_dim)
+        up = UpProjection(self.kv_b_proj.dense_OI, self.num_heads, self.key_dim, self.value_dim)
         if not self.sparse:
             return only(self.attend(q_THd, vectors_TL, up, batch), wanted_S).flatten(1)
         chooser, keys_TI = self.indexer(x_TD, query_TR, angles)
@@ -140,7 +140,8 @@ class ExpertMLP(FeedForward):
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(config.routing, config.hidden_size, dtype)
-        self.experts = GatedExperts(config.routing.experts, config.hidden_size, config.expert_size, dtype)
+        sizes = ExpertSizes(config.routing.experts, config.hidden_size, config.expert_size)
+        self.experts = Experts(sizes, dtype)
         shared = config.expert_size * config.shared_experts
         self.shared_experts = GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from pagerunner.attention.calls import IndexerQueries
 from pagerunner.attention.compressed import SlotPooling
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
-from pagerunner.layers.linear import FusedLinear, Linear
-from pagerunner.layers.module import Module
+from pagerunner.layers.linear import FusedLinear, GroupedLinear, Linear
+from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
 from pagerunner.layers.sublayer import ResidualStream
@@ -28,7 +30,6 @@ from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
 from pagerunner.models.decoder import Decoder
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import limited_silu_and_mul
-from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 
@@ -48,6 +49,11 @@ class Pooling(Module):
         self.weights = {"ape": _float32(ratio, size)}
         self.proj = FusedLinear(hidden, {"wkv": size, "wgate": size}, dtype)
         self.norm = RMSNorm(head_dim, eps, dtype)
+
+    @property
+    def place_bias(self) -> torch.Tensor:
+        """What a slot's tokens' gates get by their place in the slot, [ratio, features]."""
+        return self.weights["ape"]
 
     def project(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Values and gates of every token, side by side, in the float32 of the state that they may wait in."""
@@ -98,6 +104,8 @@ class Angles:
 class Attention(Module):
     """Attention over the window's vectors and, where the layer compresses, over slots; a sink takes a share of each head."""
 
+    cuts = {"attn_sink": 0}  # heads
+
     def __init__(self, config: DeepseekV4Config, layer: LayerConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
@@ -111,10 +119,11 @@ class Attention(Module):
         self.weights = {"attn_sink": _float32(heads)}
         self.a_proj = FusedLinear(hidden, {"wq_a": config.query_rank, "wkv": head_dim}, dtype)
         self.q_norm = RMSNorm(config.query_rank, self.eps, dtype)
-        self.wq_b = Linear(config.query_rank, heads * head_dim, dtype)
+        self.wq_b = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
         self.norm = RMSNorm(head_dim, self.eps, dtype)
-        self.wo_a = Linear(heads * head_dim // self.groups, self.groups * config.output_rank, dtype)
-        self.wo_b = Linear(self.groups * config.output_rank, hidden, dtype)
+        group_dim = heads * head_dim // self.groups
+        self.wo_a = GroupedLinear(self.groups, group_dim, config.output_rank, dtype, cut="outputs")
+        self.wo_b = Linear(self.groups * config.output_rank, hidden, dtype, cut="inputs")
         index, scale = layer.memory_index, head_dim**-0.5
         self.attend_window = PagedWindowVectors(index, scale)
         if layer.ratio > 1:
@@ -144,16 +153,15 @@ class Attention(Module):
             chooser = self.indexer(x_TD, query_TR, rope) if self.sparse else None
             out_THd = self.attend_slots(q_THd, window, vectors_Nd, keys_NI, chooser, batch, sinks_H)
         rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(rope.cos_T1D, -rope.sin_T1D))  # values were rotated too
-        grouped = out_THd.reshape(out_THd.shape[0], self.groups, -1).transpose(0, 1)
-        weight = self.wo_a.weights["weight"].view(self.groups, -1, grouped.shape[-1])
-        return self.wo_b(torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1))
+        out_TGI = out_THd.reshape(out_THd.shape[0], self.groups, -1)
+        return self.wo_b(self.wo_a(out_TGI).flatten(1))
 
     def _slots(
         self, x_TD: torch.Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Vectors of the slots that the step completes, [N, d], and their indexer keys."""
         poolings = (self.compressor, self.indexer.compressor) if self.sparse else (self.compressor,)
-        recurrence = SlotPooling(tuple(pooling.weights["ape"] for pooling in poolings), overlap=self.sparse)
+        recurrence = SlotPooling(tuple(pooling.place_bias for pooling in poolings), overlap=self.sparse)
         inputs = (*(pooling.project(x_TD) for pooling in poolings), batch.positions)
         pooled = self.pool(recurrence, inputs, batch)
         done_N = self.attend_slots.completed(batch)
@@ -191,40 +199,14 @@ class Router(Module):
         return weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20) * self.factor, experts_TA
 
 
-class Experts(Module):
-    """Gated feed-forwards with limited inner features; the checkpoint has w1 (gate), w3 (up) and w2 (down) per expert."""
-
-    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
-        super().__init__()
-        experts, features, inner = config.experts, config.hidden_size, config.expert_size
-        self.weights = {
-            "w13": torch.empty(experts, 2 * inner, features, dtype=dtype, device="meta"),
-            "w2": torch.empty(experts, features, inner, dtype=dtype, device="meta"),
-        }
-        self.activation = functools.partial(limited_silu_and_mul, limit=config.activation_limit)
-
-    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return moe_experts(x_TD, weights_TA, experts_TA, self.weights["w13"], self.weights["w2"], self.activation)
-
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """One slice per expert and matrix."""
-        w13, w2 = self.weights["w13"], self.weights["w2"]
-        inner = w2.shape[-1]
-        for expert in range(w2.shape[0]):
-            yield f"{prefix}{expert}.w1.weight", w13[expert, :inner]
-            yield f"{prefix}{expert}.w3.weight", w13[expert, inner:]
-            yield f"{prefix}{expert}.w2.weight", w2[expert]
-
-
 class SharedExpert(Module):
     """The expert that every token passes."""
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
         super().__init__()
         inner = config.expert_size
-        self.w13 = FusedLinear(config.hidden_size, {"w1": inner, "w3": inner}, dtype)
-        self.w2 = Linear(inner, config.hidden_size, dtype)
+        self.w13 = FusedLinear(config.hidden_size, {"w1": inner, "w3": inner}, dtype, cut="outputs")
+        self.w2 = Linear(inner, config.hidden_size, dtype, cut="inputs")
         self.limit = config.activation_limit
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -238,7 +220,9 @@ class ExpertMLP(Module):
     def __init__(self, config: DeepseekV4Config, *, hashed: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(config, hashed=hashed, dtype=dtype)
-        self.experts = Experts(config, dtype)
+        sizes = ExpertSizes(config.experts, config.hidden_size, config.expert_size)
+        activation = functools.partial(limited_silu_and_mul, limit=config.activation_limit)
+        self.experts = Experts(sizes, dtype, names=ExpertNames("w1", "w3", "w2"), activation=activation)
         self.shared_experts = SharedExpert(config, dtype)
 
     def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -363,7 +347,7 @@ class DeepseekV4ForCausalLM(Module):
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.model = StreamsDecoder(config, dtype, device)
-        self.head = Linear(config.hidden_size, config.vocab_size, dtype)
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs")
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
@@ -373,11 +357,11 @@ class DeepseekV4ForCausalLM(Module):
         """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
         return self.head(hidden_SD)
 
-    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """The names of the published files, which differ from transformers' in what stands before the layers."""
-        for name, tensor in self.checkpoint(prefix):
-            published = (
-                name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
-            )
-            if published != name:
-                yield published, tensor, (name,)
+    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
+        """Also under the names of the published files, which differ from transformers' in what stands before the layers."""
+        for tensor in super().checkpoint(prefix):
+            yield tensor
+            name = tensor.name.removeprefix("model.")
+            name = name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+            if name != tensor.name:
+                yield replace(tensor, name=name, instead_of=tensor.instead_of or (tensor.name,))

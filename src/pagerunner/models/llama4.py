@@ -2,27 +2,23 @@
 rotary positions. Experts have weighted inputs instead of weighted outputs.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
-heads, K key/value heads, d head size, E experts, A active experts of a token, I an expert's inner features, V vocabulary.
+heads, K key/value heads, d head size, A active experts of a token, N the T * A pairs of a token and an expert, V vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.module import Module
+from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.llama4 import Llama4Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 
@@ -57,39 +53,14 @@ class Attention(GroupedQueryAttention):
         return self.attend(q_THd, k_TKd, v_TKd, batch, wanted=wanted_S).flatten(1)
 
 
-class Experts(Module):
-    """Gated feed-forwards; the checkpoint holds each matrix for all experts together, with inputs before outputs."""
-
-    def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
-        super().__init__()
-        experts, features, inner = config.num_experts, config.hidden_size, config.intermediate_size
-        self.weights = {
-            "gate_up_proj": torch.empty(experts, 2 * inner, features, dtype=dtype, device="meta"),
-            "down_proj": torch.empty(experts, features, inner, dtype=dtype, device="meta"),
-        }
-
-    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
-        """The sum of the outputs of each token's experts, [T, D]. An expert's input is multiplied by its weight."""
-        tokens, active = experts_TA.shape
-        x_ND = (x_TD.unsqueeze(1) * weights_TA.unsqueeze(-1)).flatten(0, 1)
-        ones_N1 = x_ND.new_ones(tokens * active, 1)
-        gate_up, down = self.weights["gate_up_proj"], self.weights["down_proj"]
-        out_ND = moe_experts(x_ND, ones_N1, experts_TA.reshape(-1, 1), gate_up, down, silu_and_mul)
-        return out_ND.view(tokens, active, -1).sum(1)
-
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """The matrices as the checkpoint has them."""
-        for name, tensor in self.weights.items():
-            yield f"{prefix}{name}", tensor.transpose(1, 2)
-
-
 class ExpertMLP(FeedForward):
-    """The experts that a token's best logits name, weighted by their sigmoids, plus the shared one."""
+    """The experts that a token's best logits name, their inputs weighted by the logits' sigmoids, plus the shared one."""
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
         super().__init__()
         self.router = Linear(config.hidden_size, config.num_experts, dtype)
-        self.experts = Experts(config, dtype)
+        sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
+        self.experts = Experts(sizes, dtype, transposed=True)
         self.shared_expert = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
         self.active = config.active_experts
 
@@ -97,7 +68,10 @@ class ExpertMLP(FeedForward):
         """Apply the layer."""
         logits_TA, experts_TA = self.router(x_TD).topk(self.active, -1)
         weights_TA = logits_TA.float().sigmoid().to(x_TD.dtype)
-        return self.experts(x_TD, weights_TA, experts_TA).add_(self.shared_expert(x_TD))
+        tokens, active = experts_TA.shape
+        x_ND = (x_TD.unsqueeze(1) * weights_TA.unsqueeze(-1)).flatten(0, 1)
+        out_ND = self.experts(x_ND, x_ND.new_ones(tokens * active, 1), experts_TA.reshape(-1, 1))
+        return out_ND.view(tokens, active, -1).sum(1).add_(self.shared_expert(x_TD))
 
 
 def _layer(config: Llama4Config, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
@@ -123,8 +97,5 @@ class Llama4ForCausalLM(CausalLM):
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
         super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
-        self.outer_name = "language_model." if config.family == "llama4" else ""
-
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """See the class."""
-        yield from super().checkpoint(f"{prefix}{self.outer_name}")
+        if config.family == "llama4":
+            self.names = {"model": "language_model.model", "lm_head": "language_model.lm_head"}

@@ -21,8 +21,8 @@ class Attention(llama.Attention):
 
     def prep(self, angles: RopeAngles) -> HeadPrep:
         """What is done to heads between projection and attention."""
-        weights = self.q_norm.weights["weight"], self.k_norm.weights["weight"]
-        return HeadPrep(self.num_heads, self.num_kv_heads, angles, *weights, self.q_norm.eps)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        return HeadPrep(self.num_heads, self.num_kv_heads, angles, q_norm.weight_D, k_norm.weight_D, q_norm.eps)
 
 
 class Qwen3ForCausalLM(llama.LlamaForCausalLM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import SparseMLP
+from pagerunner.layers.moe import ExpertSizes, SparseMLP
 from pagerunner.layers.sublayer import FeedForward
 from pagerunner.models.configs.decoder import DecoderConfig
 from pagerunner.models.configs.moe import Qwen3MoeConfig
@@ -21,11 +21,5 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         assert isinstance(config, Qwen3MoeConfig), "the config is of another family"
         if layer_index in config.dense_layers:
             return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
-        return SparseMLP(
-            config.hidden_size,
-            config.expert_size,
-            config.num_experts,
-            config.active_experts,
-            dtype,
-            normalise=config.normalise_weights,
-        )
+        sizes = ExpertSizes(config.num_experts, config.hidden_size, config.expert_size)
+        return SparseMLP(sizes, config.active_experts, dtype, normalise=config.normalise_weights)

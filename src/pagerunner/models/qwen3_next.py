@@ -11,7 +11,6 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 
 import torch
 
@@ -20,7 +19,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import SparseMLP
+from pagerunner.layers.moe import ExpertSizes, SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
 from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
@@ -40,8 +39,9 @@ class Attention(Mixer):
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.sizes = (2 * q_size, kv_size, kv_size)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=config.attention_bias)
+        bias = config.attention_bias
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=bias, cut="outputs")
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=bias, cut="inputs")
         self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
@@ -103,7 +103,7 @@ class GatedDeltaNet(Mixer):
             value_dim=config.value_head_dim,
         )
         out_THd = self.recur(recurrence, (mixed_TC, rates_TH, decays_TH), batch)
-        normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weights["weight"], self.norm.eps)
+        normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weight_D, self.norm.eps)
         return only(normed.flatten(1), wanted_S)
 
     @abstractmethod
@@ -152,14 +152,8 @@ class SharedSparseMLP(SparseMLP):
     """A mixture of experts, and one expert that every token passes through, behind a gate of its own."""
 
     def __init__(self, features: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
-        super().__init__(
-            features,
-            experts.intermediate_size,
-            experts.count,
-            experts.per_token,
-            dtype,
-            normalise=experts.normalise,
-        )
+        sizes = ExpertSizes(experts.count, features, experts.intermediate_size)
+        super().__init__(sizes, experts.per_token, dtype, normalise=experts.normalise)
         self.shared_expert = GatedMLP(features, experts.shared_intermediate_size, dtype)
         self.shared_expert_gate = Linear(features, 1, dtype)
 
@@ -210,14 +204,5 @@ class Qwen35ForCausalLM(CausalLM):
 
     def __init__(self, config: GatedDeltaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, _decoder(config, PlainGatedDeltaNet, dtype, device), dtype)
-        self.inner_name = "model.language_model." if config.family in ("qwen3_5", "qwen3_5_moe") else "model."
-
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """See the class."""
-        yield from self.model.checkpoint(f"{prefix}{self.inner_name}")
-        if not self.tied:
-            yield from self.lm_head.checkpoint(f"{prefix}lm_head.")
-
-    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """See the class."""
-        yield from self.model.stacked(f"{prefix}{self.inner_name}")
+        if config.family in ("qwen3_5", "qwen3_5_moe"):
+            self.names = {"model": "model.language_model"}

@@ -1,40 +1,63 @@
-"""The seam between linear layers and the form their weights are stored in."""
+"""The seam between layers and the form their weights are stored in.
+
+A form says what tensors it keeps in memory (`create`), which tensors of a checkpoint fill them (`sinks`), and how products are
+computed from them. Layers read weights in no other way.
+
+Shape letters: T tokens, I input features, O output features, E experts, A active experts of a token, D features of the residual
+stream.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.moe import moe_experts
+from pagerunner.quant.sinks import CopySink, Sink
+
+Weights = dict[str, torch.Tensor]
 
 
 class WeightMethod(ABC):
-    """Stored form of a linear layer's weights. Dimension 0 of every tensor is the output features.
+    """Stored form of a linear layer's weights, [O, I] when they are unpacked.
 
-    `weights` are those of the layer by name; they may also hold a "bias". A method that has operations which join the
-    product with what stands before or behind it overrides the last three. Shape letters: T tokens, I input features, O
-    output features.
+    `weights` are those of the layer by name; they may also hold a "bias" [O] in the model's dtype, which is the layer's and is
+    added by every product. A method that has operations which join the product with what stands before or behind it overrides
+    the last three.
     """
 
     @abstractmethod
-    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The weights as meta tensors, by the last part of their names in a checkpoint."""
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """The weights as meta tensors, of the shapes and dtypes that they have in memory; `dtype` is the model's."""
 
     @abstractmethod
-    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """What a checkpoint holds for the output features `rows`, by the last part of the tensors' names.
+
+        Several linears of one input may be kept as one layer; then each fills its own rows. `rows` has a start and a stop.
+        """
+
+    @abstractmethod
+    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weights as one matrix in the model's dtype, [O, I]: what the form stands for."""
+
+    @abstractmethod
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The layer's output [T, O]."""
 
-    def apply_add_(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor], residual_TO: torch.Tensor) -> None:
+    def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """Add the layer's output to `residual` in place."""
         residual_TO.add_(self.apply(x_TI, weights))
 
-    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """The layer's output for `norm(x)`, [T, O]."""
         return self.apply(norm(x_TI), weights)
 
-    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer's output for `norm(x)`, which is the gate's features, then up's."""
         return silu_and_mul(self.apply_to_norm(x_TI, norm, weights))
 
@@ -42,22 +65,91 @@ class WeightMethod(ABC):
 class Unquantized(WeightMethod):
     """One matrix in the model's dtype."""
 
-    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """A single "weight" of shape [O, I]."""
         return {"weight": torch.empty(out_features, in_features, dtype=dtype, device="meta")}
 
-    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """See WeightMethod."""
+        return {"weight": CopySink(weights["weight"][rows], ("outputs", "inputs"))}
+
+    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightMethod."""
+        return weights["weight"]
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """`x @ weight.T + bias`."""
         return linear(x_TI, weights["weight"], weights.get("bias"))
 
-    def apply_add_(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor], residual_TO: torch.Tensor) -> None:
+    def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""
         linear_add_(x_TI, weights["weight"], residual_TO, weights.get("bias"))
 
-    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return norm_linear(x_TI, norm, weights["weight"], weights.get("bias"))
 
-    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return norm_linear_silu(x_TI, norm, weights["weight"], weights.get("bias"))
+
+
+class ExpertMethod(ABC):
+    """Stored form of the experts of a mixture: two matrices for each, "gate_up" [2 I, D] and "down" [D, I].
+
+    Each expert's matrix is stored as `linear` stores it. So the weights are those of `linear` with a first dimension of experts:
+    "gate_up.weight" [E, 2 I, D] and "down.weight" [E, D, I] of Unquantized. They may also hold "gate_up.bias" [E, 2 I] and
+    "down.bias" [E, D].
+    """
+
+    def __init__(self, linear: WeightMethod) -> None:
+        self.linear = linear
+
+    def create(self, experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """One matrix of all experts as meta tensors."""
+        single = self.linear.create(out_features, in_features, dtype)
+        return {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
+
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
+        """What a checkpoint holds for one matrix of all experts together, by what stands behind the matrix's name.
+
+        `transposed`: input features come before output features. Empty for a form in which no checkpoint does that.
+        """
+        return {}
+
+    @abstractmethod
+    def apply(
+        self,
+        x_TD: torch.Tensor,
+        weights_TA: torch.Tensor,
+        experts_TA: torch.Tensor,
+        weights: Weights,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The sum over a token's experts of `weight * down(activation(gate_up(x)))`, [T, D]."""
+
+
+class UnquantizedExperts(ExpertMethod):
+    """Matrices in the model's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(Unquantized())
+
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
+        """The matrices under their own name."""
+        if transposed:
+            return {"": CopySink(weights["weight"].transpose(1, 2), (None, "inputs", "outputs"))}
+        return {"": CopySink(weights["weight"], (None, "outputs", "inputs"))}
+
+    def apply(
+        self,
+        x_TD: torch.Tensor,
+        weights_TA: torch.Tensor,
+        experts_TA: torch.Tensor,
+        weights: Weights,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """See ExpertMethod."""
+        matrices = weights["gate_up.weight"], weights["down.weight"]
+        biases = weights.get("gate_up.bias"), weights.get("down.bias")
+        return moe_experts(x_TD, weights_TA, experts_TA, *matrices, activation, *biases)

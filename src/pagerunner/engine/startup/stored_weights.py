@@ -7,14 +7,15 @@ float32 scale for each block of `weight_block_size`, or for the whole matrix. aw
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pagerunner.config import DTYPE_BYTES
+from pagerunner.layers.module import CheckpointTensor
+from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model, checkpoint_files
 from pagerunner.models.configs.base import ModelConfig
 
@@ -36,17 +37,20 @@ def stored_bytes(model: Model, config: ModelConfig, plain_bytes: int) -> tuple[i
     kept = [_pattern(name) for name in quantization.get("modules_to_not_convert") or ()]
     plain = DTYPE_BYTES[config.dtype]
     total = 0.0
-    for name, tensor in model.checkpoint():
-        packed = _is_packed(name, tensor, method) and not any(pattern.match(name) for pattern in kept)
-        total += tensor.numel() * (per_weight if packed else plain)
+    for tensor in model.checkpoint():
+        if tensor.instead_of:
+            continue
+        packed = _is_packed(tensor, method) and not any(pattern.match(tensor.name) for pattern in kept)
+        total += math.prod(tensor.sink.shape) * (per_weight if packed else plain)
     return round(total), f" ({method}, as stored)"
 
 
-def _is_packed(name: str, tensor: torch.Tensor, method: str) -> bool:
+def _is_packed(tensor: CheckpointTensor, method: str) -> bool:
     """Whether tools quantise this tensor: a projection's matrix; for mxfp4 those of experts alone."""
+    name, dimensions = tensor.name, len(tensor.sink.shape)
     if method == "mxfp4":
-        return ".experts." in name and tensor.dim() == 3
-    return tensor.dim() >= 2 and "_proj" in name and not name.endswith("bias")
+        return isinstance(tensor.owner, Experts) and dimensions == 3
+    return dimensions >= 2 and "_proj" in name and not name.endswith("bias")
 
 
 def _bytes_per_weight(quantization: Mapping[str, Any]) -> float | None:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from pagerunner.batch import ForwardBatch
 from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
-from pagerunner.layers.module import Module
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.models.checkpoint.kv_scales import place_of
-from pagerunner.models.checkpoint.weight_copy import CopyWeight, copy_now
+from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES
+from pagerunner.quant.sinks import CopyWeight, Sink
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
@@ -35,8 +37,6 @@ THREADS = min(4, os.cpu_count() or 1)
 """Threads that copy weights: enough to read from a disk and fill page-locked buffers at once."""
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INDEX_DTYPES = (torch.int64, torch.int32)
 # How checkpoints of text and images name the text model's tensors, and how they name the other parts: the files of the
 # makers, then those that transformers writes since 4.52.
 _TEXT_NAMES = (
@@ -65,12 +65,8 @@ class Model(Protocol):
         """Every part that holds weights, in a fixed order."""
         ...
 
-    def checkpoint(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Names in the checkpoint and the tensors that they fill."""
-        ...
-
-    def stacked(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        """Tensors that a checkpoint may hold in place of several others: name, what it fills, names of the others."""
+    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
+        """Every tensor that a checkpoint holds, or may hold, and what it fills."""
         ...
 
 
@@ -122,7 +118,7 @@ def dummy_weights(model: Model, seed: int = 0) -> None:
 
 
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
-    """Fill every weight from the `*.safetensors` of the model directory `path`, converting to the model's dtype.
+    """Fill every weight from the `*.safetensors` of the model directory `path`, as `model.checkpoint()` says.
 
     Scales of fp8 keys and values are no weights: `kv_scales` reads them.
 
@@ -131,43 +127,41 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     thread. `copy` brings a tensor to where its weight is; threads call it at the same time.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape; named.
+        CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape or dtype; named.
     """
     directory = Path(path)
-    targets = dict(model.checkpoint())
-    stacked = {name: (tensor, covered) for name, tensor, covered in model.stacked()}
+    known = {tensor.name: tensor for tensor in model.checkpoint()}
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     started = time.perf_counter()
-    pending, extra = dict(targets), []
+    pending = {name for name, tensor in known.items() if not tensor.instead_of}
+    extra = []
     filled: dict[str, str] = {}
     scales: list[str] = []
     unused: list[str] = []
     with _Copies(copy, lambda done: progress(min(done, total), total) if progress is not None else None) as copies:
         for file in files:
             for name, tensor in _tensors(file, files[file]):
-                name = _own_name(name, targets, stacked)
+                name = _own_name(name, known)
                 if name in filled:
                     raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
                 filled[name] = file.name
-                target = pending.pop(name, None)
-                if target is None and name in stacked:
-                    target = _take_stacked(pending, *stacked[name])
-                if target is not None:
-                    _check_tensor(file, name, tensor, target)
-                    copies.add(target, tensor)
+                sink = _take(pending, known.get(name))
+                if sink is not None:
+                    _check_tensor(file, name, tensor, sink)
+                    copies.add(sink, tensor)
                 elif name.startswith(model.unused_tensors):
                     unused.append(name)
                 elif place_of(name) is not None:
                     scales.append(name)
                 elif not _is_derived(name):
                     extra.append((file, name, tensor if name == "lm_head.weight" else None))
-                if target is None:
+                if sink is None:
                     copies.count(tensor.nbytes)
     if scales:
         logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
     for file, name, tied in extra:
-        _check_extra(file, name, tied, targets)
+        _check_extra(file, name, tied, known)
     if pending:
         names = sorted(pending)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -203,15 +197,15 @@ class _Copies:
         finally:
             self._pool.shutdown(cancel_futures=True)
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, sink: Sink, source: torch.Tensor) -> None:
         """Begin a copy, once there is a thread for it soon."""
         while len(self._begun) >= 2 * THREADS:
             self._finish()
-        self._begun.append((self._pool.submit(self._copied, target, source), source.nbytes))
+        self._begun.append((self._pool.submit(self._put, sink, source), source.nbytes))
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _put(self, sink: Sink, source: torch.Tensor) -> None:
         with torch.inference_mode():  # a thread has a mode of its own, and weights made in this mode change only in it
-            self._copy(target, source)
+            sink.put(source, self._copy)
 
     def count(self, size: int) -> None:
         """Count bytes that need no copy."""
@@ -224,33 +218,36 @@ class _Copies:
         self.count(size)
 
 
-def _own_name(name: str, targets: Container[str], stacked: Container[str]) -> str:
+def _own_name(name: str, known: Container[str]) -> str:
     """The name by which the model knows a tensor of the checkpoint; `name` itself where it doesn't."""
-    if name in targets or name in stacked:
+    if name in known:
         return name
     candidates = [f"model.{name}"]  # a checkpoint saved without its head, as embedding models are
     candidates += [ours + name[len(theirs) :] for theirs, ours in _TEXT_NAMES if name.startswith(theirs)]
-    return next((one for one in candidates if one in targets or one in stacked or one == "lm_head.weight"), name)
+    return next((one for one in candidates if one in known or one == "lm_head.weight"), name)
 
 
-def _take_stacked(
-    pending: dict[str, torch.Tensor], tensor: torch.Tensor, covered: tuple[str, ...]
-) -> torch.Tensor | None:
-    """The weight that a stacked tensor fills, if all tensors that it stands for are still to be filled."""
-    if not all(name in pending for name in covered):
+def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
+    """What takes a tensor of the checkpoint, if the model knows it and all that it stands for is still to be filled."""
+    if tensor is None:
         return None
-    for name in covered:
-        del pending[name]
-    return tensor
+    covered = tensor.instead_of or (tensor.name,)
+    if not pending.issuperset(covered):
+        return None
+    pending.difference_update(covered)
+    return tensor.sink
 
 
-def _check_tensor(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    if tensor.shape != target.shape:
-        raise CheckpointError(
-            f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(target.shape)}."
-        )
-    if tensor.dtype not in (_DTYPES if target.is_floating_point() else _INDEX_DTYPES):
-        raise CheckpointError(f"{file}: {name} has dtype {str(tensor.dtype)[6:]}, which is not supported.")
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink) -> None:
+    if tuple(tensor.shape) != sink.shape:
+        raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(sink.shape)}.")
+    if tensor.dtype not in sink.dtypes:
+        taken = ", ".join(_dtype_name(dtype) for dtype in sink.dtypes)
+        raise CheckpointError(f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}; the config asks for {taken}.")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_derived(name: str) -> bool:
@@ -258,9 +255,10 @@ def _is_derived(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _check_extra(file: Path, name: str, tied: torch.Tensor | None, targets: dict[str, torch.Tensor]) -> None:
+def _check_extra(file: Path, name: str, tied: torch.Tensor | None, known: Mapping[str, CheckpointTensor]) -> None:
     """A tied model's file may repeat the embedding as its output weights; nothing else may be left over."""
-    embedding = next((tensor for known, tensor in targets.items() if known.endswith("embed_tokens.weight")), None)
+    tables = (tensor.owner.table_VD for tensor in known.values() if isinstance(tensor.owner, Embedding))
+    embedding = next(tables, None)
     if tied is None or embedding is None:
         raise CheckpointError(f"{file}: the tensor {name} is not part of the model that config.json describes.")
     if tied.shape != embedding.shape or not torch.equal(tied.to(embedding.dtype).to(embedding.device), embedding):

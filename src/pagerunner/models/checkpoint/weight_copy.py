@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 import torch
 
 BUFFER_BYTES = 32 * 2**20
-
-
-class CopyWeight(Protocol):
-    """`target[...] = source`, converting; a copy to a device may be done later, in the order of its current stream."""
-
-    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a host tensor of the same shape."""
-        ...
 
 
 def copy_now(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -36,7 +27,7 @@ class PinnedStager:
         self._next = 0
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See CopyWeight."""
+        """See CopyWeight of `quant/sinks.py`."""
         if not target.is_contiguous():
             whole = torch.empty(source.shape, dtype=target.dtype, device=target.device)
             self(whole, source)
@@ -71,7 +62,7 @@ class ThreadStagers:
         self._own = threading.local()
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See CopyWeight."""
+        """See CopyWeight of `quant/sinks.py`."""
         if not hasattr(self._own, "stager"):
             self._own.stager = PinnedStager(self._device)
         with torch.cuda.stream(self._stream):  # does nothing for None

@@ -1,0 +1,60 @@
+"""Where tensors of a checkpoint go: a sink takes one of them, and fills a part of a model's weights with it.
+
+A tensor reaches a sink by a loader's thread. `copy` brings it from the host to where the weights are, and what a sink computes
+after that, such as packing, runs there too, in the order of the copies.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, Protocol
+
+import torch
+
+Axis = Literal["outputs", "inputs"]
+"""What a dimension of a linear layer's tensor counts: output features or input features."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of weights that aren't quantised. Weights may be converted among them, and to or from no other."""
+INDICES = (torch.int64, torch.int32)
+
+
+class CopyWeight(Protocol):
+    """`target[...] = source`, converting; a copy to a device may be done later, in the order of its current stream."""
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a host tensor of the same shape."""
+        ...
+
+
+class Sink(ABC):
+    """Takes one tensor of a checkpoint. It is made for one load; sinks of tensors that are packed together may share state.
+
+    `shape` is the tensor's, whole. `dtypes` are those it may have: a loader refuses any other, because a copy from codes to
+    numbers, or the reverse, would convert silently. `axes` say what each of its dimensions counts, for those who divide it.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], axes: tuple[Axis | None, ...] | None = None
+    ) -> None:
+        self.shape, self.dtypes = shape, dtypes
+        self.axes: tuple[Axis | None, ...] = (None,) * len(shape) if axes is None else axes
+
+    def dimension(self, axis: Axis | None) -> int | None:
+        """The dimension that counts `axis`, if there is one."""
+        return self.axes.index(axis) if axis is not None and axis in self.axes else None
+
+    @abstractmethod
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+        """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`."""
+
+
+class CopySink(Sink):
+    """Fills `target`, a view of weights, converting floats to its float dtype and indices to its integer one."""
+
+    def __init__(self, target: torch.Tensor, axes: tuple[Axis | None, ...] | None = None) -> None:
+        super().__init__(tuple(target.shape), FLOATS if target.is_floating_point() else INDICES, axes)
+        self.target = target
+
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+        """See Sink."""
+        copy(self.target, source)
