@@ -52,8 +52,8 @@ def test_published_models_declare_all_of_their_weights_and_even_cuts(file: Path)
 @pytest.mark.parametrize("family", MAKERS)
 @pytest.mark.parametrize("instead", [False, True], ids=["as asked", "instead"])
 def test_every_element_of_every_weight_is_filled(tmp_path: Path, family: str, instead: bool) -> None:
-    MAKERS[family](tmp_path)
-    model = build_model(read_model_config(tmp_path), "float32")
+    path = MAKERS[family](tmp_path)
+    model = build_model(read_model_config(path), "float32")
     materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
     tensors = check(model).values()
     replaced = {name for tensor in tensors if instead for name in tensor.instead_of}
@@ -67,8 +67,8 @@ def test_every_element_of_every_weight_is_filled(tmp_path: Path, family: str, in
 
 
 def cuts(family: str, tmp_path: Path, inside: str) -> dict[str, int | None]:
-    MAKERS[family](tmp_path)
-    model = build_model(read_model_config(tmp_path), "float32")
+    path = MAKERS[family](tmp_path)
+    model = build_model(read_model_config(path), "float32")
     return {tensor.name.replace(inside, ""): tensor.cut for tensor in model.checkpoint() if inside in tensor.name}
 
 
@@ -104,6 +104,6 @@ def test_experts_are_cut_in_their_inner_features_and_routers_not_at_all(tmp_path
 
 
 def test_the_vocabulary_is_cut_in_embedding_and_head(tmp_path: Path) -> None:
-    MAKERS["qwen3"](tmp_path)
-    known = {x.name: x.cut for x in build_model(read_model_config(tmp_path), "float32").checkpoint()}
+    path = MAKERS["qwen3"](tmp_path)
+    known = {x.name: x.cut for x in build_model(read_model_config(path), "float32").checkpoint()}
     assert (known["model.embed_tokens.weight"], known["lm_head.weight"], known["model.norm.weight"]) == (0, 0, None)

@@ -43,7 +43,7 @@ class Op(Generic[P, R]):
         """Run it."""
         first: Any = args[0]
         if first.is_cuda and has_triton():
-            return self.kernel(*args, **kwargs)
+            return (self._kernel or self.kernel)(*args, **kwargs)  # a property is a call more, in every operation
         return self.twin(*args, **kwargs)
 
 
