@@ -9,6 +9,9 @@ if shutil.which("nvidia-smi") is None:  # Triton reads this when it is imported:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Every httpx client reads all certificates of the system, 40 ms a time, and here is a folder without any. No test uses TLS.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 from hypothesis import settings  # noqa: E402 - torch reads the variables above when a test module imports it
 
