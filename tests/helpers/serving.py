@@ -15,6 +15,7 @@ import openai
 
 from helpers import fake_core
 from helpers.checkpoints import make_config, write_tokenizer
+from helpers.patience import patient
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.server import launch
@@ -59,7 +60,7 @@ class RunningServer:
 
     def wait_idle(self, seconds: float = 5.0) -> None:
         """Wait until the engine has nothing to do and holds no pages for requests."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while self.engine.num_unfinished or self.engine.stats.running or self.engine.stats.waiting:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.engine.num_unfinished} sequences are unfinished: {self.engine.stats}")
@@ -132,7 +133,7 @@ def running_server(
 
 
 def _wait_listening(server: RunningServer) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while True:
         try:
             server.get("/health")

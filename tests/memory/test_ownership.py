@@ -75,9 +75,9 @@ def test_the_state_of_50000_scattered_pages_is_cheap() -> None:
     generator = random.Random(0)
     for grant in grants.values():
         generator.shuffle(grant.pages[0])
-    start = time.perf_counter()
+    start = time.thread_time()
     state = memory_state(manager, grants)
     encoded = msgspec.msgpack.encode(state)
-    spent = time.perf_counter() - start
+    spent = time.thread_time() - start
     assert state.groups[0].in_use == 50_000 and len(encoded) < 1_000_000
     assert spent < 0.5

@@ -69,9 +69,9 @@ def test_far_too_long_texts_cost_nothing(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300, add_bos=False)
     for tokenizer in (Tokenizer.from_path(tmp_path), Tokenizer.from_path(demo_path("demo"))):
         tokenizer.least_tokens("a" * 5_000, 1)
-        start = time.perf_counter()
+        start = time.process_time()
         assert tokenizer.least_tokens("e\u0301" * 2_600_000, 2_048) >= 2_048
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         for text in TEXTS:
             assert tokenizer.least_tokens(text, 2_048) <= len(tokenizer.encode(text))
 
