@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from helpers.recurrent_cases import Memory, Step
 from pagerunner.attention import compressed
 from pagerunner.attention.base import PlanInputs
@@ -186,7 +187,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25, 120), deadline=None)
 @given(cases)
 def test_equals_a_dense_computation(case: Case) -> None:
     got, want, _ = run(case)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from helpers import fake_flashinfer, latent_cases
 from helpers.attention_cases import Case, cases, make_batch, make_call, make_step, plain, run
+from helpers.effort import effort
 from helpers.graph_cases import replayed
 from helpers.graphs import RecordedGraphs
 from pagerunner.attention import flashinfer_backend
@@ -37,7 +38,7 @@ served = cases.map(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(25, 120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(served, st.sampled_from([0, 2]))
 def test_equals_attention_row_by_row(case: Case, spare: int) -> None:
     got, want = run(replace(case, spare_columns=spare), FlashInferBackend())

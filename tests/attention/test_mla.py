@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import mla, paged_mla
 from pagerunner.attention.calls import UpProjection
@@ -35,7 +36,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(33, 200), deadline=None)
 @given(cases)
 def test_equals_attention_row_by_row(case: Case) -> None:
     got, want = run(case, LatentBackend())
@@ -84,7 +85,7 @@ def test_says_what_it_does_not_serve(backend: LatentBackend | PagedLatentBackend
         assert reason is not None and re.search(word, reason)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25, 120), deadline=None)
 @given(cases, st.booleans(), st.sampled_from([0, 3]))
 def test_reading_tables_equals_attention_row_by_row(case: Case, in_graph: bool, padding: int) -> None:
     got, want = run(replace(case, in_graph=in_graph, padding=padding if in_graph else 0), PagedLatentBackend())

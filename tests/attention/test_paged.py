@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.attention_cases import Case, cases, check_sampled, plain, run
+from helpers.effort import effort
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend, usual_query_len
 from pagerunner.memory.specs import FullKV, LatentKV, WindowKV
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(33, 200), deadline=None)
 @given(cases, st.sampled_from([0, 3]), st.sampled_from([0, 2]))
 def test_equals_attention_row_by_row(case: Case, padding: int, spare: int) -> None:
     got, want = run(replace(case, padding=padding, spare_columns=spare), PagedBackend())

@@ -7,20 +7,21 @@ import torch
 from hypothesis import given, settings
 
 from helpers.attention_cases import Case, cases, plain, run
+from helpers.effort import effort
 from pagerunner.attention.base import Reach
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, SharedPart, make_plan
 from pagerunner.attention.torch_ref import TorchBackend, attend
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, WindowKV
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort(66, 400), deadline=None)
 @given(cases)
 def test_equals_attention_row_by_row(case: Case) -> None:
     got, want = run(case, TorchBackend())
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(50, 300), deadline=None)
 @given(cases.filter(lambda case: case.reach is not None))
 def test_windows_and_chunks_equal_attention_row_by_row(case: Case) -> None:
     got, want = run(case, TorchBackend())

@@ -5,7 +5,9 @@ Tokens equal those of the eager path with the reference backend, which equal tra
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import as_on_cuda
+from helpers.effort import by_turns
 from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.startup import build
 
@@ -40,10 +44,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    make, name, overrides = FAMILIES[request.param]
-    return Path(make(tmp_path_factory.mktemp("device-path"), name, **overrides))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    def make_family(family: str, path: Path) -> Path:
+        make, name, overrides = FAMILIES[family]
+        return Path(make(path, name, **overrides))
+
+    return made_once(tmp_path_factory, {family: functools.partial(make_family, family) for family in FAMILIES})
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -70,17 +77,17 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("family", "condition", "mode"), by_turns(FAMILIES, CONDITIONS, ["graphs", "eager"]))
 def test_tokens_are_those_of_the_reference(
-    family: Path, condition: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], str], family: str, condition: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path, graphs = checkpoint(family), mode == "graphs"
     settings = {"max_num_seqs": 10, "max_num_batched_tokens": 64, **CONDITIONS[condition]}
-    expected = LLM(str(family), **settings).generate(prompts(), params(), use_tqdm=False)
+    expected = LLM(path, **settings).generate(prompts(), params(), use_tqdm=False)
     engine = RecordedGraphs()
     monkeypatch.setattr(build, "graph_engine", lambda device: engine)
 
-    llm = LLM(str(family), attention_backend="triton", enforce_eager=not graphs, **settings)
+    llm = LLM(path, attention_backend="triton", enforce_eager=not graphs, **settings)
     outputs = llm.generate(prompts(), params(), use_tqdm=False)
     greedy = [
         llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0]

@@ -26,6 +26,7 @@ import pytest
 import pagerunner
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.effort import effort
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
@@ -177,13 +178,13 @@ CASES = [
 def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
     engines: Callable[[str], LLM], case: int
 ) -> None:
-    """Each case tries its share of the lines that a step runs; with PAGERUNNER_EVERY_LINE=1 in the environment, all."""
+    """Each case tries its share of the lines that a step runs; `make test-thorough` tries all."""
     family, kind, step = CASES[case]
     llm = engines(family)
     expected = generate(llm, kind)
     ran = count_lines(llm, kind, step, STATEFUL)
     assert len(ran) > 300
-    share = (0, 1) if os.environ.get("PAGERUNNER_EVERY_LINE") else (case, 2 * len(CASES))
+    share = effort((case, 5 * len(CASES)), (0, 1))
     for line in range(share[0], len(ran), share[1]):
         try_line(llm, kind, step, line, STATEFUL, expected)
 
@@ -234,7 +235,7 @@ def test_interrupts_at_random_moments(engines: Callable[[str], LLM], interrupt: 
         for _ in llm.stream(PROMPTS[1], long):
             pass
 
-    for trial in range(12):
+    for trial in range(effort(4, 24)):
         held = llm.stream(PROMPTS[0], params("sampled", output_kind="delta"))
         tokens = list(next(held).outputs[0].token_ids)
         work = read_stream if trial % 2 else lambda: llm.generate(PROMPTS, long, use_tqdm=False)

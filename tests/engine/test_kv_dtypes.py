@@ -18,10 +18,12 @@ from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import by_turns, effort
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.eval.runner import evaluate
+from pagerunner.eval.tasks import RECALL_DISTANCES
 
 pytest.importorskip("transformers")
 
@@ -87,20 +89,22 @@ def test_logprobs_stay_near_those_of_float32_pages(
     assert 0 < mean < BOUNDS[kv_cache_dtype][0] and largest < BOUNDS[kv_cache_dtype][1]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+CACHES = [
+    ("qwen3", "bfloat16"),
+    ("qwen3", "fp8_e4m3"),
+    ("qwen3", "fp8_e5m2"),
+    ("gemma-3", "fp8_e4m3"),
+    ("deepseek-v2-lite", "bfloat16"),
+    ("deepseek-v2-lite", "fp8_e4m3"),
+    ("deepseek-v2-lite", "fp8_e5m2"),
+    ("deepseek-v4", "bfloat16"),
+    ("deepseek-v4", "fp8_e4m3"),
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "kv_cache_dtype"),
-    [
-        ("qwen3", "bfloat16"),
-        ("qwen3", "fp8_e4m3"),
-        ("qwen3", "fp8_e5m2"),
-        ("gemma-3", "fp8_e4m3"),
-        ("deepseek-v2-lite", "bfloat16"),
-        ("deepseek-v2-lite", "fp8_e4m3"),
-        ("deepseek-v2-lite", "fp8_e5m2"),
-        ("deepseek-v4", "bfloat16"),
-        ("deepseek-v4", "fp8_e4m3"),
-    ],
+    ("family", "kv_cache_dtype", "condition"),
+    [(*cache, condition) for cache, condition in by_turns(CACHES, CONDITIONS, each=2)],
 )
 def test_logprobs_do_not_depend_on_the_memory(
     checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str, condition: str
@@ -115,5 +119,5 @@ def test_logprobs_do_not_depend_on_the_memory(
 def test_the_demo_model_stays_healthy(kv_cache_dtype: str) -> None:
     path = str(demo_path())
     llm = LLM(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=1024, max_num_seqs=32, use_tqdm=False)
-    report = evaluate(llm, count=12)
-    assert all(score.accuracy >= 0.95 for score in report.scores), report.text()
+    report = evaluate(llm, count=effort(6, 12), distances=effort((64, 1024), RECALL_DISTANCES))
+    assert all(score.correct >= score.total - 1 for score in report.scores), report.text()

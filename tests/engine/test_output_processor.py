@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.errors import InvalidRequestError
@@ -296,7 +297,7 @@ def test_metrics() -> None:
     assert last.metrics is not None and last.metrics.finished_time == 5.0 and last.metrics.arrival_time > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(33, 200), deadline=None)
 @given(
     text=st.text("ab😀 ", max_size=25),
     stops=st.lists(st.text("ab😀", min_size=1, max_size=3), max_size=3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,7 @@ def together(path: str, **options: Any) -> list[list[list[int]]]:
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
 
 
+@functools.cache
 def alone(path: str, **options: Any) -> list[list[list[int]]]:
     llm = LLM(path, max_model_len=128, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
     runs = [llm.generate(prompts(), sampling(seed), use_tqdm=False) for seed in (7, 8, 9)]

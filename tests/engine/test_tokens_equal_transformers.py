@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import HYBRID_FAMILIES, make_hybrid_directory
 from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
 from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
+from helpers.effort import effort
 from pagerunner import LLM, SamplingParams
 
 LLAMA3_ROPE = {
@@ -73,6 +76,35 @@ NEW_TOKENS = 10
 # As above, where a request of 128 tokens needs pages of more than one group; the number counts pages of the larger one.
 TIGHT_PAGES = {"gemma3_text": 14, "gpt_oss": 14, "qwen3_5_windowed": 13}
 
+# One variant of each kind of memory and of each kind of layer meets every condition. The others differ from these in their
+# config alone: they meet three conditions with fewer prompts, and `make test-thorough` gives them all.
+EVERY_CONDITION = effort(
+    ("llama-grouped", "qwen3-moe", "gemma-3", "gpt-oss", "deepseek-v3", "qwen3-next", "qwen3.5-windowed", "bamba"),
+    tuple(VARIANTS),
+)
+SOME_CONDITIONS = ("defaults", "page-48-poisoned", "poisoned-tight")
+BATCH_SIZES = (2, 3, 8, 17, 32)
+
+
+def _num_prompts(variant: str) -> int:
+    return 33 if variant in EVERY_CONDITION else 12
+
+
+def _batch_sizes(variant: str) -> list[int]:
+    """One row, and by turns one of the other sizes that the variant has prompts for."""
+    possible = [size for size in BATCH_SIZES if size <= _num_prompts(variant)]
+    turn = list(VARIANTS).index(variant) % len(possible)
+    return [1, *effort([possible[turn]], possible)]
+
+
+CONDITION_CASES = [
+    (variant, condition)
+    for variant in VARIANTS
+    for condition in (CONDITIONS if variant in EVERY_CONDITION else SOME_CONDITIONS)
+]
+BATCH_CASES = [(variant, count) for variant in VARIANTS for count in _batch_sizes(variant)]
+assert {count for _, count in BATCH_CASES} == {1, *BATCH_SIZES}
+
 
 @dataclass(frozen=True)
 class Oracle:
@@ -85,50 +117,56 @@ class Oracle:
     logprobs: list[list[float]]
 
 
-def _prompts(vocab_size: int) -> list[list[int]]:
+def _prompts(vocab_size: int, count: int) -> list[list[int]]:
     rng = random.Random(7)
     shared = [rng.randrange(4, vocab_size) for _ in range(40)]
     prompts = []
-    for index in range(33):
+    for index in range(count):
         own = [rng.randrange(4, vocab_size) for _ in range(rng.randint(1, 50))]
         prompts.append(shared[: rng.choice((16, 33, 40))] + own if index % 3 == 0 else own)
     return prompts
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def _make_checkpoint(variant: str, directory: Path) -> Path:
+    family, overrides = VARIANTS[variant]
+    if family in LATENT_FAMILIES:
+        return make_latent_checkpoint(directory, family, tokenizer=True, **overrides)[0]
+    make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
+    make = make_hybrid_directory if family in HYBRID_FAMILIES else make
+    return make(directory, family, **overrides)
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    """What transformers makes of each variant, asked once."""
     from windowed import load_model
 
-    family, overrides = VARIANTS[request.param]
-    make = make_window_checkpoint if family in WINDOW_FAMILIES else make_checkpoint
-    directory = tmp_path_factory.mktemp("oracle")
-    if family in LATENT_FAMILIES:
-        path, _ = make_latent_checkpoint(directory, family, tokenizer=True, **overrides)
-    else:
-        make = make_hybrid_directory if family in HYBRID_FAMILIES else make
-        path = make(directory, family, **overrides)
-    model = load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
-    prompts = _prompts(model.config.vocab_size)
-    tokens, logprobs = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        new = made.sequences[0, len(prompt) :].tolist()
-        scores = torch.stack(made.logits)[:, 0].float().log_softmax(-1)
-        tokens.append(new)
-        logprobs.append(scores.gather(1, torch.tensor(new)[:, None])[:, 0].tolist())
-    return Oracle(family, path, prompts, tokens, logprobs)
+    def ask(variant: str) -> Oracle:
+        path = _make_checkpoint(variant, tmp_path_factory.mktemp("oracle"))
+        model = load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
+        prompts = _prompts(model.config.vocab_size, _num_prompts(variant))
+        tokens, logprobs = [], []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                made = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NEW_TOKENS,
+                    min_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                )
+            new = made.sequences[0, len(prompt) :].tolist()
+            scores = torch.stack(made.logits)[:, 0].float().log_softmax(-1)
+            tokens.append(new)
+            logprobs.append(scores.gather(1, torch.tensor(new)[:, None])[:, 0].tolist())
+        return Oracle(VARIANTS[variant][0], path, prompts, tokens, logprobs)
+
+    return functools.cache(ask)
 
 
 def _generate(oracle: Oracle, count: int, **conditions: Any) -> tuple[LLM, list[Any]]:
@@ -139,12 +177,15 @@ def _generate(oracle: Oracle, count: int, **conditions: Any) -> tuple[LLM, list[
     return llm, [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-def test_tokens_and_logprobs_under_every_memory_condition(oracle: Oracle, condition: str) -> None:
+@pytest.mark.parametrize(("variant", "condition"), CONDITION_CASES)
+def test_tokens_and_logprobs_under_memory_conditions(
+    oracles: Callable[[str], Oracle], variant: str, condition: str
+) -> None:
+    oracle = oracles(variant)
     conditions = dict(CONDITIONS[condition])
     if "num_gpu_blocks_override" in conditions:
         conditions["num_gpu_blocks_override"] = TIGHT_PAGES.get(oracle.family, conditions["num_gpu_blocks_override"])
-    llm, outputs = _generate(oracle, 33, **conditions)
+    llm, outputs = _generate(oracle, len(oracle.prompts), **conditions)
 
     assert [output.token_ids for output in outputs] == oracle.tokens
     for output, expected in zip(outputs, oracle.logprobs, strict=True):
@@ -154,15 +195,18 @@ def test_tokens_and_logprobs_under_every_memory_condition(oracle: Oracle, condit
         assert llm.stats().preemptions_total > 0, "the pool was not small enough to preempt anything"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 17, 32])
-def test_tokens_for_every_batch_size(oracle: Oracle, count: int) -> None:
+@pytest.mark.parametrize(("variant", "count"), BATCH_CASES)
+def test_tokens_for_every_batch_size(oracles: Callable[[str], Oracle], variant: str, count: int) -> None:
+    oracle = oracles(variant)
     _, outputs = _generate(oracle, count)
 
     assert [output.token_ids for output in outputs] == oracle.tokens[:count]
 
 
-def test_a_second_run_continues_from_the_first_ones_pages(oracle: Oracle) -> None:
-    llm, first = _generate(oracle, 33)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_second_run_continues_from_the_first_ones_pages(oracles: Callable[[str], Oracle], variant: str) -> None:
+    oracle = oracles(variant)
+    llm, first = _generate(oracle, len(oracle.prompts))
     before = llm.stats().prefix_hits_total
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in oracle.prompts]

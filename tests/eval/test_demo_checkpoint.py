@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.effort import effort
 from pagerunner.demo import demo_names, demo_path
 from pagerunner.eval.tasks import (
     END,
@@ -99,10 +100,10 @@ def test_chat_template_renders_the_prompt_format(loaded: tuple[Any, Any]) -> Non
         ("addition", None, 30),
         ("sorting", None, 30),
         ("sentences", None, 30),
-        ("recall", 64, 12),
-        ("recall", 256, 12),
-        ("recall", 512, 12),
-        ("recall", 1024, 12),
+        ("recall", 64, effort(6, 12)),
+        ("recall", 256, effort(6, 12)),
+        ("recall", 512, effort(6, 12)),
+        ("recall", 1024, effort(6, 12)),
     ],
 )
 def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distance: int | None, count: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.effort import effort
 from pagerunner import LLM, SamplingParams
 from pagerunner.batch import StatePages
 from pagerunner.demo import demo_path
@@ -14,7 +15,8 @@ from pagerunner.eval.runner import evaluate
 from pagerunner.eval.tasks import TASKS, make_examples
 from pagerunner.models.qwen3_next import Qwen35ForCausalLM
 
-COUNT = 20
+COUNT = effort(10, 20)
+HEALTHY = 1 - 1 / COUNT  # one wrong answer at most
 MODEL = str(demo_path("demo-hybrid"))
 
 
@@ -62,7 +64,7 @@ def test_the_model_holds_three_kinds_of_memory(llm: LLM) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_healthy(llm: LLM, task: str) -> None:
     report = evaluate(llm, tasks=[task], count=COUNT)
-    assert all(score.accuracy >= 0.95 for score in report.scores), report.text()
+    assert all(score.accuracy >= HEALTHY for score in report.scores), report.text()
 
 
 @pytest.mark.parametrize(

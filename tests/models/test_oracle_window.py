@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import by_turns
 from helpers.forward import Harness, Sequence, check, load, prompts
 
 transformers = pytest.importorskip("transformers")
@@ -91,9 +92,9 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
         check(reference, prompt, sequence)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16, 48])
-@pytest.mark.parametrize("chunk", [1, 7, 64, 10**9])
-@pytest.mark.parametrize("name", ["qwen3 moe", "gemma 3", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "chunk", "page_tokens"), by_turns(["qwen3 moe", "gemma 3", "gpt-oss"], [1, 7, 64, 10**9], [1, 16, 48])
+)
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:
     path, reference = checkpoints(name)

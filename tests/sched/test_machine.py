@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from helpers.effort import effort
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
@@ -273,7 +274,7 @@ QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), databas
 
 
 def test_random_traffic_finishes_with_the_right_tokens_and_loses_no_page() -> None:
-    run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=200, stateful_step_count=30))
+    run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=effort(100, 1000), stateful_step_count=30))
 
 
 # -- the machine itself must be able to fail

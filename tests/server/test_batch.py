@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import pagerunner
+from helpers.effort import effort
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
@@ -196,7 +197,7 @@ def command(source: Path, target: Path) -> subprocess.Popen[str]:
 
 
 def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(tmp_path: Path) -> None:
-    count = 60
+    count = effort(24, 60)
     source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", ignore_eos=True) for number in range(count)))
     target = tmp_path / "out.jsonl"
     running = command(source, target)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.http import decode_body
 from pagerunner.server.params import chat_params, completion_params, stream_options
@@ -44,7 +45,7 @@ def refuse_or_accept(work: Any) -> None:
         msgspec.json.encode(error.param)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(50, 300), deadline=None)
 @given(body=bodies(CompletionRequest, {"prompt": "abc"}))
 def test_completions(body: dict[str, Any]) -> None:
     def work() -> None:
@@ -57,7 +58,7 @@ def test_completions(body: dict[str, Any]) -> None:
     refuse_or_accept(work)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(50, 300), deadline=None)
 @given(body=bodies(ChatRequest, {"messages": [{"role": "user", "content": "a"}]}))
 def test_chat(body: dict[str, Any]) -> None:
     def work() -> None:
@@ -70,7 +71,7 @@ def test_chat(body: dict[str, Any]) -> None:
     refuse_or_accept(work)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(33, 200), deadline=None)
 @given(body=st.binary(max_size=60))
 def test_bytes(body: bytes) -> None:
     refuse_or_accept(lambda: decode_body(body, msgspec.json.Decoder(CompletionRequest)))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner.text.detokenizer import Detokenizer, TokenTable
 from text.tokenizers_for_tests import KINDS, tokenizer
 
@@ -29,20 +30,20 @@ def assert_exact(kind: str, ids: list[int], skip: bool = True) -> None:
 kinds = st.sampled_from(sorted(KINDS))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort(133, 800), deadline=None)
 @given(kind=kinds, skip=st.booleans(), data=st.data())
 def test_any_tokens(kind: str, skip: bool, data: st.DataObject) -> None:
     size = tokenizer(kind).backend.get_vocab_size()  # and a few ids that have no token
     assert_exact(kind, data.draw(st.lists(st.integers(0, size + 3), max_size=80)), skip)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(50, 300), deadline=None)
 @given(skip=st.booleans(), ids=st.lists(st.integers(0, 300), max_size=90))
 def test_any_bytes_with_few_letters_between(skip: bool, ids: list[int]) -> None:
     assert_exact("byte_fallback", ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort(66, 400), deadline=None)
 @given(kind=kinds, text=st.text(max_size=60))
 @example("byte_level", "👩‍👩‍👧 e\u0301 ﷽ \ufffd\ufffd x")
 @example("byte_fallback", "👩‍👩‍👧 the \ufffd 日本語 the  the")

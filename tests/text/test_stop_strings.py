@@ -8,6 +8,7 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner import limits
 from pagerunner.text.stop_strings import StopAutomaton, StopFinder
 
@@ -36,7 +37,7 @@ def reference(stops: list[str], text: str, include: bool) -> tuple[str, str | No
 letters = st.text("ab", min_size=1, max_size=5)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=effort(166, 1000), deadline=None)
 @given(
     stops=st.lists(letters, min_size=1, max_size=5),
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
@@ -46,7 +47,7 @@ def test_found_wherever_the_text_is_split(stops: list[str], pieces: list[str], i
     assert run(stops, pieces, include) == reference(stops, "".join(pieces), include)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=effort(100, 600), deadline=None)
 @given(stops=st.lists(letters, min_size=1, max_size=4), pieces=st.lists(st.text("abc", max_size=4), max_size=12))
 def test_nothing_is_shown_too_early_or_held_too_long(stops: list[str], pieces: list[str]) -> None:
     finder, text, shown = StopFinder(tuple(stops), False), "", ""
@@ -62,7 +63,7 @@ def test_nothing_is_shown_too_early_or_held_too_long(stops: list[str], pieces: l
         assert len(shown) == min(begins)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort(66, 400), deadline=None)
 @given(
     stops=st.lists(letters, min_size=1, max_size=4),
     early=st.lists(st.text("ab", max_size=3), max_size=6),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.attention_cases import Case, plain
+from helpers.effort import effort
 from helpers.interpreter_floats import install
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
@@ -23,9 +24,18 @@ from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-many_and_few_slices = pytest.mark.parametrize(
-    "small_tiles", [(4, 0), (1, 2)], ids=["many slices", "few slices"], indirect=True
-)
+SLICES = {"many slices": (4, 0), "few slices": (1, 2)}
+
+
+def cases_and_slices(*cases: Case) -> pytest.MarkDecorator:
+    """Many slices or few, from case to case by turns; `make test-thorough` runs both for each."""
+    names = list(SLICES)
+    chosen = [
+        pytest.param(case, SLICES[name], id=f"case{number}-{name}")
+        for number, case in enumerate(cases)
+        for name in effort(names[number % 2 :][:1], names)
+    ]
+    return pytest.mark.parametrize(("case", "small_tiles"), chosen, indirect=["small_tiles"])
 
 
 @pytest.fixture(autouse=True)
@@ -37,46 +47,41 @@ def small_tiles(request, monkeypatch):
     monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
 
 
-@many_and_few_slices
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ONE, 4, 2, 3, 8),
-        Case(ONE, 3, 1, 1, 6, padding=2, spare_columns=2, sinks=True, softcap=1.5, head_dim_v=20),
-        Case(ONE, 4, 2, 2, 8, kv_dtype=torch.float16),
-        Case(ONE, 48, 1, 2, 32, kv_dtype=E4M3),
-        Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
-        Case(ONE, 1, 1, 2, 8, reach=Reach(1), padding=1),
-        Case(ONE, 1, 1, 2, 8, reach=Reach(4, chunked=True)),
-        Case(ONE, 4, 1, 2, 8, kv_dtype=E5M2, reach=Reach(30)),
-    ],
+@cases_and_slices(
+    Case(ONE, 4, 2, 3, 8),
+    Case(ONE, 3, 1, 1, 6, padding=2, spare_columns=2, sinks=True, softcap=1.5, head_dim_v=20),
+    Case(ONE, 4, 2, 2, 8, kv_dtype=torch.float16),
+    Case(ONE, 48, 1, 2, 32, kv_dtype=E4M3),
+    Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
+    Case(ONE, 1, 1, 2, 8, reach=Reach(1), padding=1),
+    Case(ONE, 1, 1, 2, 8, reach=Reach(4, chunked=True)),
+    Case(ONE, 4, 1, 2, 8, kv_dtype=E5M2, reach=Reach(30)),
 )
 def test_steps_of_one_token_a_row(case: Case) -> None:
     check_attention(case, "cpu")
 
 
-@many_and_few_slices
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(MIXED, 4, 2, 3, 8),
-        Case(MIXED, 3, 1, 3, 6, padding=3, sinks=True, softcap=2.0, head_dim_v=20),
-        Case(MIXED, 4, 1, 2, 8, kv_dtype=E4M3),
-        Case(MIXED, 4, 1, 2, 8, reach=Reach(6)),
-        Case((plain(6, 9), *MIXED), 4, 1, 2, 8, reach=Reach(4, chunked=True)),
-    ],
+@cases_and_slices(
+    Case(MIXED, 4, 2, 3, 8),
+    Case(MIXED, 3, 1, 3, 6, padding=3, sinks=True, softcap=2.0, head_dim_v=20),
+    Case(MIXED, 4, 1, 2, 8, kv_dtype=E4M3),
+    Case(MIXED, 4, 1, 2, 8, reach=Reach(6)),
+    Case((plain(6, 9), *MIXED), 4, 1, 2, 8, reach=Reach(4, chunked=True)),
 )
 def test_steps_with_several_tokens_a_row(case: Case) -> None:
     check_attention(case, "cpu")
 
 
-@many_and_few_slices
-@pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3])
-def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
+SHARING = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))
+
+
+@cases_and_slices(
+    Case(SHARING, 2, 2, 2, 8, padding=2, spare_columns=3),
+    Case(SHARING, 2, 2, 2, 8, kv_dtype=E4M3, padding=2, spare_columns=3),
+)
+def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
     monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
-    rows = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))
-    case = Case(rows, 2, 2, 2, 8, kv_dtype=kv_dtype, padding=2, spare_columns=3)
     used = []
     original = kernels._Call.run_shared
 
@@ -105,15 +110,11 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
     check_projected(case, "cpu")
 
 
-@many_and_few_slices
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ONE, 4, 2, 3, 8),
-        Case(ONE, 4, 2, 3, 8, kv_dtype=torch.float16, padding=2, sinks=True, softcap=1.5),
-        Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
-        Case(MIXED, 4, 2, 3, 8),
-    ],
+@cases_and_slices(
+    Case(ONE, 4, 2, 3, 8),
+    Case(ONE, 4, 2, 3, 8, kv_dtype=torch.float16, padding=2, sinks=True, softcap=1.5),
+    Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
+    Case(MIXED, 4, 2, 3, 8),
 )
 def test_from_the_projection_on(case: Case) -> None:
     check_projected(case, "cpu")

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from helpers.effort import effort
 from pagerunner.ops.kernels import sample as kernels
 from pagerunner.ops.philox import uniforms
 from pagerunner.ops.sample import SlotSettings, greedy, sample
@@ -64,15 +65,20 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "dtype", "spread"),
-    [(203, torch.float32, 3.0), (128, torch.bfloat16, 2.0), (100, torch.float16, 0.02), (7, torch.float32, 1.0)],
+    ("vocab", "dtype", "spread", "names"),
+    [
+        (203, torch.float32, 3.0, list(ASKED)),
+        (128, torch.bfloat16, 2.0, list(ASKED)[:: effort(2, 1)]),
+        (100, torch.float16, 0.02, list(ASKED)[effort(1, 0) :: effort(2, 1)]),  # those that bfloat16 leaves out
+        (7, torch.float32, 1.0, list(ASKED)),
+    ],
 )
-def test_every_filter_takes_the_twins_tokens(small, vocab, dtype, spread):
-    settings = settings_of(*ASKED.values())
+def test_every_filter_takes_the_twins_tokens(small, vocab, dtype, spread, names):
+    settings = settings_of(*[ASKED[name] for name in names])
     generator = torch.Generator().manual_seed(vocab)
-    logits = (torch.randn(len(ASKED), vocab, generator=generator) * spread).to(dtype)
+    logits = (torch.randn(len(names), vocab, generator=generator) * spread).to(dtype)
     logits[:, 5] = -INF
-    assert len(set(agree(logits, settings, vocab))) > 5 or vocab < 10
+    assert len(set(agree(logits, settings, vocab))) > len(names) // 3 or vocab < 10
 
 
 def test_rows_of_the_kernels_own_sizes():

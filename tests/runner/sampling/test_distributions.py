@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner.ops.sample import _first_above, invert
 from pagerunner.types import SamplingParams
 from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities, sample
@@ -50,9 +51,12 @@ def test_filter(kwargs: dict) -> None:
     ],
 )
 def test_filter_over_a_large_vocabulary(kwargs: dict) -> None:
-    logits = (torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 2.5).tolist()
+    """So large that a partial sort of 256 tokens is tried before the full one."""
+    logits = (torch.randn(effort(1200, 5000), generator=torch.Generator().manual_seed(3)) * 2.5).tolist()
     params = SamplingParams(**kwargs)
-    assert_follows(draw_many(torch.tensor(logits), params, rows=100, steps=60), reference_probabilities(logits, params))
+    assert_follows(
+        draw_many(torch.tensor(logits), params, rows=100, steps=effort(30, 60)), reference_probabilities(logits, params)
+    )
 
 
 def test_a_flat_distribution_needs_the_full_sort() -> None:
@@ -93,7 +97,7 @@ def test_temperature_near_zero_is_greedy_and_enormous_is_uniform() -> None:
     assert_follows(counts, [1 / 16] * 16 + [0.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25, 120), deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.0, 1e-30, 0.3, 1.0]), min_size=1, max_size=600).filter(lambda w: max(w) > 0.1),
     uniform=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.effort import effort
 from pagerunner.runner.sampling import Sampler
 from pagerunner.types import SamplingParams
 from runner.sampling.support import fill, sample
@@ -59,7 +60,7 @@ rows = st.fixed_dictionaries(
 requests = st.tuples(rows, words, st.lists(token_ids, min_size=1, max_size=5), st.lists(token_ids, max_size=6))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=effort(40, 240), deadline=None)
 @given(batch=st.lists(requests, min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_processors_agree_with_plain_code_over_several_steps(batch: list, seed: int) -> None:
     sampler = Sampler(len(batch), V, "cpu")

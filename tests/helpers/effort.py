@@ -1,0 +1,51 @@
+"""How much the tests try.
+
+`make test` tries what finds most faults in the least time: each value of each parameter, not each combination. With
+PAGERUNNER_THOROUGH=1 in the environment (`make test-thorough`) tests try every combination and more random cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+THOROUGH = os.environ.get("PAGERUNNER_THOROUGH", "") not in ("", "0")
+
+
+def effort(usual: T, thorough: T) -> T:
+    """One of the two, by PAGERUNNER_THOROUGH.
+
+    Example: `effort(20, 100)` is 20 in `make test` and 100 in `make test-thorough`.
+    """
+    return thorough if THOROUGH else usual
+
+
+def by_turns(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
+    """Every combination of the axes but the last, with `each` values of the last one by turns.
+
+    Example: `by_turns("ab", [1, 7], [16, 48, 1])` has 4 combinations, not 12: (a, 1, 16), (a, 7, 48), (b, 1, 1) and
+    (b, 7, 16). `make test-thorough` gets all.
+
+    Raises:
+        ValueError: a value of the last axis would have no turn.
+    """
+    *first, last = (list(axis) for axis in axes)
+    outer = list(itertools.product(*first))
+    if THOROUGH:
+        return [(*one, value) for one in outer for value in last]
+    inner = len(first[-1])
+    shift = math.gcd(inner, len(last)) > 1  # else a value would meet the same ones of the axis before again and again
+    found = [
+        (*one, last[(number + shift * (number // inner) + turn * max(len(last) // each, 1)) % len(last)])
+        for number, one in enumerate(outer)
+        for turn in range(min(each, len(last)))
+    ]
+    missing = [value for value in last if value not in {one[-1] for one in found}]
+    if missing:
+        raise ValueError(f"{missing} have no turn among {len(found)} combinations; `each` is {each}.")
+    return found
