@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint figures memory-table vllm-table docs clean
+.PHONY: demo test test-thorough lint figures memory-table vllm-table docs clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -30,11 +30,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A process for each core (at most 8), whole files at a time (JOBS=1 for one). One thread in each: the models are tiny, and on a busy
-# machine threads that wait for each other take most of the time.
-JOBS ?= auto
+# A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one). One thread in
+# each: the models are tiny, and on a busy machine threads that wait for each other take most of the time.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
+
+# Every combination of parameters and many more random cases, where `make test` tries each value (tests/helpers/effort.py).
+test-thorough:
+	PAGERUNNER_THOROUGH=1 $(MAKE) test
 
 figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py
