@@ -31,7 +31,8 @@ JUNK = {
     "consolidated.safetensors": b"x",
 }
 FETCH = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and tests may be one
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import PagerunnerError
