@@ -34,7 +34,8 @@ class PageMoves:
         self._snapshots = [group.rule.snapshots for group in plan.groups]
         self._never = len(plan.groups) == 1  # any free page will do
         self._left = MOVES_PER_STEP
-        self._places: list[dict[int, int]] = [{} for _ in plan.groups]  # by group and page, where it was last put
+        # By group and page, where it was last put. An entry stays when its page is given back: there are as many as pages.
+        self._places: list[dict[int, int]] = [{} for _ in plan.groups]
         self._by_slot: dict[int, Grant] = {}
         self.unfinished = False
 
