@@ -109,7 +109,6 @@ class BambaForCausalLM(CausalLM):
 
     def __init__(self, config: BambaConfig, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
         names = {"norm": "final_layernorm"}
-        super().__init__(config, Decoder(config, layers, norm, rotary, dtype, names=names), dtype)
+        super().__init__(config, Decoder(config, layers, rotary, dtype, names=names), dtype)

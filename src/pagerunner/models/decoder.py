@@ -76,17 +76,17 @@ class Decoder(Module):
         self,
         config: ModelConfig,
         layers: tuple[Any, ...],
-        norm: RMSNorm,
         rotary: Rotary,
         dtype: torch.dtype,
         *,
+        norm: type[RMSNorm] = RMSNorm,
         names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.names = dict(names or {})
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = layers
-        self.norm = norm
+        self.norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = rotary
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:

@@ -165,8 +165,7 @@ class DeepseekForCausalLM(CausalLM):
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.rope_dim, dtype, device)
-        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)
         last = config.num_layers
         self.unused_tensors = tuple(f"model.layers.{last + i}." for i in range(config.extra_layers))

@@ -320,8 +320,7 @@ class StreamsDecoder(Decoder):
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(HyperConnectedLayer(config, layer, dtype) for layer in config.layers)
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        super().__init__(config, layers, norm, Rotary(config.slot_rope, config.rope_dim, dtype, device), dtype)
+        super().__init__(config, layers, Rotary(config.slot_rope, config.rope_dim, dtype, device), dtype)
         self.streams = config.streams
         self.hc_head = Collapse(config)
         self.window_rotary = Rotary(config.window_rope, config.rope_dim, dtype, device)

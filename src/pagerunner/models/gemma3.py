@@ -88,8 +88,8 @@ class Gemma3Decoder(Decoder):
 
     def __init__(self, config: Gemma3Config, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(NormedLayer(config, i, dtype) for i in range(config.num_layers))
-        norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        super().__init__(config, layers, norm, Rotary(config.rope, config.head_dim, dtype, device), dtype)
+        rotary = Rotary(config.rope, config.head_dim, dtype, device)
+        super().__init__(config, layers, rotary, dtype, norm=OffsetRMSNorm)
         self.local_rotary = Rotary(config.local_rope, config.head_dim, dtype, device)
         self.scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))  # rounded as the reference rounds it
 

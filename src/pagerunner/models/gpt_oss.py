@@ -73,6 +73,5 @@ class GptOssForCausalLM(CausalLM):
             DecoderLayer(config, Attention(config, i, dtype), SparseMLP(config, dtype), dtype)
             for i in range(config.num_layers)
         )
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)

@@ -55,9 +55,8 @@ class LlamaForCausalLM(CausalLM):
             DecoderLayer(config, self.attention(config, i, dtype), self.feed_forward(config, i, dtype), dtype)
             for i in range(config.num_layers)
         )
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)
 
     @staticmethod
     def feed_forward(config: DecoderConfig, layer_index: int, dtype: torch.dtype) -> FeedForward:

@@ -94,8 +94,7 @@ class Llama4ForCausalLM(CausalLM):
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        super().__init__(config, Decoder(config, layers, norm, rotary, dtype), dtype)
+        super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)
         if config.family == "llama4":
             self.names = {"model": "language_model.model", "lm_head": "language_model.lm_head"}

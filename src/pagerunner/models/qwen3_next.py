@@ -181,8 +181,8 @@ def _decoder(
     config: GatedDeltaConfig, recurrent: type[GatedDeltaNet], dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     layers = tuple(_layer(config, i, dtype, recurrent) for i in range(config.num_layers))
-    norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-    return Decoder(config, layers, norm, Rotary(config.rope, config.rotary_dim, dtype, device), dtype)
+    rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
+    return Decoder(config, layers, rotary, dtype, norm=OffsetRMSNorm)
 
 
 class Qwen3NextForCausalLM(CausalLM):
