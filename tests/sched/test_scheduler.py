@@ -397,7 +397,8 @@ def test_a_preempted_request_may_finish_while_it_waits() -> None:
     bench.scheduler._state.preempt(bench.scheduler._state.running.pop())
     results = [bench.checker.run(first), bench.checker.run(second)]
     bench.commit(first, results[0])
-    assert bench.commit(second, results[1])[0].finish_reason == "length"
+    [last] = bench.commit(second, results[1])
+    assert (last.finish_reason, last.num_preemptions) == ("length", 1)
     assert not bench.scheduler.has_work
 
 

@@ -20,7 +20,7 @@ class Sequence:
     __slots__ = (
         "admitted_time", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "max_total",
         "min_total", "parent_id", "pending",
-        "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
+        "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
     )  # fmt: skip
@@ -55,6 +55,7 @@ class Sequence:
         self.admitted_time = 0.0  # monotonic, of the first admission
         self.retry_version = -1  # `KVManager.version` at which it didn't fit
         self.retry_budget = 0  # tokens a step must have left for it
+        self.preemptions = 0
         self.reported = False
         self.finished = False
 

@@ -82,5 +82,10 @@ def _append(
     if sequence.guide is not None:
         sequence.guide.advance(token_ids)
     if sequence.reported:
-        return RequestUpdate(request_id=sequence.request_id, new_token_ids=token_ids, logprobs=logprobs)
+        return RequestUpdate(
+            request_id=sequence.request_id,
+            new_token_ids=token_ids,
+            logprobs=logprobs,
+            num_preemptions=sequence.preemptions,
+        )
     return state.update(sequence, token_ids=token_ids, logprobs=logprobs)

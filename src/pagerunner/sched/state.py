@@ -57,6 +57,7 @@ class SchedulerState:
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and slot. Later it resumes from all tokens that it has then."""
         self.counts.preemptions += 1
+        sequence.preemptions += 1
         self._warn_of_preemption(sequence)
         self.vacate(sequence)
         self.waiting.put_back(sequence)
@@ -150,6 +151,7 @@ class SchedulerState:
             prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
             admitted_time=sequence.admitted_time if first else 0.0,
+            num_preemptions=sequence.preemptions,
             error=error,
             param=param,
             pooled=pooled,

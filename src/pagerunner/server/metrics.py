@@ -43,6 +43,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_inference_time_seconds": ("First step to last token.", _REQUEST),
     "request_prompt_tokens": ("Prompt lengths.", _LENGTHS),
     "request_generation_tokens": ("Answer lengths.", _LENGTHS),
+    "request_num_preemptions": ("Times that a sequence was preempted.", (0, 1, 2, 5, 10, 20, 50, 100)),
     "request_params_n": ("Answers asked for by a request.", (1, 2, 5, 10, 20)),
     "request_params_max_tokens": ("Most tokens that a sequence may generate.", _LENGTHS),
     "iteration_tokens_total": ("Tokens per engine step.", tuple(2**power for power in range(15))),
@@ -296,6 +297,7 @@ class Metrics(EngineObserver):
             "e2e_request_latency_seconds": sequence.end - sequence.arrival,
             "request_prompt_tokens": sequence.prompt_tokens,
             "request_generation_tokens": tokens,
+            "request_num_preemptions": sequence.preemptions,
             "request_params_max_tokens": sequence.request.max_tokens,
         }
         if sequence.is_first:

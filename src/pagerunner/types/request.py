@@ -111,7 +111,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     """What one step added to one sequence. `finish_reason` is set exactly once, on the last update.
 
     `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens. `param` names the
-    parameter that is to blame for `error`; None where the request isn't.
+    parameter that is to blame for `error`; None where the request isn't. `num_preemptions` counts those of the sequence so far.
     """
 
     request_id: str
@@ -122,6 +122,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     admitted_time: float = 0.0
+    num_preemptions: int = 0
     error: str | None = None
     param: str | None = None
     pooled: list[float] | None = None

@@ -20,6 +20,7 @@ class FinishedSequence(NamedTuple):
     first_token: float
     last_token: float
     end: float
+    preemptions: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -10,14 +10,24 @@ from pagerunner.types import EngineRequest, RequestUpdate
 
 
 class _Progress:
-    __slots__ = ("admitted", "arrival", "cached_tokens", "first_token", "last_token", "queued", "request", "tokens")
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "cached_tokens",
+        "first_token",
+        "last_token",
+        "preemptions",
+        "queued",
+        "request",
+        "tokens",
+    )
 
     def __init__(self, request: EngineRequest, arrival: float) -> None:
         self.request = request
         self.queued = True
         self.arrival = arrival
         self.admitted = self.first_token = self.last_token = 0.0
-        self.cached_tokens = self.tokens = 0
+        self.cached_tokens = self.preemptions = self.tokens = 0
 
 
 class ProgressMeter:
@@ -82,6 +92,7 @@ class ProgressMeter:
             sequence = self._sequences.get(update.request_id)
             if sequence is None:
                 continue
+            sequence.preemptions = update.num_preemptions
             count = len(update.new_token_ids)
             if count or update.pooled is not None:
                 if sequence.tokens == 0:
@@ -122,5 +133,6 @@ class ProgressMeter:
                 sequence.first_token,
                 sequence.last_token,
                 now,
+                sequence.preemptions,
             )
         )
