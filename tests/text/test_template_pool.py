@@ -17,7 +17,7 @@ from helpers.checkpoints import write_tokenizer
 from helpers.patience import patient
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError, RequestFailedError
-from pagerunner.text import chat_template
+from pagerunner.text import chat_template, template_pool
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 
@@ -166,6 +166,38 @@ def test_a_client_that_leaves_gets_nobody_elses_text(tokenizer: Tokenizer) -> No
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert await renderer.render(ask("next"), {}) == "<next>"
+
+    with_renderer(tokenizer, work)
+
+
+def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(tokenizer: Tokenizer) -> None:
+    """It is cancelled while it waits for the end of the process that its first leaving ends."""
+
+    async def work(renderer: TemplateRenderer) -> None:
+        runs: list[template_pool._Run] = []
+        begin = renderer._begin
+
+        async def kept(frame: bytes) -> template_pool._Run:
+            runs.append(await begin(frame))
+            return runs[-1]
+
+        renderer._begin = kept  # type: ignore[method-assign]
+        for seconds in (0.1, *[0.6] * 5):  # among the quick ones, among the slow ones, which have four places
+            count = len(runs)
+            task = asyncio.create_task(renderer.render(ask("loop"), {}))
+            while len(runs) == count:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(seconds)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with asyncio.timeout(5):
+            for run in runs:
+                assert await run.process.wait() != 0
+            assert await renderer.render(ask("a"), {}) == "<a>"
+            assert renderer._slow.take("") and renderer._quick.take("")
 
     with_renderer(tokenizer, work)
 

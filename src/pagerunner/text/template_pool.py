@@ -114,8 +114,10 @@ class TemplateRenderer:
             run.lower_priority()
             return await run.result()
         finally:
-            await run.end()
-            self._slow.release(source)
+            try:
+                await run.end()
+            finally:
+                self._slow.release(source)
 
     async def _quickly(self, frame: bytes) -> tuple[_Run, Done | None]:
         run = await self._begin(frame)
@@ -216,8 +218,9 @@ class _Run:
             raise
 
     async def end(self) -> None:
-        """End the process."""
+        """End the process. It is killed at once: whoever waits here may be cancelled."""
         self._answer.cancel()
+        _kill(self.process)
         await asyncio.gather(self._answer, return_exceptions=True)
         await _end(self.process)
 
@@ -284,9 +287,13 @@ async def _start(setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
         raise
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     if process.stdin is not None:
         process.stdin.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    _kill(process)
     await asyncio.shield(process.wait())
