@@ -11,6 +11,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint, write_tokenizer
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
+from pagerunner.engine.structured_output.grammar_worker import grammar_text
 from pagerunner.engine.structured_output.structural_tag import structural_tag_grammar
 from pagerunner.errors import InvalidRequestError
 from pagerunner.text.tokenizer import Tokenizer
@@ -97,3 +98,28 @@ def test_a_random_model_keeps_to_it(tmp_path: Path) -> None:
     parts = output.outputs[0].text.split("<f>")[1:]
     assert parts and all(json.loads(part.partition("</f>")[0]) == {"city": "Oslo"} for part in parts if "</f>" in part)
     assert "</f>" in parts[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "fits"),
+    [
+        ({}, '<f=weather>{ "city": "Oslo" }</f>', True),
+        ({}, '<f=weather>{\n    "city":\n    "Oslo"\n}</f>', True),
+        ({}, "<f=weather>{" + "\n" * 3 + '"city": "Oslo"}</f>', False),
+        ({}, "<f=weather>{" + " " * 9 + '"city": "Oslo"}</f>', False),
+        ({"disable_any_whitespace": True}, '<f=weather>{"city":"Oslo"}</f>', True),
+        ({"disable_any_whitespace": True}, '<f=weather>{"city": "Oslo"}</f>', False),
+        ({"whitespace_pattern": "_?"}, '<f=weather>{_"city":_"Oslo"}</f>', True),
+        ({"whitespace_pattern": "_?"}, '<f=weather>{ "city": "Oslo"}</f>', False),
+    ],
+)
+@pytest.mark.parametrize("tag", [OLD, NEW])
+def test_white_space_in_the_parts_is_bounded(tag: Any, options: dict[str, Any], text: str, fits: bool) -> None:
+    """A model that prefers newlines could fill its limit with them."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar_text(StructuredOutputsParams(structural_tag=tag, **options)))
+    assert not matcher.is_error()
+    tokens = tokenizer.tokenize_str(f"Let me look. {text}")
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) == fits

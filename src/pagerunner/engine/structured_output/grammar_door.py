@@ -125,7 +125,7 @@ class GrammarDoor:
                 self._process.kill()
 
     def _join(self, wanted: StructuredOutputsParams, source: str) -> _Job | Grammar:
-        is_json = wanted.json is not None or bool(wanted.json_object)
+        is_json = wanted.json is not None or bool(wanted.json_object) or wanted.structural_tag is not None
         if self._compact and is_json and wanted.whitespace_pattern is None:
             wanted = msgspec.structs.replace(wanted, disable_any_whitespace=True)
         try:

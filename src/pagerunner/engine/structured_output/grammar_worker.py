@@ -88,8 +88,6 @@ def grammar_text(wanted: StructuredOutputsParams, is_special: Callable[[str], bo
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(x) for x in wanted.choice))
     if wanted.grammar is not None:
         return grammar_from("grammar" if _RULE.search(wanted.grammar) else "lark", wanted.grammar)
-    if wanted.structural_tag is not None:
-        return structural_tag_grammar(wanted.structural_tag, is_special)
     defaults: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
     overrides: dict[str, Any] = {}
     if wanted.whitespace_pattern is not None:
@@ -97,6 +95,8 @@ def grammar_text(wanted: StructuredOutputsParams, is_special: Callable[[str], bo
     if wanted.disable_any_whitespace:
         defaults = {}
         overrides["whitespace_flexible"] = False
+    if wanted.structural_tag is not None:
+        return structural_tag_grammar(wanted.structural_tag, is_special, defaults, overrides)
     schema = wanted.json if wanted.json is not None else {"type": "object"}
     if isinstance(schema, str):
         schema = json.loads(schema)

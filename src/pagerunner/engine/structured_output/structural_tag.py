@@ -12,11 +12,16 @@ from typing import Any
 
 
 def structural_tag_grammar(
-    given: str | Mapping[str, Any], is_special: Callable[[str], bool] = lambda text: False
+    given: str | Mapping[str, Any],
+    is_special: Callable[[str], bool] = lambda text: False,
+    defaults: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """llguidance's grammar of a structural tag, given as JSON text or as its value.
 
-    A trigger for which `is_special` is true is matched as that token, any other as text.
+    A trigger for which `is_special` is true is matched as that token, any other as text. `defaults` and
+    `overrides` are llguidance's options for JSON, such as the white space that may stand in it; a schema's own "x-guidance"
+    stands between them.
 
     Raises:
         ValueError: it is no structural tag, or one of a kind that isn't supported.
@@ -34,11 +39,24 @@ def structural_tag_grammar(
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise ValueError(f"no trigger is the beginning of {begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end))
+        tags.append(
+            StructTag(
+                trigger=trigger, begin=begin, grammar=_with_options(schema, defaults or {}, overrides or {}), end=end
+            )
+        )
     kinds = {is_special(tag.trigger) for tag in tags}
     if len(kinds) > 1:
         raise ValueError("either all triggers are special tokens, or none is")
     return StructTag.to_grammar(tags, assume_special=kinds == {True})
+
+
+def _with_options(
+    schema: Mapping[str, Any], defaults: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    own = schema.get("x-guidance", {})
+    if not (defaults or overrides) or not isinstance(own, Mapping):
+        return dict(schema)
+    return {**schema, "x-guidance": {**defaults, **own, **overrides}}
 
 
 def _parts(value: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Mapping[str, Any], str]]]:
