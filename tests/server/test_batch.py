@@ -76,11 +76,13 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
         {"custom_id": "host", "method": "POST", "url": "http://127.0.0.1:1/v1/completions", "body": completion},
         {"custom_id": "method", "method": "GET", "url": "/v1/models", "body": {}},
         "not JSON",
+        {"custom_id": "line-31", "method": "POST", "url": "/v1/completions", "body": completion},
+        {"custom_id": "no method", "method": 3},
     )
     target = tmp_path / "out.jsonl"
     assert batch(source, target, "--base-url", demo.url) == 0
     answers = read(target)
-    assert len(answers) == 30 and demo.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert len(answers) == 32 and demo.get("/is_sleeping").json() == {"is_sleeping": False}
     for number in range(10, 30):
         answer = answers[f"sum-{number}"]
         assert text_of(answer) == f"{number} + 30 = {number + 30}"
@@ -89,17 +91,19 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
     assert answers["text"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert answers["field"]["response"]["status_code"] == 400 and "nope" in answers["field"]["error"]["message"]
     assert answers["model"]["response"]["status_code"] == 404
-    assert "streamed" in answers["stream"]["error"]["message"]
+    assert answers["line-31"]["response"]["body"]["usage"]["completion_tokens"] == 3
     for name, words in (
         ("path", "not POST /sleep"),
         ("dots", "only POST to one of /v1/chat/completions"),
         ("query", "not POST /v1/completions?"),
         ("host", "not POST http"),
         ("method", "not GET"),
-        ("line-31", "malformed"),
+        ("line-31'", "malformed"),
+        ("stream", "streamed"),
+        ("no method", "method"),
     ):
         assert answers[name]["response"] is None and words in answers[name]["error"]["message"]
-    assert "30 of 30 requests have been answered, 0 were there before; 9 of all are errors." in capsys.readouterr().err
+    assert "32 of 32 requests have been answered, 0 were there before; 10 of all are errors." in capsys.readouterr().err
 
 
 def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:

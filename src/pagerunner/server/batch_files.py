@@ -28,13 +28,22 @@ _CONNECT_RETRIES = 3
 
 
 class BatchRequest(msgspec.Struct):
-    """One line of the input; `fault` says why it can't be sent. A line without a custom_id goes by its number."""
+    """One line of the input; `fault` says why it can't be sent. A line without a custom_id goes by its number: "line-3", or
+    "line-3'" where another line has that name."""
 
     custom_id: str
     url: str = ""
     body: msgspec.Raw = msgspec.Raw()
     method: str = "POST"
     fault: str = ""
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+class _Streams(msgspec.Struct):
+    stream: Any = None
 
 
 class _Answered(msgspec.Struct):
@@ -52,6 +61,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     """The input's lines. Raises ConfigError when the file can't be read or names a custom_id twice."""
     decoder = msgspec.json.Decoder(BatchRequest)
     seen: set[str] = set()
+    given: frozenset[str] | None = None
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -59,17 +69,44 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                     continue
                 try:
                     request = decoder.decode(line)
+                    if _streams(request.body):
+                        request.fault = "a batch has whole answers, which can't be streamed; leave stream out"
                     if request.method != "POST" or request.url not in ENDPOINTS:  # no other spelling of a path
                         asked = f"{request.method[:10]} {request.url[:100]}"
                         request.fault = f"only POST to one of {', '.join(ENDPOINTS)} is answered, not {asked}"
                 except msgspec.MsgspecError as error:
-                    request = BatchRequest(f"line-{number}", fault=str(error))
+                    name = _name_in(line)
+                    if name is None:
+                        given = _names_in(path) if given is None else given
+                        name = f"line-{number}"
+                        while name in given:
+                            name += "'"
+                    request = BatchRequest(name, fault=str(error))
                 if request.custom_id in seen:
                     raise ConfigError(f"{path}, line {number}: the custom_id {request.custom_id!r} is there twice.")
                 seen.add(request.custom_id)
                 yield request
     except OSError as error:
         raise ConfigError(f"The batch file {path} can't be read: {error}.") from error
+
+
+def _name_in(line: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(line, type=_Named).custom_id
+    except msgspec.MsgspecError:
+        return None
+
+
+def _names_in(path: Path) -> frozenset[str]:
+    with path.open("rb") as lines:
+        return frozenset(name for name in map(_name_in, lines) if name is not None)
+
+
+def _streams(body: msgspec.Raw) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Streams).stream)
+    except msgspec.MsgspecError:  # the server says what is wrong with it
+        return False
 
 
 class AnswerStream:
@@ -223,10 +260,10 @@ async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str,
     response = await _post(client, request)
     try:
         body = response.json()
-    except ValueError:  # a stream, or another kind of server
-        body = {
-            "error": {"message": "The answer is not JSON; batches can't be streamed.", "code": response.status_code}
-        }
+    except ValueError:  # something that isn't our kind of server
+        if response.status_code == httpx.codes.OK:  # which would say that there is an answer
+            return {**answer, "error": {"code": "invalid_answer", "message": "The server's answer is not JSON."}}
+        body = {"error": {"message": "The server's answer is not JSON.", "code": response.status_code}}
     if response.status_code == _UNAVAILABLE:
         raise BatchEndedError(f"The server answers no more: {response.text[:300]}")
     failed = None
