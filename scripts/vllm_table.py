@@ -119,6 +119,11 @@ def lines() -> Iterator[str]:
         + "."
     )
     yield ""
+    yield "These take any value and change nothing; a line in the log says so:"
+    yield ""
+    for flag, why in vllm_flags.PASSED_OVER.items():
+        yield f"- `{flag}`: {why}"
+    yield ""
     yield "### Flags that are refused"
     yield ""
     yield "Each is refused by name with the reason, before anything is loaded."

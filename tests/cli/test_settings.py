@@ -7,7 +7,7 @@ import pytest
 from pagerunner.cli import serve
 from pagerunner.cli.options import engine_args
 from pagerunner.cli.settings import ConfiguredParser
-from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, REFUSED
+from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, PASSED_OVER, REFUSED
 from pagerunner.errors import ConfigError
 
 
@@ -152,7 +152,7 @@ def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
         (("-tp", "2"), "-tp is vLLM's flag for several devices"),
         (("--tensor_parallel_size=2",), "--tensor-parallel-size is vLLM's flag for several devices"),
         (("--enable-lora",), "for LoRA, which pagerunner doesn't have; leave it out."),
-        (("--swap-space",), "offloading"),
+        (("--cpu-offload-gb",), "offloading"),
         (("--max-model-length", "5"), "did you mean --max-model-len?"),
     ],
 )
@@ -188,9 +188,15 @@ def test_a_sample_is_a_share(parse, share):
         engine_args(parse("dir", f"--kv-cache-metrics-sample={share}"), "dir")
 
 
+def test_vllms_flags_whose_value_changes_nothing_are_passed_over_with_a_line(parse, caplog):
+    assert parse("--swap-space", "4", "dir", "--swap_space=16").model_tag == "dir"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "--swap-space 4 changes nothing" in said[0] and "swapped" in said[1]
+
+
 def test_no_flag_of_ours_is_refused():
     own = set(serve.build_parser().option_names())
-    assert not own & (REFUSED.keys() | ALWAYS) and NEUTRAL.keys() <= REFUSED.keys()
+    assert not own & (REFUSED.keys() | ALWAYS | PASSED_OVER.keys()) and NEUTRAL.keys() <= REFUSED.keys()
 
 
 def test_a_command_line_of_vllm_that_changes_nothing_is_taken_as_it_is(parse, caplog):

@@ -53,7 +53,8 @@ class ConfiguredParser(Parser):
         given = {name for word in argv if (name := self._option(word)) is not None}
         if getattr(alone, "model_tag", None) is not None:
             given.add("model")
-        return super().parse([*argv, *(word for dest, one in found.items() if dest not in given for word in one)])
+        more = [word for dest, one in found.items() if dest not in given for word in one]
+        return super().parse([*argv, *more]) if more else alone
 
     def _option(self, word: str) -> str | None:
         """The destination of the flag that `word` begins with."""

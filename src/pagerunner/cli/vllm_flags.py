@@ -24,7 +24,7 @@ _REFUSED: dict[str, str] = {
         lora-extra-vocab-size enable-lora-bias""",
     "speculative decoding": "speculative-config -sc num-lookahead-slots",
     "key-value transfer and offloading": """kv-transfer-config kv-events-config kv-offloading-size kv-offloading-backend
-        cpu-offload-gb swap-space offload-backend ec-transfer-config kv-sharing-fast-prefill""",
+        cpu-offload-gb offload-backend ec-transfer-config kv-sharing-fast-prefill""",
     "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type
         mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains
         skip-mm-profiling enable-mm-embeds video-pruning-rate interleave-mm-strings language-model-only""",
@@ -62,7 +62,7 @@ NEUTRAL: dict[str, set[str]] = {
     **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
-    **dict.fromkeys(("--cpu-offload-gb", "--swap-space", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
+    **dict.fromkeys(("--cpu-offload-gb", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
     **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),
     **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs"), _EMPTY),
     **dict.fromkeys(("--override-generation-config", "--model-loader-extra-config", "--compilation-config"), _EMPTY),
@@ -95,6 +95,10 @@ WARNED: dict[str, str] = {
     "--trust-remote-code": "no code of a checkpoint is run; the families that are supported need none.",
 }
 """Flags without a value that change nothing here, and what is said about them."""
+PASSED_OVER: dict[str, str] = {
+    "--swap-space": "no pages are swapped to the host: a preempted request is computed again, less what is cached (as in vLLM since V1).",
+}
+"""Flags with a value that changes nothing, here as in today's vLLM, and what is said about them."""
 _METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
 _FALSE = ("false", "0", "no", "off")
 
@@ -116,8 +120,11 @@ def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
         if name in (_METRICS, "--no-kv-cache-metrics") and _SAMPLE in known:
             if name == _METRICS and value.lower() not in _FALSE and not any(one.startswith(_SAMPLE) for one in words):
                 kept.append(f"{_SAMPLE}=0.01")
-        elif name in known or not (name in REFUSED or _changes_nothing(name)):
+        elif name in known or not (name in REFUSED or name in PASSED_OVER or _changes_nothing(name)):
             kept.append(word)
+        elif name in PASSED_OVER:
+            value = value if equals else next(rest, "")
+            logger.warning("%s %s changes nothing: %s", name, value, PASSED_OVER[name])
         elif name in WARNED:
             logger.warning("%s: %s", name, WARNED[name])
         elif not _changes_nothing(name) and (
