@@ -9,21 +9,19 @@ it in the playground, and points at a token (light) and at a page that requests 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.browser import Browser, browser, missing  # noqa: E402
-from helpers.serving import RunningServer, running_server  # noqa: E402
+from helpers.serving import running_server  # noqa: E402
 from pagerunner.config import EngineArgs  # noqa: E402
 from pagerunner.engine.core.client import DEFAULT_FACTORY  # noqa: E402
 
@@ -38,33 +36,11 @@ SHARED_PAGE = """const {map, model} = pagerunner, group = model.groups.findIndex
     Math.floor(tile / columns) * tileHeight + gap + (Math.floor(cell / across) + .5) * map.layout.height - box.height / 2];"""
 
 
-@contextmanager
-def load(server: RunningServer) -> Iterator[None]:
-    """Streams on four prefixes, one after the other, while the block runs."""
-    stop = threading.Event()
-
-    def stream(number: int) -> None:
-        count = 0
-        while not stop.is_set():
-            count += 1
-            prompt = "The quick brown fox jumps over the lazy dog. " * (4 + 5 * (number % 4))
-            body = {"prompt": f"{prompt}{number * 100 + count}", "max_tokens": 100 + 37 * number, "stream": True}
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
-            ) as one:
-                for _ in one.iter_lines():
-                    if stop.is_set():
-                        return
-
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(STREAMS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+def bodies(number: int) -> Iterator[dict[str, Any]]:
+    """Endless requests on one of four prefixes."""
+    for count in itertools.count(1):
+        prompt = "The quick brown fox jumps over the lazy dog. " * (4 + 5 * (number % 4))
+        yield {"prompt": f"{prompt}{number * 100 + count}", "max_tokens": 100 + 37 * number}
 
 
 def talk(page: Browser) -> None:
@@ -89,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         page.until("return window.pagerunner && pagerunner.model.plan")
         page.js("document.querySelector('#model option').textContent = 'demo-hybrid'")
         talk(page)
-        with load(server):
+        with server.streaming(STREAMS, bodies):
             time.sleep(12)
             tokens = page.js("return document.querySelectorAll('article:last-child .tok').length")
             page.js("document.querySelector('#log').focus()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,29 @@ class RunningServer:
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""
         return httpx.get(f"{self.url}{path}", timeout=20, **options)
+
+    @contextmanager
+    def streaming(self, readers: int, bodies: Callable[[int], Iterable[dict[str, Any]]]) -> Iterator[None]:
+        """Threads that read streams of completions while the block runs, each those of its own bodies in turn."""
+        stop = threading.Event()
+
+        def read(number: int) -> None:
+            for body in bodies(number):
+                asked = {"json": {**body, "stream": True, "ignore_eos": True}, "timeout": 60}
+                with httpx.stream("POST", f"{self.url}/v1/completions", **asked) as stream:  # type: ignore[arg-type]
+                    for _ in stream.iter_lines():
+                        if stop.is_set():
+                            return
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(readers)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample in /metrics."""

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,32 +121,10 @@ def page(chromium: Browser, demo: RunningServer) -> Iterator[Browser]:
     assert chromium.complaints() == []
 
 
-@contextmanager
-def requests(server: RunningServer, count: int, tokens: int = 1500) -> Iterator[None]:
+def requests(server: RunningServer, count: int, tokens: int = 1500) -> AbstractContextManager[None]:
     """Long requests on one prefix, while the block runs."""
-    stop = threading.Event()
-
-    def one(number: int) -> None:
-        body = {
-            "prompt": "The quick brown fox jumps over the lazy dog. " * 4 + str(number),
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
-            for _ in stream.iter_lines():
-                if stop.is_set():
-                    return
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    prompt = "The quick brown fox jumps over the lazy dog. " * 4
+    return server.streaming(count, lambda number: [{"prompt": f"{prompt}{number}", "max_tokens": tokens}])
 
 
 @browser_test
