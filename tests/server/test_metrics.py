@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.serving import MODEL, RunningServer
 from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.observer import FinishedSequence
+from pagerunner.logs import SparingLog
 from pagerunner.memory.residency import Residency
 from pagerunner.memory.stats import GroupUsage
-from pagerunner.server import stats_log
+from pagerunner.server import app, stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
 from pagerunner.types import EngineRequest, SamplingParams
@@ -45,6 +46,7 @@ NAMES = {
     "request_inference_time_seconds": "histogram",
     "request_prefill_time_seconds": "histogram",
     "request_decode_time_seconds": "histogram",
+    "request_num_preemptions": "histogram",
     "request_params_n": "histogram",
     "request_params_max_tokens": "histogram",
 }
@@ -127,7 +129,7 @@ def test_running_totals_of_the_core_become_counters() -> None:
     request = EngineRequest(
         request_id="a_1", parent_id="a", prompt_token_ids=[5] * 10, params=SamplingParams(n=2), seed=0, max_tokens=40
     )
-    metrics.on_finished(FinishedSequence(request, "stop", 21, 4, 100.0, 100.25, 100.75, 102.75, 103.0))
+    metrics.on_finished(FinishedSequence(request, "stop", 21, 4, 100.0, 100.25, 100.75, 102.75, 103.0, preemptions=3))
     text = metrics.render().decode()
     assert 'vllm:num_requests_running{engine="0",model_name="m"} 1.0' in text
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25' in text
@@ -141,6 +143,7 @@ def test_running_totals_of_the_core_become_counters() -> None:
         "inference_time_seconds_sum": 2.5,
         "time_per_output_token_seconds_sum": 0.1,
         "params_max_tokens_sum": 40,
+        "num_preemptions_sum": 3,
         "params_n_count": 0,  # the first of the two sequences stands for the request
     }.items():
         assert f'vllm:request_{name}{{engine="0",model_name="m"}} {float(value)}' in text, name
@@ -269,10 +272,22 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
 
 
-def test_a_refusal_is_one_line_in_the_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_one_line_in_the_log(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = SparingLog(app.logger, most=20, seconds=600)
+    monkeypatch.setattr(app, "_refusals", log)
     with caplog.at_level("WARNING", logger="pagerunner.server.app"):
         server.post("/v1/completions", {"prompt": "a", "no\x1b[31m\nsuch": 1})
         server.post("/v1/completions", {"prompt": [5] * 3000, "max_tokens": 4})
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and all(message.isprintable() for message in messages)
     assert all(message.startswith("POST /v1/completions is refused with status 400: ") for message in messages)
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="pagerunner.server.app"):
+        for _ in range(25):  # a client that sends bad requests can't fill the disk
+            assert server.post("/v1/completions", {"prompt": "a", "nope": 1}).status_code == 400
+        log._begin -= 600
+        server.post("/v1/completions", {"prompt": "a", "nope": 1})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 19 and lines[-1].endswith("(7 lines of this kind were left out before.)")

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pagerunner import __version__
 from pagerunner.errors import PagerunnerError
+from pagerunner.logs import SparingLog
 from pagerunner.server.endpoints.chat import ChatEndpoint
 from pagerunner.server.endpoints.completions import CompletionsEndpoint
 from pagerunner.server.endpoints.control import QUERIES, Control
@@ -38,6 +39,7 @@ from pagerunner.server.service import LABEL_HEADER, Service
 from pagerunner.server.standard_metrics import CountedRequests, HttpMetrics
 
 logger = logging.getLogger(__name__)
+_refusals = SparingLog(logger, most=20)
 
 Handler = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED_REQUEST = 499
@@ -170,7 +172,7 @@ async def _answer(handler: Handler, request: Request) -> Response:
     except (HttpError, PagerunnerError) as error:
         response = error_response(error, request.url.path)
         what = (request.method, short(one_line(request.url.path)), response.status_code, one_line(str(error)))
-        logger.warning("%s %s is refused with status %d: %s", *what)
+        _refusals.warn("%s %s is refused with status %d: %s", *what)
         return response
     except Exception as error:  # any exception must end this request only
         label = request.headers.get(LABEL_HEADER, "none")

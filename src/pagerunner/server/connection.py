@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import resource
-import time
 from typing import Any
 
 import h11
@@ -14,35 +13,19 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagerunner import limits
+from pagerunner.logs import SparingLog
 from pagerunner.server.errors import HttpError, error_body, one_line
 from pagerunner.server.strict_http import StrictConnection
 
 logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 64  # that the server has open beside connections: the model's, the helpers', the core's
-_SECONDS_BETWEEN_LINES = 10.0
 _RETRY_SECONDS = 1
 _URL_CHARS = 200
 
 
-class _Rarely:
-    """Logs a line at most every ten seconds, with the number of such lines since then."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._next = 0.0
-
-    def warn(self, text: str) -> None:
-        """Log the line, or count it."""
-        self._count += 1
-        now = time.monotonic()
-        if now >= self._next:
-            logger.warning("%s (%d times since the last such line.)", text, self._count)
-            self._count, self._next = 0, now + _SECONDS_BETWEEN_LINES
-
-
-_refused = _Rarely()
-_not_accepted = _Rarely()
+_refused = SparingLog(logger)
+_not_accepted = SparingLog(logger)
 
 
 def accepted_at_once() -> int:
