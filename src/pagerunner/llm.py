@@ -19,8 +19,8 @@ from pagerunner.engine.core.core import SleepMode
 from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.engine.core.messages import StartUp
-from pagerunner.engine.frontend.frontend import build_frontend
-from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
+from pagerunner.engine.frontend.frontend import build_frontend, check_options
+from pagerunner.engine.frontend.input_processor import POOLING_PARAMS, check_continues, up_to_mark, with_marked_end
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
@@ -52,6 +52,7 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
+        check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
         resolved = resolve(args)
         with _loading_bar(use_tqdm) as progress:
@@ -149,13 +150,34 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, rendered by the checkpoint's chat template."""
+        """Answer one conversation, or several, rendered by the checkpoint's chat template.
+
+        Args:
+            messages: mappings with `role` and `content`, or a list of such conversations.
+            sampling_params, use_tqdm: see `generate`.
+            add_generation_prompt: end the prompt with the beginning of the assistant's turn.
+            continue_final_message: the last message is the beginning of the answer; needs add_generation_prompt=False.
+            tools: what may be called, as OpenAI's clients describe it. The answer's text holds the calls as the model writes
+                them; only the server reads them.
+            chat_template: a Jinja text instead of the checkpoint's.
+            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+
+        Raises:
+            InvalidRequestError: the template refuses a conversation, or a prompt or parameter is bad; nothing has run.
+        """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        prompts = [self._render(conversation, **options) for conversation in conversations]
+        if chat_template is not None:
+            options["chat_template"] = chat_template
+        prompts = [
+            self._render(conversation, continue_final_message, tools, **options) for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[list[float]]:
@@ -237,9 +259,21 @@ class LLM:
         with self._whole():
             return self._core.reset_prefix_cache()
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> Prompt:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        goes_on: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> Prompt:
+        # Here the template runs in the caller's process. A server has it in processes of its own, since one that never ends
+        # would cost other clients their answers; here it costs its caller only, whom Ctrl-C helps. It is sandboxed all the
+        # same, and nothing of it is computed before it runs.
         tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(list(messages), **options)
+        check_continues(goes_on, bool(options["add_generation_prompt"]))
+        shown = with_marked_end(messages) if goes_on else list(messages)
+        text = tokenizer.apply_chat_template(shown, tools, **options)
+        text = up_to_mark(text) if goes_on else text
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     @staticmethod

@@ -24,6 +24,7 @@ from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.engine.structured_output import grammar_door
 from pagerunner.engine.structured_output.grammar_worker import Order
 from pagerunner.errors import (
+    CheckpointError,
     EngineDeadError,
     EngineSleepingError,
     InvalidRequestError,
@@ -485,3 +486,18 @@ def test_a_lighter_sleep_while_asleep_leaves_the_state_that_it_is(model: Path) -
 
     with_engine(model, test, observer=Noted())
     assert levels == [1, 2, 2, None, 1]
+
+
+def test_a_chat_template_that_is_no_file_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large.jinja"
+    with large.open("wb") as file:
+        file.truncate(2**33)
+    for option, words in (
+        ("/dev/zero", "no regular file"),
+        (str(tmp_path), "no regular file"),
+        (str(large), "8589934592 bytes"),
+        (str(tmp_path / "nope.jinja"), "There is no chat template file"),
+    ):
+        args = EngineArgs(model=str(model), chat_template=option)
+        with pytest.raises(CheckpointError, match=words):  # the factory isn't reached
+            asyncio.run(AsyncEngine.from_args(args, core_factory="nowhere:build"))

@@ -133,6 +133,25 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False) == text
 
 
+def test_chat_goes_on_with_a_message_and_shows_tools(llm: LLM) -> None:
+    def prompt(messages: list[dict[str, str]], **options: object) -> str:
+        [output] = llm.chat(messages, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
+        return llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    user, begun = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well, "}
+    whole = prompt([user, begun], add_generation_prompt=False)
+    assert whole.endswith("Well, <|im_end|>\n")
+    goes_on = prompt([user, begun], add_generation_prompt=False, continue_final_message=True)
+    assert goes_on == whole.removesuffix("<|im_end|>\n")
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
+        prompt([user, begun], continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="last message"):
+        prompt([{"role": "user", "content": ""}], add_generation_prompt=False, continue_final_message=True)
+    own = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}{{ mood }}"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert prompt([user], chat_template=own, tools=tools, chat_template_kwargs={"mood": "!"}) == "[look]hello!"
+
+
 def test_prompt_logprobs_cover_the_prompt(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1, logprobs=0)
     llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)

@@ -16,6 +16,16 @@ USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+UNSUPPORTED = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+NAMED = {"name": "x", "schema": UNSUPPORTED}
+FORMAT = {"type": "json_schema", "json_schema": NAMED}
+ANTHROPIC = {"type": "json_schema", "schema": UNSUPPORTED}
+
+
+def unsupported_tool(schema: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", schema: UNSUPPORTED}}
+
+
 def call(arguments: str) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
@@ -245,4 +255,73 @@ def test_a_limit_holds_whichever_way_a_text_comes_in(
     )
     error = error_of(server.post(path, body), 400)
     assert f"PAGERUNNER_LIMIT_{limit} " in error["message"] and not encoded
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        (r"\ud800", r"\ud800"),
+        (r"\ude00", r"\ude00"),
+        (r"\uD800x", r"\uD800"),
+        (r"\ud800\u0041", r"\ud800"),
+        (r"\\\ud800", r"\ud800"),
+    ],
+)
+def test_a_lone_surrogate_is_named(server: RunningServer, text: str, alone: str) -> None:
+    body = f'{{"prompt": "abc \\ud83d\\ude00 {text}", "max_tokens": 1}}'
+    message = error_of(server.post(COMPLETIONS, content=body.encode()), 400)["message"]
+    assert f"{alone} at byte {body.rindex(alone)} is a lone surrogate" in message and "truncated" not in message
+
+
+def test_json_that_ends_early_is_told_so(server: RunningServer) -> None:
+    for body in (b'{"prompt": "abc', rb'{"prompt": "\\ud800", "max_tokens": 1', rb'{"prompt": "\ud83d\ude00"'):
+        assert "truncated" in error_of(server.post(COMPLETIONS, content=body), 400)["message"]
+
+
+def test_a_compressed_body_is_refused_as_such(server: RunningServer) -> None:
+    import gzip
+
+    body = gzip.compress(b'{"prompt": "abc", "max_tokens": 1}')
+    error = error_of(server.post(COMPLETIONS, content=body, headers={"Content-Encoding": "gzip"}), 415)
+    assert "gzip" in error["message"] and "Content-Encoding" in error["message"]
+    plain = server.post(COMPLETIONS, content=gzip.decompress(body), headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "a", "response_format": FORMAT}, "response_format"),
+        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format"),
+        (CHAT, {"messages": USER, "structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs"),
+        (CHAT, {"messages": USER, "tools": [unsupported_tool("parameters")], "tool_choice": "required"}, "tools"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", **NAMED}}}, "text.format"),
+        (
+            "/v1/messages",
+            {"messages": USER, "max_tokens": 5, "output_config": {"format": ANTHROPIC}},
+            "output_config.format",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": USER,
+                "max_tokens": 5,
+                "tools": [{"name": "f", "input_schema": UNSUPPORTED}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools",
+        ),
+    ],
+)
+def test_a_format_that_is_not_supported_is_told_by_the_clients_own_field(
+    server: RunningServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    for stream in (False, True):
+        response = server.post(path, {"model": MODEL, **body, "stream": stream})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert "uniqueItems" in error["message"] and error["message"].startswith(field)
+        assert error.get("param", field) == field
     assert_serves(server)

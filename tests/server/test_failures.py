@@ -379,7 +379,11 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
     monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 6)
     with running_server(EngineArgs(model=str(text_side), max_num_seqs=2)) as server:
         body = {"prompt": [40, 41], "max_tokens": 4, "ignore_eos": True}
-        assert server.post("/v1/completions", {**body, "n": 20}).status_code == 200, "an empty queue takes any call"
+        assert server.post("/v1/completions", {**body, "n": 6}).status_code == 200
+        for larger in ({"n": 7}, {"prompt": [[40, 41]] * 7}, {"prompt": ["a"] * 4, "n": 2}):
+            refused = server.post("/v1/completions", {**body, **larger})  # it would be refused whenever it comes
+            assert refused.status_code == 400 and "Retry-After" not in refused.headers
+            assert "at most 6 may wait at once (PAGERUNNER_LIMIT_MAX_QUEUED_REQUESTS" in refused.text
         found: list[httpx.Response] = []
         asking = [
             threading.Thread(target=lambda: found.append(server.post("/v1/completions", body))) for _ in range(30)
@@ -398,7 +402,8 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
         assert progress.queued == progress.queued_tokens == 0
         assert server.post("/v1/completions", body).status_code == 200
         monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 10)
-        refused = server.post("/v1/completions", {**body, "prompt": [[5] * 8] * 4})
-        assert refused.status_code == 429 and "MAX_QUEUED_TOKENS" in refused.text
+        for prompt in ([[5] * 8] * 4, [5] * 11, "a word, and some more words that have more than ten tokens"):
+            refused = server.post("/v1/completions", {**body, "prompt": prompt})
+            assert refused.status_code == 400 and "MAX_QUEUED_TOKENS" in refused.text
         server.wait_idle()
         assert progress.queued == progress.queued_tokens == 0

@@ -55,6 +55,29 @@ def test_calls_and_reasoning_of_a_whole_answer(scripted: RunningServer) -> None:
     assert len({call.id for call in calls}) == 2 and calls[0].type == "function"
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_usage_counts_the_tokens_of_the_reasoning(scripted: RunningServer, shown: bool) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "extra_body": {"include_reasoning": shown}}
+
+    def spent(text: str, n: int = 1) -> tuple[int, int]:
+        create = scripted.openai().chat.completions.create
+        usage = create(messages=says(text), n=n, **asked).usage
+        *_, last = create(messages=says(text), n=n, stream=True, stream_options={"include_usage": True}, **asked)
+        assert usage is not None and usage.completion_tokens_details is not None and last.usage is not None
+        assert usage.completion_tokens_details == last.usage.completion_tokens_details
+        return usage.completion_tokens_details.reasoning_tokens or 0, usage.completion_tokens
+
+    reasoning, whole = spent("<think>Hm, a hard one.</think>b")
+    assert 5 < reasoning < whole
+    assert spent("<think>Hm, a hard one.</think>b", n=3) == (3 * reasoning, 3 * whole)
+    assert spent("No thoughts.")[0] == 0
+
+
+def test_usage_without_a_reasoning_parser_says_nothing_of_reasoning(server: RunningServer) -> None:
+    body = {"messages": says("<think>Hm.</think>b")}
+    assert "completion_tokens_details" not in server.post("/v1/chat/completions", body).json()["usage"]
+
+
 def test_the_stream_helper_puts_the_same_together(scripted: RunningServer) -> None:
     text = f"<think>Where?</think>Yes. {CALL}"
     with scripted.openai().chat.completions.stream(model=MODEL, messages=says(text), tools=TOOLS) as stream:

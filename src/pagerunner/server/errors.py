@@ -25,6 +25,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
@@ -92,7 +93,7 @@ def error_response(error: Exception, path: str = "") -> Response:
     later = isinstance(error, HttpError) and error.retry
     if later or status == 429:
         headers["Retry-After"] = _RETRY_SECONDS
-    if later or status in (408, 413, 431):
+    if later or status in (408, 413, 415, 431):
         headers["Connection"] = "close"  # the rest of the body is not read
     shown = anthropic_body(error) if path.startswith(_ANTHROPIC_PATH) else body
     return Response(msgspec.json.encode(shown), status, headers, media_type="application/json")

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.errors import HttpError
+from pagerunner.server.errors import HttpError, short
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
@@ -25,6 +25,10 @@ _ORDINARY_BODY = 64 * 1024
 """A body up to this size is received even when many large ones fill the bound that they have together."""
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
+_HALVES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""Escapes in JSON: a backslash, both halves of a character, or (the group) a half alone."""
 _LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
 
 
@@ -47,11 +51,16 @@ async def read_body(request: Request) -> bytes:
 
     Raises:
         HttpError: 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls or takes too long, 503 when too
-            many bodies are being received.
+            many bodies are being received, 415 for one that is compressed.
         ClientGoneError: the client has left.
     """
     if (body := getattr(request.state, "body", None)) is not None:  # it has been read, to see whose it is
         return bytes(body)
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(
+            415, f"The request body is coded as {short(coding)!r}; send it as it is, without Content-Encoding."
+        )
     limit = limits.MAX_BODY_BYTES
     too_long = HttpError(413, f"The request body is larger than {limit} bytes {limits.knob('MAX_BODY_BYTES')}.")
     announced = request.headers.get("content-length", "")
@@ -123,10 +132,19 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         param = ".".join(part for part in (path and path.group(1), field and field.group(1)) if part)
         raise InvalidRequestError(f"{text}.", param=param or None) from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from error
+        raise InvalidRequestError(f"The request body is not valid JSON: {_why(body, error)}.") from error
     finally:
         if collects:
             gc.enable()
+
+
+def _why(body: bytes, error: Exception) -> str:
+    """What is wrong with JSON; of half a character the decoder says that the text was truncated."""
+    if "truncated" in str(error) or "surrogate" in str(error):
+        alone = next((found for found in _HALVES.finditer(body) if found[1] is not None), None)
+        if alone is not None:
+            return f"{alone[1].decode()} at byte {alone.start()} is a lone surrogate, half of a character"
+    return str(error)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -15,9 +15,10 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagerunner import limits
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.engine.frontend.input_processor import Truncation
-from pagerunner.errors import PagerunnerError
+from pagerunner.errors import InvalidRequestError, PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 LABEL_HEADER = "X-Request-Id"
 _MAX_ID_CHARS = 256
+_FORMAT = "structured_outputs"  # what the engine calls it
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,9 +115,17 @@ class Service:
         params: SamplingParams,
         request: Queued,
         pooling: Pooling | None = None,
+        format_field: str = _FORMAT,
     ) -> AsyncGenerator[Indexed, None]:
-        """Start when iterated, and read every prompt's outputs as one stream."""
-        return merged(
+        """Start when iterated, and read every prompt's outputs as one stream.
+
+        `format_field` is the client's field that says the format of the text; errors name it.
+
+        Raises:
+            InvalidRequestError: the call is larger than the engine's queue: it would be refused whenever it comes.
+        """
+        _check_size(prompts, params.n)
+        outputs = merged(
             [
                 self.engine.generate(
                     prompt,
@@ -128,6 +138,32 @@ class Service:
                 for index, prompt in enumerate(prompts)
             ]
         )
+        return outputs if format_field == _FORMAT else _blaming(format_field, outputs)
+
+
+async def _blaming(field: str, outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(outputs):
+        try:
+            async for one in outputs:
+                yield one
+        except InvalidRequestError as error:
+            if error.param != _FORMAT:
+                raise
+            raise InvalidRequestError(str(error).replace(_FORMAT, field, 1), field) from error
+
+
+def _check_size(prompts: Sequence[dict[str, Any]], n: int) -> None:
+    tokens = n * sum(len(prompt.get("prompt_token_ids", "")) for prompt in prompts)
+    for count, name, what in (
+        (n * len(prompts), "MAX_QUEUED_REQUESTS", "answers"),
+        (tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
+    ):
+        most = getattr(limits, name)
+        if count > most:
+            raise InvalidRequestError(
+                f"The call has {count} {what}; at most {most} may wait at once {limits.knob(name)}. Send it in parts.",
+                param="prompt",
+            )
 
 
 def json_response(body: Any) -> Response:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from jinja2.compiler import CodeGenerator
 
 
+_MOST_BYTES = 8 * 1024 * 1024  # those of models have up to 30 thousand
+
+
 class ChatTemplate:
     """A checkpoint's templates by name; "tool_use", where there is one, is taken when tools are given."""
 
@@ -56,8 +59,10 @@ class ChatTemplate:
         """
         if "{" in option or "\n" in option:
             return cls({"default": option}, "chat_template")
-        if not Path(option).is_file():
+        if not Path(option).exists():
             raise CheckpointError(f"There is no chat template file {option}.")
+        if not Path(option).is_file():
+            raise CheckpointError(f"The chat template {option} is no regular file.")
         return cls({"default": _read(Path(option))}, option)
 
     @functools.cached_property
@@ -131,6 +136,10 @@ def _within_limit(pieces: Iterator[str]) -> str:
 
 def _read(file: Path) -> str:
     try:
+        if (size := file.stat().st_size) > _MOST_BYTES:
+            raise CheckpointError(
+                f"{file} has {size} bytes, more than the {_MOST_BYTES} that a chat template may have."
+            )
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read as text: {error}.") from None

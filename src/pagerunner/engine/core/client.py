@@ -206,7 +206,7 @@ class CoreClient:
             return
         self._death = error
         if not self._closing:
-            logger.error("%s Requests get this as their error, and /health answers 503.", error)
+            logger.error("%s Requests get this as their error. A server ends with exit status 1.", error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))

@@ -19,7 +19,7 @@ from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
-from pagerunner.engine.frontend.frontend import Frontend, build_frontend
+from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
 from pagerunner.engine.frontend.input_processor import Truncation, up_to_mark, with_marked_end
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
@@ -93,6 +93,7 @@ class AsyncEngine:
             ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
             EngineDeadError: the core's process ended while loading.
         """
+        await asyncio.to_thread(check_options, args)
         args = await asyncio.to_thread(fetch_checkpoint, args)
         core = await launch_core(args, core_factory, stall_seconds)
         try:
@@ -418,14 +419,19 @@ class AsyncEngine:
         return stream
 
     def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError when too much waits for its first token. An empty queue takes any request."""
+        """Raise QueueFullError when too much waits for its first token, InvalidRequestError for more than may ever wait."""
         progress = self._desk.progress
         for queued, more, name, what in (
             (progress.queued, count, "MAX_QUEUED_REQUESTS", "answers"),
             (progress.queued_tokens, tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
         ):
             most = getattr(limits, name)
-            if queued and queued + more > most:
+            if more > most:
+                raise InvalidRequestError(
+                    f"The request has {more} {what}; at most {most} may wait at once {limits.knob(name)}.",
+                    param="n" if name == "MAX_QUEUED_REQUESTS" else "prompt",
+                )
+            if queued + more > most:
                 raise QueueFullError(
                     f"The queue is full: {queued} {what} wait for their first token, and with this request's {more} there "
                     f"would be more than {most} {limits.knob(name)}. Try again later."

@@ -13,6 +13,7 @@ from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.pooling import Pooler, read_pooler
 from pagerunner.models.configs.reader import read_model_config
+from pagerunner.text.chat_template import ChatTemplate
 from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 from pagerunner.types import SamplingParams
 
@@ -32,6 +33,17 @@ class Frontend:
         if self.tokenizer is None:
             raise ConfigError("This engine has no tokenizer: it was started with skip_tokenizer_init=True.")
         return self.tokenizer
+
+
+def check_options(args: EngineArgs) -> None:
+    """Refuse before any weights are loaded what `build_frontend` would refuse after it, if only the arguments say so.
+
+    Raises:
+        ConfigError, CheckpointError: the chat template can't be read, or structured_outputs_config is no such JSON.
+    """
+    if args.chat_template:
+        ChatTemplate.from_option(args.chat_template)
+    read_structured_outputs_config(args.structured_outputs_config)
 
 
 def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:

@@ -63,6 +63,16 @@ def check_text(text: str) -> None:
         ) from None
 
 
+def check_continues(continue_final_message: bool, add_generation_prompt: bool) -> None:
+    """Raise InvalidRequestError when an answer is both to go on with the last message and to begin a new one."""
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message and add_generation_prompt begins a new one; "
+            "set add_generation_prompt=false.",
+            param="continue_final_message",
+        )
+
+
 def with_marked_end(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with a mark behind its last message's text, for `up_to_mark`.
 

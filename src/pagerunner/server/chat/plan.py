@@ -104,12 +104,16 @@ class ChatPlan:
             shows_thoughts=self._turn.shows_reasoning,
         )
 
-    def reasoning_tokens(self, answer: Answer, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """How many of an answer's tokens were spent on reasoning."""
-        thoughts = len(answer.reasoning)
-        if not thoughts:
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning is told apart from the answer."""
+        return self._options.reasoning_parser is not None
+
+    def reasoning_tokens(self, reader: AnswerReader, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        """How many of an answer's tokens were spent on reasoning, shown or not, by what has read all of it."""
+        if not reader.thoughts:
             return 0
-        share = thoughts / sum(len(block.text) for block in answer.blocks)
+        share = reader.thoughts / (reader.thoughts + reader.others)
         count = analysis_tokens if self._harmony else thinking_tokens
         return count(token_ids, tokenizer, share)
 
@@ -118,6 +122,11 @@ class ChatPlan:
         end = tokenizer.token_to_id(END)
         thinks = bool(answer.reasoning) and not self._harmony and end in token_ids
         return thinking_tokens(token_ids, tokenizer, 0) if thinks else 0
+
+    @property
+    def format_field(self) -> str:
+        """The client's field that decides what the text must be: its own for formats, or the tools of a forced call."""
+        return "tools" if self._mode in ("named", "required") else self._turn.format_field
 
     @property
     def may_call(self) -> bool:

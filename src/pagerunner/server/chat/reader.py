@@ -31,6 +31,7 @@ class AnswerReader:
         self._chosen = chosen
         self._shows_thoughts = shows_thoughts
         self._called = False
+        self.thoughts = self.others = 0  # characters of reasoning, shown or not, and of text and calls
 
     def read(self, text: str, *, last: bool) -> list[Event]:
         """What a further piece of the text means. `last` says that no other piece follows."""
@@ -40,6 +41,11 @@ class AnswerReader:
             for event in events:
                 later += parser.feed(event.text) if isinstance(event, Text) else [event]
             events = later + (parser.finish() if last else [])
+        for event in events:
+            if isinstance(event, Thought):
+                self.thoughts += len(event.text)
+            elif isinstance(event, Text | Arguments):
+                self.others += len(event.text)
         shown = [event for event in events if self._shows(event)]
         self._called = self._called or any(isinstance(event, CallStart) for event in shown)
         return shown

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pagerunner.engine.frontend.input_processor import check_continues
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.chat.plan import ChatPlan
@@ -28,6 +29,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     Args:
         messages: the conversation as chat templates take it.
         params: how to sample, with the format of the text if one is wanted.
+        format_field: the client's own field that says the format of the text.
         tools: what may be called.
         tool_choice: whether a tool may or must be called; None is "auto" where there are tools. "named" goes with `tool_name`.
         parallel_tool_calls: whether more than one call may be made.
@@ -44,6 +46,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
 
     messages: list[dict[str, Any]]
     params: SamplingParams
+    format_field: str = "structured_outputs"
     tools: list[Tool] = []
     tool_choice: ToolMode | None = None
     tool_name: str = ""
@@ -92,7 +95,8 @@ async def run_chat(service: Service, call: Call, turn: ChatTurn) -> ChatRun:
     prompt = await _render(service, turn, plan)
     await plan.see_prompt(service.engine.decode, prompt)
     params = plan.adjust(turn.params)
-    return ChatRun(plan, params, prompt, service.run(call, [{"prompt_token_ids": prompt}], params, turn))
+    outputs = service.run(call, [{"prompt_token_ids": prompt}], params, turn, format_field=plan.format_field)
+    return ChatRun(plan, params, prompt, outputs)
 
 
 async def prompt_of(service: Service, turn: ChatTurn) -> list[int]:
@@ -110,12 +114,7 @@ def read_whole(reader: AnswerReader, text: str) -> Answer:
 async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]:
     if not turn.messages:
         raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
-    if turn.continue_final_message and turn.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message goes on with the last message and add_generation_prompt begins a new one; "
-            "set add_generation_prompt=false.",
-            param="continue_final_message",
-        )
+    check_continues(turn.continue_final_message, turn.add_generation_prompt)
     engine = service.engine
     known = engine.template_variables
     check_template_kwargs(turn.template_kwargs, engine.tokenizer.special_tokens)

@@ -24,11 +24,14 @@ from pagerunner.server.protocol.answers import (
     ChatCompletion,
     ChatLogprobs,
     ChunkChoice,
+    CompletionTokensDetails,
     Delta,
+    Usage,
 )
 from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.server.protocol.tools import FunctionCall, FunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
 from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -47,7 +50,7 @@ class ChatEndpoint:
         usage = UsageReporter(stream_options(request))
         turn = chat_turn(request, chat_params(request, self._service.engine.default_sampling_params))
         run = await run_chat(self._service, call, turn)
-        shape = _Shape(call, request, run, self._service.chat.reasoning_field)
+        shape = _Shape(call, request, run, self._service.chat.reasoning_field, self._service.engine.tokenizer)
         if request.stream:
             return await streamed(http, run.outputs, _Writer(shape, usage))
         [result] = await collected(http, run.outputs)
@@ -61,6 +64,7 @@ def chat_turn(request: ChatRequest, params: SamplingParams) -> ChatTurn:
     return ChatTurn(
         messages=[message.render(index) for index, message in enumerate(request.messages)],
         params=params,
+        format_field="structured_outputs" if request.structured_outputs is not None else "response_format",
         tools=request.tools or [],
         tool_choice="named" if isinstance(choice, NamedToolChoice) else choice,
         tool_name=choice.function.name if isinstance(choice, NamedToolChoice) else "",
@@ -82,7 +86,9 @@ def chat_turn(request: ChatRequest, params: SamplingParams) -> ChatTurn:
 class _Shape:
     """What a call wants in its choices, the same for streams and whole answers."""
 
-    def __init__(self, call: Call, request: ChatRequest, run: ChatRun, reasoning_field: str) -> None:
+    def __init__(
+        self, call: Call, request: ChatRequest, run: ChatRun, reasoning_field: str, tokenizer: Tokenizer
+    ) -> None:
         self.call = call
         self.request = request
         self.n = run.params.n
@@ -91,24 +97,42 @@ class _Shape:
         self.role = last.role if request.add_generation_prompt is False else "assistant"
         self.echo = last.render(len(request.messages) - 1)["content"] if request.echo and last.role == self.role else ""
         self.readers = [run.new_reader() for _ in range(self.n)]
+        self._plan = run.plan
+        self._tokenizer = tokenizer
+        self._token_ids: list[list[int]] = [[] for _ in range(self.n)]  # kept where reasoning is counted
 
     def whole(self, result: RequestOutput) -> ChatCompletion:
         """The answer."""
         request, call = self.request, self.call
         counter = TokenCounter()
         counter.add(0, result)
+        choices = [self._choice(output, self.readers[output.index]) for output in result.outputs]
         asked = request.prompt_logprobs is not None and result.prompt_logprobs is not None
         return ChatCompletion(
             id=call.id,
             created=call.created,
             model=call.model,
-            choices=[self._choice(output, self.readers[output.index]) for output in result.outputs],
-            usage=counter.usage(),
+            choices=choices,
+            usage=self.detailed(counter.usage()),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
             prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
         )
 
+    def keep(self, output: CompletionOutput) -> None:
+        """Remember an output's tokens, of which the reasoning's will be counted."""
+        if self._plan.may_reason:
+            self._token_ids[output.index] += output.token_ids
+
+    def detailed(self, usage: Usage) -> Usage:
+        """The counts of whole answers, with how many tokens were spent on reasoning where that is told apart."""
+        if self._plan.may_reason:
+            pairs = zip(self.readers, self._token_ids, strict=True)
+            spent = sum(self._plan.reasoning_tokens(reader, ids, self._tokenizer) for reader, ids in pairs)
+            usage.completion_tokens_details = CompletionTokensDetails(spent)
+        return usage
+
     def _choice(self, output: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+        self.keep(output)
         message = self._message(read_whole(reader, output.text))
         return ChatChoice(
             index=output.index,
@@ -201,7 +225,7 @@ class _Writer(StreamWriter):
         if not self._usage.include:
             return []
         chunk = self._chunk([])
-        chunk.usage = self._usage.total()
+        chunk.usage = self._shape.detailed(self._usage.total())
         return [chunk]
 
     def _first(self) -> list[ChatChunk]:
@@ -211,6 +235,7 @@ class _Writer(StreamWriter):
 
     def _choice(self, output: CompletionOutput) -> ChunkChoice:
         shape = self._shape
+        shape.keep(output)
         reader = shape.readers[output.index]
         return ChunkChoice(
             index=output.index,

@@ -39,7 +39,8 @@ class CompletionsEndpoint:
         options = stream_options(request)
         prompts = await self._prompts(request, params)
         echoes = await self._echoes(request, prompts)
-        outputs = self._service.run(call, prompts, params, request)
+        field = "structured_outputs" if request.structured_outputs is not None else "response_format"
+        outputs = self._service.run(call, prompts, params, request, format_field=field)
         if scores_only(request):
             outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)

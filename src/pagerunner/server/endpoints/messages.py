@@ -80,6 +80,7 @@ def _turn(request: MessagesRequest | CountTokensRequest, params: SamplingParams)
     return ChatTurn(
         messages=messages,
         params=params,
+        format_field="output_config.format",
         tools=request.functions(),
         tool_choice=None if choice is None else _CHOICES[choice.type],
         tool_name=(choice.name if choice is not None else None) or "",

@@ -87,6 +87,7 @@ def _turn(request: ResponsesRequest, params: SamplingParams) -> ChatTurn:
     return ChatTurn(
         messages=request.messages(),
         params=params,
+        format_field="structured_outputs" if request.structured_outputs is not None else "text.format",
         tools=request.functions(),
         tool_choice=wanted,
         tool_name=name,
@@ -250,7 +251,7 @@ class _Response(BlockWriter):
 
     def _usage(self) -> dict[str, Any]:
         usage = self._counter.usage()
-        thoughts = self._run.plan.reasoning_tokens(self._answer, self._token_ids, self._tokenizer)
+        thoughts = self._run.plan.reasoning_tokens(self._reader, self._token_ids, self._tokenizer)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
