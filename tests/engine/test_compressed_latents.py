@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
+from helpers.effort import by_turns
 from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -68,8 +69,7 @@ def test_every_variant(models: Any, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("name", ["three kinds", "odd sizes"])
+@pytest.mark.parametrize(("condition", "name"), by_turns(CONDITIONS, ["three kinds", "odd sizes"]))
 def test_results_do_not_depend_on_the_memory(models: Any, name: str, condition: str) -> None:
     path, reference = models(name)
     llm = engine(path, **CONDITIONS[condition])

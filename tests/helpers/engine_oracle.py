@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,13 @@ def engine(path: Path, **options: Any) -> LLM:
     return LLM(str(path), **(_DEFAULTS | options))
 
 
+@functools.lru_cache(maxsize=64)
 @torch.inference_mode()
+def _log_probs(reference: Any, tokens: tuple[int, ...]) -> torch.Tensor:
+    """What may follow each token, [tokens, vocabulary]; the same texts are asked under many conditions."""
+    return reference(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+
+
 def check(reference: Any, outputs: list[Any]) -> None:
     """Tokens are the reference's greedy choice, with its log-probabilities; so are the prompt's that were computed."""
     for output in outputs:
@@ -56,7 +63,7 @@ def check(reference: Any, outputs: list[Any]) -> None:
         text = list(output.prompt_token_ids)
         for made in output.outputs:
             tokens = text + list(made.token_ids)
-            want = reference(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].float().log_softmax(-1)
+            want = _log_probs(reference, tuple(tokens[:-1]))
             assert want[len(text) - 1 :].argmax(-1).tolist() == tokens[len(text) :]
             found = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
             found = [entry[t].logprob for t, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)] + found
@@ -72,10 +79,9 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@torch.inference_mode()
 def greedy(reference: Any, text: list[int]) -> list[int]:
     """What the reference makes of a prompt, one forward a token."""
-    tokens = list(text)
+    tokens = tuple(text)
     for _ in range(NEW_TOKENS):
-        tokens.append(int(reference(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(text) :]
+        tokens = (*tokens, int(_log_probs(reference, tokens)[-1].argmax()))
+    return list(tokens[len(text) :])
