@@ -31,8 +31,7 @@ JUNK = {
     "consolidated.safetensors": b"x",
 }
 FETCH = """
-import json, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and tests may be one
+import json, sys
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import PagerunnerError
