@@ -41,9 +41,10 @@ BYTES = {
 QUANTISED = {
     "openai/gpt-oss-20b": "mxfp4",
     "openai/gpt-oss-120b": "mxfp4",
-    "deepseek-ai/DeepSeek-V3": "fp8",
     "Qwen/Qwen2.5-7B-Instruct-AWQ": "awq",
 }
+
+RUN_ON_CPUS = {"deepseek-ai/DeepSeek-V3": "fp8"}
 
 
 def file_of(repository: str) -> Path:
@@ -51,7 +52,7 @@ def file_of(repository: str) -> Path:
 
 
 def test_every_file_is_checked() -> None:
-    assert {file_of(name) for name in (*BYTES, *QUANTISED)} == set(CORPUS.glob("*.json"))
+    assert {file_of(name) for name in (*BYTES, *QUANTISED, *RUN_ON_CPUS)} == set(CORPUS.glob("*.json"))
 
 
 @pytest.mark.parametrize("repository", BYTES)
@@ -66,6 +67,12 @@ def test_published_configs_are_read_and_their_weights_take_the_published_bytes(r
 def test_quantised_ones_are_refused_by_their_format(repository: str) -> None:
     with pytest.raises(ConfigError, match=QUANTISED[repository]):
         read_model_config(file_of(repository))
+
+
+@pytest.mark.parametrize("repository", RUN_ON_CPUS)
+def test_fp8_ones_have_a_format(repository: str) -> None:
+    config = read_model_config(file_of(repository))
+    assert config.format is not None and config.format.writer == RUN_ON_CPUS[repository]
 
 
 @pytest.mark.parametrize("size", ["1b", "4b", "12b", "27b"])

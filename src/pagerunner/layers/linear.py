@@ -18,7 +18,7 @@ class Linear(Module):
     `cut` says which features may be divided among devices: output features (each device computes some of them), or input
     features (each computes a sum over some of them, and the sums are added up). None: each device needs the whole layer.
     `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
-    name.
+    name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights.
     """
 
     def __init__(
@@ -29,15 +29,22 @@ class Linear(Module):
         *,
         bias: bool = False,
         cut: Axis | None = None,
+        plain: bool = False,
         method: WeightMethod | None = None,
     ) -> None:
         super().__init__()
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.parts = {"": out_features}
-        self.cut = cut
-        self.method: WeightMethod = method or Unquantized()
-        self.weights = self.method.create(out_features, in_features, dtype)
-        if bias:
-            self.weights["bias"] = torch.empty(out_features, dtype=dtype, device="meta")
+        self.cut, self.plain = cut, plain
+        self.has_bias = bias
+        self.store(method or Unquantized())
+
+    def store(self, method: WeightMethod) -> None:
+        """Store the weights as `method` says. They have no memory afterwards."""
+        self.method = method
+        self.weights = method.create(self.out_features, self.in_features, self.dtype)
+        if self.has_bias:
+            self.weights["bias"] = torch.empty(self.out_features, dtype=self.dtype, device="meta")
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""

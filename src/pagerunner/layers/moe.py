@@ -57,13 +57,18 @@ class Experts(Module):
         method: ExpertMethod | None = None,
     ) -> None:
         super().__init__()
-        self.sizes, self.checkpoint_names, self.transposed, self.activation = sizes, names, transposed, activation
-        self.method: ExpertMethod = method or UnquantizedExperts()
-        experts, features, inner = sizes
+        self.sizes, self.dtype, self.has_bias = sizes, dtype, bias
+        self.checkpoint_names, self.transposed, self.activation = names, transposed, activation
+        self.store(method or UnquantizedExperts())
+
+    def store(self, method: ExpertMethod) -> None:
+        """Store the weights as `method` says. They have no memory afterwards."""
+        self.method, self.weights = method, {}
+        experts, features, inner = self.sizes
         for matrix, (outputs, inputs) in {"gate_up": (2 * inner, features), "down": (features, inner)}.items():
-            own = self.method.create(experts, outputs, inputs, dtype)
-            if bias:
-                own["bias"] = torch.empty(experts, outputs, dtype=dtype, device="meta")
+            own = method.create(experts, outputs, inputs, self.dtype)
+            if self.has_bias:
+                own["bias"] = torch.empty(experts, outputs, dtype=self.dtype, device="meta")
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
     def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
@@ -77,11 +82,11 @@ class Experts(Module):
                 name.removeprefix(f"{matrix}."): t for name, t in self.weights.items() if name.startswith(f"{matrix}.")
             }
             names: list[str] = []
-            if not self.transposed:
+            stacked = self.method.stacked(weights, transposed=self.transposed)
+            if not (self.transposed and stacked):
                 for tensor in self._separate(prefix, matrix, parts, weights):
                     names.append(tensor.name)
                     yield tensor
-            stacked = self.method.stacked(weights, transposed=self.transposed)
             if "bias" in weights:
                 stacked["_bias"] = CopySink(weights["bias"], (None, "outputs"))
             for suffix, sink in stacked.items():
@@ -116,7 +121,7 @@ class SparseMLP(FeedForward):
 
     def __init__(self, sizes: ExpertSizes, active: int, dtype: torch.dtype, *, normalise: bool) -> None:
         super().__init__()
-        self.gate = Linear(sizes.features, sizes.experts, dtype)
+        self.gate = Linear(sizes.features, sizes.experts, dtype, plain=True)
         self.experts = Experts(sizes, dtype)
         self.active = active
         self.normalise = normalise

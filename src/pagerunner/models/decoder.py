@@ -124,7 +124,7 @@ class CausalLM(Module):
         self.model = model
         self.tied = config.tie_word_embeddings
         if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs")
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs", plain=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""

@@ -38,7 +38,7 @@ class Indexer(Module):
         self.wq_b = Linear(config.query_rank or 0, own.heads * own.head_dim, dtype)
         self.wk = Linear(config.hidden_size, own.head_dim, dtype)
         self.k_norm = LayerNorm(own.head_dim, RANK_NORM_EPS, dtype)
-        self.weights_proj = Linear(config.hidden_size, own.heads, dtype)
+        self.weights_proj = Linear(config.hidden_size, own.heads, dtype, plain=True)
 
     def __call__(
         self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles

@@ -75,7 +75,7 @@ class Indexer(Module):
         self.heads, self.head_dim, self.top_k, self.rope_dim = own.heads, own.head_dim, own.top_k, config.rope_dim
         self.compressor = Pooling(hidden, own.head_dim, ratio, config.rms_norm_eps, dtype, overlap=True)
         self.wq_b = Linear(config.query_rank, own.heads * own.head_dim, dtype)
-        self.weights_proj = Linear(hidden, own.heads, dtype)
+        self.weights_proj = Linear(hidden, own.heads, dtype, plain=True)
 
     def __call__(self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles) -> IndexerQueries:
         """The step's queries."""
@@ -346,7 +346,7 @@ class DeepseekV4ForCausalLM(Module):
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.model = StreamsDecoder(config, dtype, device)
-        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs")
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs", plain=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""

@@ -53,7 +53,7 @@ class SparseMLP(FeedForward):
 
     def __init__(self, config: GptOssConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.router = Linear(config.hidden_size, config.num_experts, dtype, bias=True)
+        self.router = Linear(config.hidden_size, config.num_experts, dtype, bias=True, plain=True)
         sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
         activation = functools.partial(clamped_swiglu, limit=config.activation_limit)
         self.experts = Experts(sizes, dtype, transposed=True, bias=True, activation=activation)

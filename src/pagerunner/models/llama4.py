@@ -58,7 +58,7 @@ class ExpertMLP(FeedForward):
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
         super().__init__()
-        self.router = Linear(config.hidden_size, config.num_experts, dtype)
+        self.router = Linear(config.hidden_size, config.num_experts, dtype, plain=True)
         sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
         self.experts = Experts(sizes, dtype, transposed=True)
         self.shared_expert = GatedMLP(config.hidden_size, config.intermediate_size, dtype)

@@ -155,7 +155,7 @@ class SharedSparseMLP(SparseMLP):
         sizes = ExpertSizes(experts.count, features, experts.intermediate_size)
         super().__init__(sizes, experts.per_token, dtype, normalise=experts.normalise)
         self.shared_expert = GatedMLP(features, experts.shared_intermediate_size, dtype)
-        self.shared_expert_gate = Linear(features, 1, dtype)
+        self.shared_expert_gate = Linear(features, 1, dtype, plain=True)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""

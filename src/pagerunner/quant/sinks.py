@@ -43,6 +43,10 @@ class Sink(ABC):
         """The dimension that counts `axis`, if there is one."""
         return self.axes.index(axis) if axis is not None and axis in self.axes else None
 
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape is taken; a writer may leave out dimensions of 1."""
+        return shape == self.shape
+
     @abstractmethod
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`."""
@@ -58,3 +62,17 @@ class CopySink(Sink):
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
         copy(self.target, source)
+
+
+class ByteSink(Sink):
+    """Fills `target`, a view of codes, byte by byte, from a tensor of `dtype`, which is the target's unless it is given."""
+
+    def __init__(
+        self, target: torch.Tensor, axes: tuple[Axis | None, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(tuple(target.shape), (dtype or target.dtype,), axes)
+        self.target = target
+
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+        """See Sink."""
+        copy(self.target.view(torch.uint8), source.view(torch.uint8))

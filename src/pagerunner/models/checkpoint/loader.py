@@ -24,6 +24,7 @@ from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.models.checkpoint.forms import store_as
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
@@ -76,6 +77,8 @@ def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model
     model: Model = getattr(importlib.import_module(family.module), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
+    if config.format is not None:
+        store_as(model.checkpoint(), config.format, getattr(torch, dtype))
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
@@ -139,7 +142,9 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     filled: dict[str, str] = {}
     scales: list[str] = []
     unused: list[str] = []
-    with _Copies(copy, lambda done: progress(min(done, total), total) if progress is not None else None) as copies:
+    with _Copies(
+        copy, _stream(model), lambda done: progress(min(done, total), total) if progress is not None else None
+    ) as copies:
         for file in files:
             for name, tensor in _tensors(file, files[file]):
                 name = _own_name(name, known)
@@ -176,14 +181,20 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     logger.info("%s: %.2f GiB in %.2f s, %.2f GiB/s.", directory, total / 2**30, seconds, total / 2**30 / seconds)
 
 
+def _stream(model: Model) -> torch.cuda.Stream | None:
+    """The stream that orders what is done to the weights: the caller's current one. None on a CPU."""
+    device = next(tensor.device for module in model.modules() for tensor in module.weights.values())
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class _Copies:
     """Copies made by threads, of which only a few are begun ahead; `done` is told the bytes that are finished.
 
     Leaving the context waits for all copies, and raises the first error. After an error no copy is left running.
     """
 
-    def __init__(self, copy: CopyWeight, done: Callable[[int], None]) -> None:
-        self._copy, self._done, self._bytes = copy, done, 0
+    def __init__(self, copy: CopyWeight, stream: torch.cuda.Stream | None, done: Callable[[int], None]) -> None:
+        self._copy, self._stream, self._done, self._bytes = copy, stream, done, 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
         self._begun: deque[tuple[Future[None], int]] = deque()
 
@@ -204,7 +215,9 @@ class _Copies:
         self._begun.append((self._pool.submit(self._put, sink, source), source.nbytes))
 
     def _put(self, sink: Sink, source: torch.Tensor) -> None:
-        with torch.inference_mode():  # a thread has a mode of its own, and weights made in this mode change only in it
+        # A thread has a mode and a current stream of its own. Weights made in this mode change only in it, and what a sink
+        # computes must come after the copies that it computes from.
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # does nothing for None
             sink.put(source, self._copy)
 
     def count(self, size: int) -> None:
@@ -239,7 +252,7 @@ def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
 
 
 def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink) -> None:
-    if tuple(tensor.shape) != sink.shape:
+    if not sink.takes(tuple(tensor.shape)):
         raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(sink.shape)}.")
     if tensor.dtype not in sink.dtypes:
         taken = ", ".join(_dtype_name(dtype) for dtype in sink.dtypes)

@@ -54,16 +54,14 @@ class PinnedStager:
 
 
 class ThreadStagers:
-    """A PinnedStager for each thread that copies, all in the order of the stream that is current here."""
+    """A PinnedStager for each thread that copies, in the order of the stream that is current there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._own = threading.local()
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See CopyWeight of `quant/sinks.py`."""
         if not hasattr(self._own, "stager"):
             self._own.stager = PinnedStager(self._device)
-        with torch.cuda.stream(self._stream):  # does nothing for None
-            self._own.stager(target, source)
+        self._own.stager(target, source)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pagerunner.config import Dtype, KVDtype
 from pagerunner.memory.specs import Spec
+from pagerunner.quant.formats import Format
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -20,7 +21,7 @@ class ModelConfig(ABC):
     `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names
     none). `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are
     generation_config.json's, by the names of SamplingParams. `quantization` is the quantization_config of weights that are
-    stored in fewer bits than `dtype` has. With `tie_word_embeddings` the output weights are the embedding's.
+    stored in fewer bits than `dtype` has; `format` is what it says, if such weights can be loaded. With `tie_word_embeddings` the output weights are the embedding's.
     """
 
     path: str
@@ -36,6 +37,7 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]
     quantization: Mapping[str, Any] | None = None
+    format: Format | None = None
 
     @property
     def attention_scores(self) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from pagerunner.config import DTYPE_BYTES
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
+from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
 from pagerunner.models.registry import FAMILIES, Family
+from pagerunner.quant.formats import Format
 
 __all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
 
@@ -72,32 +75,51 @@ def read_model_config(
         path_inside = ("text_config",)
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    quantization = _take_quantization(fields, quantised)
+    quantization, layout = _take_quantization(fields, directory, FAMILIES[family], quantised)
     common = _read_common(fields, values, directory, family, "float32" if quantization is None else "bfloat16")
-    common["quantization"] = quantization
+    common["quantization"], common["format"] = quantization, layout
     fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)
     fields.finish()
     return config
 
 
-def _take_quantization(fields: Fields, allowed: bool) -> dict[str, Any] | None:
-    """How the weights are quantised; None where they aren't. Raises ConfigError for those that are, unless `allowed`."""
-    found = None
-    for name in ("quantization_config", "compression_config"):
-        value = fields.take(name)
+def _take_quantization(
+    fields: Fields, directory: Path, family: Family, allowed: bool
+) -> tuple[dict[str, Any] | None, Format | None]:
+    """How the weights are quantised, as the config says it and, where they can be loaded, as a format; None where they aren't.
+
+    Raises ConfigError for those that can't be loaded, unless `allowed`.
+    """
+    found, layout = None, None
+    for name, value in _quantizations(fields, directory):
         if value is None or _only_pages(value):
             continue
         found = value if isinstance(value, dict) else {}
-        if not allowed:
-            method = found.get("quant_method")
-            shown = f"is set (quant_method {method!r})" if method else "is set"
+        try:
+            read = read_format(found, f"{fields.where}: {name}", (*fields.path, name))
+        except ConfigError:
+            if not allowed:
+                raise
+            continue
+        if family.quantised and all(scheme.number == "fp8" and scheme.scales != "group" for _, scheme in read.schemes):
+            layout = read
+        elif not allowed:
             raise fields.error(
                 name,
-                f"{shown}; weights in such a format can't be served yet. Use the model's checkpoint in bfloat16, if its maker "
-                "or somebody else has published one. `pagerunner plan` says what either takes.",
+                f"is set (quant_method {read.writer!r}); weights in such a format can't be served yet. Use the model's checkpoint "
+                "in bfloat16, if its maker or somebody else has published one. `pagerunner plan` says what either takes.",
             )
-    return found
+    return found, layout
+
+
+def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, Any]]:
+    """What config.json says of quantisation; where it says nothing, the file that older versions of Model Optimizer write."""
+    given = [(name, fields.take(name)) for name in ("quantization_config", "compression_config")]
+    yield from given
+    file = directory / "hf_quant_config.json"
+    if all(value is None for _, value in given) and file.is_file():
+        yield file.name, with_hf_quant_config(read_json(file), str(file))
 
 
 def _only_pages(quantization: Any) -> bool:
@@ -105,6 +127,8 @@ def _only_pages(quantization: Any) -> bool:
     if not isinstance(quantization, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
         return False
     scheme = quantization.get("kv_cache_scheme")
+    if quantization.get("quant_method") == "modelopt" and scheme is None:
+        return True  # nothing but, perhaps, a kv_cache_quant_algo
     if quantization.get("quant_method") not in ("compressed-tensors", "modelopt") or not isinstance(scheme, dict):
         return False
     wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -1,0 +1,268 @@
+"""`quantization_config` of config.json, or `hf_quant_config.json` beside it, to a `Format`. Torch-free.
+
+Every field of a writer is read, is known to change nothing, or is an error that names it. Sources: transformers' quantisation
+configs, compressed-tensors' `quantization/quant_args.py` and `quant_scheme.py`, AutoAWQ's and GPTQModel's configs, and what NVIDIA's
+Model Optimizer exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pagerunner.models.configs.fields import Fields
+from pagerunner.quant.formats import Format, Names, Number, Rounding, Scales, Scheme
+
+ALL = Names("module", ("re:.*",))
+_INSTEAD = {
+    "gguf": "GGUF files are made for llama.cpp; use the model's safetensors",
+    "bitsandbytes": "bitsandbytes quantises while it loads; use the model's bfloat16 files, or a compressed-tensors checkpoint",
+    "torchao": "torchao stores pickled tensors, which are never read; use a compressed-tensors checkpoint",
+}
+# What tools note of how they quantised; none of it changes what the stored numbers mean.
+_NOTES = {
+    "fp8": "dequantize kv_cache_scheme",
+    "modelopt": "producer kv_cache_quant_algo kv_cache_scheme has_zero_point",
+    "compressed-tensors": "version quantization_status global_compression_ratio kv_cache_scheme",
+    "awq": "backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config damp_percent",
+    "gptq": "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
+    "pack_dtype cache_block_outputs batch_size block_name_to_quantize dataset tokenizer module_name_preceding_first_block "
+    "model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length disable_exllama backend",
+    "mxfp4": "dequantize swizzle",
+}
+
+
+def read_format(values: Mapping[str, Any], where: str, path: tuple[str, ...] = ()) -> Format:
+    """The format that the fields `values` of a quantization_config describe; `where` and `path` name them in messages.
+
+    Raises:
+        ConfigError: the writer is not known, or a field is unknown, missing or has a value that is not; the message names it.
+    """
+    fields = Fields(values, where, path=path)
+    method = fields.take("quant_method")
+    if not isinstance(method, str) or method not in _READERS:
+        instead = _INSTEAD.get(str(method), "use the model's checkpoint in bfloat16")
+        raise fields.error(
+            "quant_method", f"is {method!r}; known are {', '.join(_READERS)}. {instead[0].upper()}{instead[1:]}."
+        )
+    found = _READERS[method](fields)
+    fields.finish(_NOTES[method].split())
+    return found
+
+
+def with_hf_quant_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The quantization_config that an `hf_quant_config.json` with the fields `values` stands for (older files of Model Optimizer).
+
+    Raises:
+        ConfigError: the file is not built as that tool builds it.
+    """
+    fields = Fields(values, where)
+    quantization = fields.take("quantization")
+    if not isinstance(quantization, dict):
+        raise fields.error("quantization", f"must be an object, got {quantization!r:.80}.")
+    fields.finish(("producer",))
+    return {**quantization, "quant_method": "modelopt"}
+
+
+def _list(fields: Fields, *names: str) -> tuple[str, ...]:
+    """The entries of a list of names that writers call by several names; none where it is null."""
+    entries: list[str] = []
+    for name in names:
+        value = fields.take(name)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise fields.error(name, f"must be a list of names, got {value!r:.120}.")
+        entries += value
+    return tuple(entries)
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int] | None:
+    """Rows and columns of a block; None where there are none."""
+    value = fields.take(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise fields.error(name, f"must be two whole numbers, rows and columns, got {value!r:.80}.")
+    return value[0], value[1]
+
+
+def _read_fp8(fields: Fields) -> Format:
+    static = fields.choice("activation_scheme", ("static", "dynamic"), "dynamic") == "static"
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    fields.choice("scale_fmt", ("ue8m0", "float"), "float")  # powers of two, but in the dtype that the file has
+    block = _block(fields, "weight_block_size")
+    if block is None:
+        scheme = Scheme("fp8", "tensor", rounding="static" if static else "tensor")
+    elif static:
+        raise fields.error("activation_scheme", "is 'static' beside a weight_block_size, which has no static scales.")
+    else:
+        scheme = Scheme("fp8", "block", block, rounding="block")
+    return Format("fp8", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert", "ignored_layers")))
+
+
+def _read_modelopt(fields: Fields) -> Format:
+    algorithm = fields.choice("quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4"))
+    group = fields.integer("group_size", 16)
+    groups = fields.take("config_groups")  # newer files say the same twice
+    if groups is not None and not isinstance(groups, dict):
+        raise fields.error("config_groups", f"must be an object, got {groups!r:.80}.")
+    scheme = Scheme("fp8", "tensor", rounding="static")
+    if algorithm != "FP8":
+        rounding: Rounding = "static" if algorithm == "NVFP4" else ""
+        scheme = Scheme("fp4", "group", (1, group), rounding=rounding)
+    return Format("modelopt", ((ALL, scheme),), Names("wildcard", _list(fields, "ignore", "exclude_modules")))
+
+
+_COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "float-quantized": ("float", (8,)),
+    "naive-quantized": ("float", (8,)),
+    "int-quantized": ("int", (8,)),
+    "pack-quantized": ("int", (4, 8)),
+    "nvfp4-pack-quantized": ("float", (4,)),
+    "mxfp4-pack-quantized": ("float", (4,)),
+}
+_SCALES: dict[str, Scales] = {
+    "tensor": "tensor",
+    "channel": "channel",
+    "block": "block",
+    "group": "group",
+    "tensor_group": "group",
+}
+_ROUNDINGS: dict[str, Rounding] = {
+    "tensor": "tensor",
+    "token": "token",
+    "block": "block",
+    "group": "group",
+    "tensor_group": "group",
+}
+_ARGUMENT_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+
+
+def _read_compressed(fields: Fields) -> Format:
+    layout = fields.choice("format", (*_COMPRESSED, "mixed-precision"))
+    for name in ("sparsity_config", "transform_config"):
+        if value := fields.take(name):
+            raise fields.error(name, f"is {value!r:.80}; sparse and transformed weights are not supported.")
+    groups = fields.take("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise fields.error("config_groups", f"must be an object with at least one group, got {groups!r:.80}.")
+    schemes = []
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise fields.error("config_groups", f"has {name}, which must be an object, got {group!r:.80}.")
+        inside = fields.inside(f"config_groups.{name}", group)
+        own = inside.choice("format", tuple(_COMPRESSED), layout if layout in _COMPRESSED else None)
+        targets = _list(inside, "targets")
+        if not targets:
+            raise inside.error("targets", "is empty; it must name modules, or Linear for all of them.")
+        names = ALL if "Linear" in targets else Names("module", targets)
+        schemes.append((names, _compressed_scheme(inside, own)))
+        inside.finish()
+    # a target by name says more than the class of all linears
+    schemes.sort(key=lambda entry: entry[0] == ALL)
+    return Format("compressed-tensors", tuple(schemes), Names("module", _list(fields, "ignore")))
+
+
+def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
+    kind, sizes = _COMPRESSED[layout]
+    weights = _arguments(fields, "weights")
+    if weights is None:
+        raise fields.error("weights", "is missing.")
+    weights.choice("type", (kind,), "int")
+    bits = weights.integer("num_bits", 8)
+    if bits not in sizes:
+        raise weights.error("num_bits", f"is {bits}, which {layout} is not read with; it must be among {sizes}.")
+    scales = _SCALES[weights.choice("strategy", tuple(_SCALES), "tensor")]
+    symmetric, order = weights.flag("symmetric", True), weights.take("actorder")
+    if order not in (None, False, "weight", "static", "group"):
+        raise weights.error("actorder", f"is {order!r}, which is not known.")
+    if weights.flag("dynamic", False):
+        raise weights.error("dynamic", "is true; weights have scales of their own.")
+    block, group = _block(weights, "block_structure"), weights.take("group_size")
+    weights.finish(_ARGUMENT_NOTES)
+    if scales == "block" and block is None:
+        raise weights.error("block_structure", "is missing beside the strategy 'block'.")
+    if scales == "group":
+        if type(group) is not int or group <= 0:
+            raise weights.error("group_size", f"must be a whole number above 0, got {group!r}.")
+        block = (1, group)
+    number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
+    rounding = _compressed_rounding(fields)
+    return Scheme(number, scales, block or (0, 0), not symmetric, order == "group", rounding=rounding)
+
+
+def _compressed_rounding(fields: Fields) -> Rounding:
+    """How activations are rounded. What layers return is never rounded."""
+    if (outputs := fields.take("output_activations")) is not None:
+        raise fields.error("output_activations", f"is {outputs!r:.80}; rounding what layers return is not supported.")
+    inputs = _arguments(fields, "input_activations")
+    if inputs is None:
+        return ""
+    inputs.integer("num_bits", 8)
+    inputs.choice("type", ("float", "int"), "int")
+    strategy = inputs.choice("strategy", tuple(_ROUNDINGS), "tensor")
+    dynamic = inputs.take("dynamic")
+    if dynamic not in (None, True, False, "local"):
+        raise inputs.error("dynamic", f"is {dynamic!r}, which is not known.")
+    for name in ("group_size", "block_structure", "actorder", "symmetric"):
+        inputs.take(name)
+    inputs.finish(_ARGUMENT_NOTES)
+    if dynamic is not True:
+        return "static"
+    return _ROUNDINGS[strategy]
+
+
+def _arguments(fields: Fields, name: str) -> Fields | None:
+    value = fields.take(name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise fields.error(name, f"must be an object, got {value!r:.80}.")
+    return fields.inside(name, value)
+
+
+def _read_awq(fields: Fields) -> Format:
+    old_bits, old_group = fields.take("w_bit"), fields.take("q_group_size")
+    bits = fields.integer("bits", old_bits if type(old_bits) is int else None)
+    if bits != 4:
+        raise fields.error("bits", f"is {bits}; AWQ is read with 4.")
+    fields.choice("version", ("gemm", "GEMM"), "gemm")  # gemv and gemv_fast pack their words in other orders
+    group = fields.integer("group_size", old_group if type(old_group) is int else 128, least=-1)
+    zeros = fields.flag("zero_point", True)
+    scheme = Scheme("int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros)
+    return Format("awq", ((ALL, scheme),), Names("part", _list(fields, "modules_to_not_convert")))
+
+
+def _read_gptq(fields: Fields) -> Format:
+    bits = fields.integer("bits")
+    if bits not in (4, 8):
+        raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8.")
+    version = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if fields.flag("lm_head", False):
+        raise fields.error("lm_head", "is true; output weights in int4 are not supported yet.")
+    group = fields.integer("group_size", 128, least=-1)
+    permuted, symmetric = fields.flag("desc_act", False) and group > 0, fields.flag("sym", True)
+    if overrides := fields.take("dynamic"):
+        raise fields.error("dynamic", f"is {overrides!r:.120}; settings by module are not supported yet.")
+    number: Number = "int4" if bits == 4 else "int8"
+    block = (1, group) if group > 0 else (0, 0)
+    scheme = Scheme(
+        number, "group" if group > 0 else "channel", block, not symmetric, permuted, 1 if version == "gptq" else 0
+    )
+    return Format("gptq", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert")))
+
+
+def _read_mxfp4(fields: Fields) -> Format:
+    ignored = Names("module", _list(fields, "modules_to_not_convert"))
+    return Format("mxfp4", ((ALL, Scheme("fp4", "group", (1, 32))),), ignored)
+
+
+_READERS: dict[str, Callable[[Fields], Format]] = {
+    "fp8": _read_fp8,
+    "modelopt": _read_modelopt,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
+}

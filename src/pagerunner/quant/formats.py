@@ -1,0 +1,91 @@
+"""How the weights of a checkpoint are stored, as its `quantization_config` says. Torch-free; `models/configs/quantization.py` reads it.
+
+Numbers: fp8 is e4m3; int8 and int4 are whole numbers; fp4 is e2m1. A scale multiplies the stored numbers of one matrix, of one output
+feature, of one block of rows and columns, or of one group of neighbouring columns.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Writer = Literal["fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4"]
+Number = Literal["fp8", "int8", "int4", "fp4"]
+Scales = Literal["tensor", "channel", "block", "group"]
+Rounding = Literal["", "static", "tensor", "token", "block", "group"]
+Rule = Literal["module", "part", "wildcard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one matrix is stored.
+
+    `block` is rows and columns that share a scale: (128, 128), or (1, 32) for groups of 32 input features; (0, 0) where `scales`
+    says it already. `zeros`: each group has a zero point of its own; otherwise all have the middle, 8 of int4. `zero_offset` is added to
+    stored zero points (GPTQ's first version stores them less one). `permuted`: a table says the group of each input feature (GPTQ's
+    `desc_act`).
+    `rounding` is how the writer means activations to be rounded to the weights' number format: with a scale from the checkpoint
+    ("static"), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
+    """
+
+    number: Number
+    scales: Scales
+    block: tuple[int, int] = (0, 0)
+    zeros: bool = False
+    permuted: bool = False
+    zero_offset: int = 0
+    rounding: Rounding = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Modules by name, as a writer lists them.
+
+    `rule` "module": an entry is a module's whole name, or the name of a module around it; one that begins with "re:" is a pattern
+    that is matched from the start of the name. "part": an entry is any part of a name. "wildcard": * stands for any characters.
+    """
+
+    rule: Rule
+    entries: tuple[str, ...] = ()
+
+    def match(self, module: str) -> bool:
+        """Whether an entry stands for the module."""
+        return any(self._matches(entry, module) for entry in self.entries)
+
+    def _matches(self, entry: str, module: str) -> bool:
+        if self.rule == "part":
+            return entry in module
+        if self.rule == "wildcard":
+            return fnmatch.fnmatchcase(module, entry)
+        if entry.startswith("re:"):
+            return re.match(entry[3:], module) is not None
+        pattern = re.escape(entry).replace(r"\*", r"\d+")  # mxfp4's lists have * for a layer's number
+        return re.match(rf"{pattern}(\.|$)", module) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a `quantization_config` says: who wrote it, which modules stay as they were, and how the others are stored.
+
+    `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all.
+    """
+
+    writer: Writer
+    schemes: tuple[tuple[Names, Scheme], ...]
+    ignored: Names
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a module's matrix is stored; None for one that isn't quantised."""
+        spelled = _spellings(module)
+        if any(self.ignored.match(name) for name in spelled):
+            return None
+        return next((scheme for names, scheme in self.schemes if any(names.match(name) for name in spelled)), None)
+
+
+def _spellings(module: str) -> tuple[str, ...]:
+    """A module's name with everything that tools write before its layer: whether a model is alone or inside one of images."""
+    inner = re.sub(r"^(model\.|language_model\.)+", "", module)
+    around = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+    return tuple(before + inner for before in around)

@@ -1,0 +1,161 @@
+"""Checkpoints whose matrices are fp8: they stand for what plain loops make of them, in every form, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoints import make_checkpoint
+from helpers.engine_oracle import check, engine, prompt, run
+from helpers.families import MAKERS
+from helpers.quantise import CONFIGS, MATRIX, quantise
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.moe import Experts
+from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.quant.base import UnquantizedExperts
+from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
+
+transformers = pytest.importorskip("transformers")
+
+
+def loaded(path: Path, dtype: str = "float32") -> Model:
+    model = build_model(read_model_config(path), dtype)  # type: ignore[arg-type]
+    materialize(model, torch.full((weights_bytes(model),), 255, dtype=torch.uint8))
+    load_weights(model, path)
+    return model
+
+
+def weights(model: Model) -> list[torch.Tensor]:
+    return [tensor for module in model.modules() for tensor in module.weights.values()]
+
+
+def plain_copy(path: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The checkpoint without quantisation, holding `tensors`."""
+    folder.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v32"])
+def test_weights_are_exactly_what_the_packed_ones_stand_for(tmp_path: Path, family: str, kind: str) -> None:
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    path = MAKERS[family](folder)
+    meant = quantise(path, kind)
+    assert any(MATRIX.match(name) for name in meant)
+    found, want = loaded(path), loaded(plain_copy(path, tmp_path / "plain", meant))
+    methods = [module.method for module in found.modules() if hasattr(module, "method")]
+    assert any(isinstance(method, Dequantized | DequantizedExperts) for method in methods)
+    for left, right in zip(weights(found), weights(want), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    meant = quantise(path, kind)
+    plain = plain_copy(path, tmp_path / "plain", meant)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    check(reference, run(engine(path), [prompt(1, 20), prompt(2, 50)]))
+
+
+def test_weights_can_be_loaded_again_in_place_as_waking_from_sleep_does(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, "fp8 block")
+    model = loaded(path)
+    before = [tensor.clone() for tensor in weights(model)]
+    for tensor in weights(model):
+        tensor.fill_(float("nan"))
+    load_weights(model, path)
+    assert all(torch.equal(left, right) for left, right in zip(before, weights(model), strict=True))
+
+
+def test_the_models_dtype_is_rounded_to_once(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, "fp8 block")
+    exact, rounded = loaded(path), loaded(path, "bfloat16")
+    assert all(torch.equal(x.bfloat16(), y) for x, y in zip(weights(exact), weights(rounded), strict=True))
+
+
+def rewrite(path: Path, name: str, tensor: torch.Tensor | None) -> str:
+    """What is said of a packed llama with another tensor, or none, under `name`."""
+    file = path / "model.safetensors"
+    changed = {**load_file(file), name: tensor}
+    save_file({key: value for key, value in changed.items() if value is not None}, file)
+    with pytest.raises(CheckpointError) as caught:
+        loaded(path)
+    return str(caught.value)
+
+
+def test_what_contradicts_the_format_is_named(tmp_path: Path) -> None:
+    def packed() -> Path:
+        path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+        quantise(path, "fp8 block")
+        return path
+
+    base = "model.layers.1.self_attn.k_proj"
+    scale = f"{base}.weight_scale_inv"
+    assert scale in rewrite(packed(), scale, None)
+    plain = rewrite(packed(), f"{base}.weight", torch.zeros(32, 64, dtype=torch.bfloat16))
+    assert f"{base}.weight has dtype bfloat16; the config asks for float8_e4m3fn" in plain
+    codes = rewrite(packed(), f"{base}.weight", torch.zeros(32, 64, dtype=torch.uint8))
+    assert "dtype uint8" in codes
+    assert "[1, 2]" in rewrite(packed(), scale, torch.ones(2, 2)) and "[2, 2]" in rewrite(
+        packed(), scale, torch.ones(2, 2)
+    )
+    unasked = "model.layers.1.self_attn.k_proj.weight_scale"
+    assert unasked in rewrite(packed(), unasked, torch.ones(()))
+
+
+def test_experts_of_one_layer_are_stored_in_one_way(tmp_path: Path) -> None:
+    path = MAKERS["qwen3_moe"](tmp_path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    listed = {**CONFIGS["fp8 block"], "modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}
+    file.write_text(json.dumps({**config, "quantization_config": listed}))
+    with pytest.raises(ConfigError, match="experts beside model.layers.1"):
+        build_model(read_model_config(path), "float32")
+
+
+def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
+    path = MAKERS["qwen3_moe"](tmp_path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    listed = {
+        **CONFIGS["fp8 block"],
+        "modules_to_not_convert": ["model.layers.1.mlp.experts", "model.layers.0.self_attn.k_proj"],
+    }
+    file.write_text(json.dumps({**config, "quantization_config": listed}))
+    model = build_model(read_model_config(path), "float32")
+    dtypes = {tensor.name: tensor.sink.dtypes[0] for tensor in model.checkpoint()}
+    assert dtypes["model.layers.0.self_attn.k_proj.weight"] == dtypes["model.layers.1.mlp.experts.0.up_proj.weight"]
+    assert dtypes["model.layers.0.self_attn.k_proj.weight"] == dtypes["lm_head.weight"] == torch.float32
+    assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.float8_e4m3fn
+    kept = [type(m.method) is UnquantizedExperts for m in model.modules() if isinstance(m, Experts)]
+    assert kept.count(True) == 1 and kept.count(False) >= 1
+
+
+def test_a_device_without_kernels_for_the_format_is_refused_and_a_cpus_plan_counts_what_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    quantise(path, "fp8 block")
+    monkeypatch.setattr("pagerunner.engine.startup.resolve.resolve_device", lambda asked: asked)
+    with pytest.raises(ConfigError, match="fp8's format run on a CPU only so far"):
+        resolve(EngineArgs(model=str(path), device="cuda"))
+    plan = resolve(EngineArgs(model=str(path), device="cpu", max_model_len=128, kv_cache_memory_bytes=2**22)).plan
+    assert plan.other[0] == (
+        "weights (fp8, unpacked to float32)",
+        weights_bytes(build_model(read_model_config(path), "float32")),
+    )

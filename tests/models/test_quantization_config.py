@@ -1,0 +1,247 @@
+"""quantization_config, writer by writer, as published files have it; every field is known, or an error that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_compressed import make_compressed_checkpoint
+from pagerunner.errors import ConfigError
+from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.quant.formats import Scheme
+
+LAYER = "model.layers.3.mlp.down_proj"
+PUBLISHED = Path(__file__).parent / "published"
+
+
+def compressed(
+    layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    named = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}
+    return {**named, "ignore": ["lm_head"], "config_groups": {"group_0": group}, "kv_cache_scheme": None, **more}
+
+
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True, "observer": None}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "actorder": None}
+CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "fp8 tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        Scheme("fp8", "tensor", rounding="static"),
+    ),
+    "Qwen3-FP8": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+        },
+        Scheme("fp8", "block", (128, 128), rounding="block"),
+    ),
+    "DeepSeek-V3.1": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "scale_fmt": "ue8m0",
+        },
+        Scheme("fp8", "block", (128, 128), rounding="block"),
+    ),
+    "fp8 channel": (
+        compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "observer": "minmax"}, TOKENS),
+        Scheme("fp8", "channel", rounding="token"),
+    ),
+    "int8": (
+        compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, {**TOKENS, "type": "int"}),
+        Scheme("int8", "channel", rounding="token"),
+    ),
+    "int4": (compressed("pack-quantized", INT4), Scheme("int4", "group", (1, 128))),
+    "int4 with zeros, permuted": (
+        compressed("pack-quantized", {**INT4, "symmetric": False, "actorder": "group", "group_size": 32}),
+        Scheme("int4", "group", (1, 32), zeros=True, permuted=True),
+    ),
+    "NVFP4 of compressed-tensors": (
+        compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+        ),
+        Scheme("fp4", "group", (1, 16)),
+    ),
+    "MXFP4 of compressed-tensors": (
+        compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+        Scheme("fp4", "group", (1, 32)),
+    ),
+    "modelopt FP8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
+        Scheme("fp8", "tensor", rounding="static"),
+    ),
+    "modelopt NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+        Scheme("fp4", "group", (1, 16), rounding="static"),
+    ),
+    "AWQ": (
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["lm_head"],
+        },
+        Scheme("int4", "group", (1, 128), zeros=True),
+    ),
+    "old AWQ": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "modules_to_not_convert": ["lm_head"]},
+        Scheme("int4", "group", (1, 64), zeros=True),
+    ),
+    "GPTQ": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.01,
+         "modules_to_not_convert": ["lm_head"]},
+        Scheme("int4", "group", (1, 128), zero_offset=1),
+    ),
+    "GPTQ, permuted, second version": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2",
+         "modules_to_not_convert": ["lm_head"]},
+        Scheme("int8", "group", (1, 32), zeros=True, permuted=True),
+    ),
+    "GPTQ by whole columns": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "modules_to_not_convert": ["lm_head"]},
+        Scheme("int4", "channel", zero_offset=1),
+    ),
+    "gpt-oss": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        Scheme("fp4", "group", (1, 32)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_writers_say_how_matrices_are_stored(case: str) -> None:
+    values, want = CASES[case]
+    found = read_format(values, "config.json")
+    assert found.writer == values["quant_method"] and found.scheme(LAYER) == want
+    assert found.scheme("lm_head") is None or case == "DeepSeek-V3.1"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
+    with pytest.raises(ConfigError, match="new_field is 'x'"):
+        read_format({**CASES[case][0], "new_field": "x"}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "named"),
+    [
+        ("fp8 tensor", {"activation_scheme": "odd"}, "activation_scheme is 'odd'"),
+        ("Qwen3-FP8", {"fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ("Qwen3-FP8", {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+        ("Qwen3-FP8", {"activation_scheme": "static"}, "beside a weight_block_size"),
+        ("Qwen3-FP8", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list"),
+        ("fp8 channel", {"format": "dense"}, "format is 'dense'"),
+        ("fp8 channel", {"config_groups": {}}, "config_groups must be an object with at least one group"),
+        ("fp8 channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("modelopt FP8", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
+        ("AWQ", {"version": "gemv"}, "version is 'gemv'"),
+        ("AWQ", {"bits": 3}, "bits is 3"),
+        ("GPTQ", {"bits": 3}, "bits is 3"),
+        ("GPTQ", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        ("GPTQ", {"lm_head": True}, "lm_head is true"),
+    ],
+)
+def test_values_that_are_not_known_are_named(case: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_format({**CASES[case][0], **change}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_bits": 3}, "num_bits is 3"),
+        ({"strategy": "odd"}, "strategy is 'odd'"),
+        ({"group_size": 0}, "group_size must be a whole number above 0"),
+        ({"actorder": "odd"}, "actorder is 'odd'"),
+        ({"dynamic": True}, "dynamic is true"),
+        ({"extra": 1}, "extra is 1"),
+    ],
+)
+def test_values_of_weights_that_are_not_known_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_format(compressed("pack-quantized", {**INT4, **change}), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("method", "hint"), [("gguf", "llama.cpp"), ("bitsandbytes", "bfloat16"), ("torchao", "pickled")]
+)
+def test_formats_that_are_never_read_say_what_to_use_instead(method: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        read_format({"quant_method": method}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "entries", "module", "kept"),
+    [
+        ("Qwen3-FP8", ["model.layers.3.mlp"], LAYER, True),
+        ("Qwen3-FP8", ["model.layers.3.mlp.down"], LAYER, False),  # a part of a name is not a module
+        ("Qwen3-FP8", ["down_proj"], LAYER, False),
+        ("AWQ", ["down_proj"], LAYER, True),
+        ("gpt-oss", ["model.layers.*.mlp"], LAYER, True),
+        ("gpt-oss", ["model.layers.*.mlp"], "model.layers.13.mlp.experts.gate_up_proj", True),
+        ("modelopt FP8", ["*mlp*"], LAYER, True),
+        ("modelopt FP8", ["mlp"], LAYER, False),
+        ("fp8 channel", ["re:.*down_proj"], LAYER, True),
+        ("fp8 channel", ["language_model.model.layers.3.mlp.down_proj"], LAYER, True),
+        ("fp8 channel", [LAYER], "model.language_model.layers.3.mlp.down_proj", True),
+        ("fp8 channel", ["re:down_proj"], LAYER, False),  # patterns begin at the name's start
+    ],
+)
+def test_each_writers_list_is_matched_by_its_own_rule(case: str, entries: list[str], module: str, kept: bool) -> None:
+    field = "modules_to_not_convert" if "modules_to_not_convert" in CASES[case][0] else "ignore"
+    found = read_format({**CASES[case][0], field: entries}, "config.json")
+    assert (found.scheme(module) is None) is kept
+
+
+def test_groups_by_name_come_before_the_class_of_all_linears() -> None:
+    values = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"})
+    own = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    values["config_groups"]["group_1"] = own
+    found = read_format(values, "config.json")
+    assert found.scheme(LAYER) == Scheme("fp8", "channel")
+    assert found.scheme("model.layers.3.mlp.up_proj") == Scheme("fp8", "tensor")
+
+
+def test_a_family_with_a_format_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = make_compressed_checkpoint(tmp_path)[0]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": CASES["Qwen3-FP8"][0]}))
+    with pytest.raises(ConfigError, match="can't be served yet"):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.json")), ids=lambda file: file.stem)
+def test_what_published_files_say_is_read(file: Path) -> None:
+    values = json.loads(file.read_text()).get("quantization_config")
+    if values is not None:
+        assert read_format(values, file.name).scheme("model.layers.3.mlp.experts.0.down_proj") is not None
+
+
+def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    named = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    file = path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": named}))
+    found = read_model_config(path).format
+    assert found is not None and found.scheme(LAYER) == Scheme("fp8", "tensor", rounding="static")
+    file.write_text(json.dumps({"quantization": {**named, "quant_algo": "NVFP4"}}))
+    with pytest.raises(ConfigError, match="hf_quant_config.json is set .*can't be served yet"):
+        read_model_config(path)
+    file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert read_model_config(path).quantization is None
+    with pytest.raises(ConfigError, match="quantization must be an object"):
+        with_hf_quant_config({}, "hf_quant_config.json")

@@ -1,0 +1,103 @@
+"""fp8 weights: what their tensors mean, whatever their shapes, and that nothing else is taken for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.errors import ConfigError
+from pagerunner.layers.linear import FusedLinear
+from pagerunner.quant.dequantized import Dequantized
+from pagerunner.quant.formats import Format, Names, Scheme
+from pagerunner.quant.sinks import ByteSink
+from pagerunner.quant.w8 import Fp8
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def form(scales: str, block: tuple[int, int] = (0, 0), writer: str = "fp8", **more) -> Fp8:
+    scheme = Scheme("fp8", scales, block, **more)  # type: ignore[arg-type]
+    every = Names("module", ("re:.*",))
+    return Fp8(Format(writer, ((every, scheme),), Names("module")), scheme, torch.float32)  # type: ignore[arg-type]
+
+
+def filled(method: Fp8, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in method.create(outputs, inputs, torch.float32).items()}
+    sinks = method.sinks(weights, slice(0, outputs))
+    assert sinks.keys() == tensors.keys()
+    for name, source in tensors.items():
+        assert sinks[name].takes(tuple(source.shape)) and source.dtype in sinks[name].dtypes
+        sinks[name].put(source, copy)
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 192), (128, 128), (5, 300)])
+def test_a_block_is_multiplied_by_its_scale_also_where_it_is_cut_off(
+    outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    scales = (2.0 ** torch.randint(-6, 7, (-(-outputs // 128), -(-inputs // 128)))).to(dtype)
+    method = form("block", (128, 128))
+    found = method.dense(filled(method, outputs, inputs, {"weight": codes, "weight_scale_inv": scales}))
+    for i in range(outputs):
+        want = [float(codes[i, j].float()) * float(scales[i // 128, j // 128].float()) for j in range(0, inputs, 37)]
+        assert found[i, ::37].tolist() == want
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_matrixs_scale_is_every_features(shape: tuple[int, ...]) -> None:
+    codes = torch.tensor([[1.0, -2.0], [0.5, 448.0]]).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale": torch.full(shape, 0.5), "input_scale": torch.full(shape, 3.0)}
+    method = form("tensor", rounding="static")
+    weights = filled(method, 2, 2, tensors)
+    assert weights["weight_scale"].tolist() == [[0.5], [0.5]]
+    assert method.dense(weights).tolist() == [[0.5, -1.0], [0.25, 224.0]]
+    assert method.apply(torch.ones(1, 2), weights).tolist() == [[-0.5, 224.25]]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2,)])
+def test_a_channels_scale_is_its_own(shape: tuple[int, ...]) -> None:
+    codes = torch.tensor([[1.0, -2.0], [0.5, 4.0]]).to(torch.float8_e4m3fn)
+    method = form("channel", writer="compressed-tensors")
+    weights = filled(method, 2, 2, {"weight": codes, "weight_scale": torch.tensor([2.0, 0.25]).reshape(shape)})
+    assert method.dense(weights).tolist() == [[2.0, -4.0], [0.125, 1.0]]
+
+
+def test_parts_with_scales_of_their_own_stand_beside_each_other_exactly() -> None:
+    method = form("tensor")
+    weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in method.create(6, 2, torch.float32).items()}
+    for rows, scale in ((slice(0, 4), 0.3), (slice(4, 6), 7.0)):
+        sinks = method.sinks(weights, rows)
+        sinks["weight"].put(torch.ones(rows.stop - rows.start, 2).to(torch.float8_e4m3fn), copy)
+        sinks["weight_scale"].put(torch.tensor(scale), copy)
+    want = torch.tensor([0.3] * 4 + [7.0] * 2).unsqueeze(-1).expand(6, 2)
+    assert torch.equal(method.dense(weights), want)
+
+
+def test_blocks_are_not_shared_by_parts() -> None:
+    method = form("block", (128, 128))
+    with pytest.raises(ConfigError, match="output feature 576, which is not a multiple of 128"):
+        method.sinks(method.create(640, 128, torch.float32), slice(576, 640))
+
+
+def test_a_layer_may_have_parts_in_forms_and_parts_as_they_are() -> None:
+    linear = FusedLinear(2, {"a": 3, "b": 2}, torch.float32)
+    linear.store(Dequantized({3: form("tensor")}))
+    linear.weights = {name: torch.full(tensor.shape, float("nan")) for name, tensor in linear.weights.items()}
+    sinks = {tensor.name: tensor.sink for tensor in linear.checkpoint("m.ab.")}
+    assert sorted(sinks) == ["m.a.weight", "m.b.weight", "m.b.weight_scale"]
+    sinks["m.a.weight"].put(torch.ones(3, 2), copy)
+    sinks["m.b.weight_scale"].put(torch.tensor(3.0), copy)
+    assert linear.dense_OI[3:].isnan().all()
+    sinks["m.b.weight"].put(torch.full((2, 2), 2.0).to(torch.float8_e4m3fn), copy)
+    assert linear.dense_OI.tolist() == [[1, 1]] * 3 + [[6, 6]] * 2
+
+
+def test_codes_are_copied_byte_by_byte() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    target = torch.empty(256, dtype=torch.uint8)
+    ByteSink(target, dtype=torch.float8_e8m0fnu).put(every.view(torch.float8_e8m0fnu), copy)
+    assert torch.equal(target, every)  # a numeric copy makes 1, 2 and 0 of 1.0, 2.0 and 0.5
