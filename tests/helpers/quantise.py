@@ -1,4 +1,4 @@
-"""Packs a float checkpoint's matrices to fp8, as the formats' descriptions say, and says by plain loops what the packed ones mean."""
+"""Packs a float checkpoint's matrices to fp8 or int8, as the formats' descriptions say, and says by plain loops what the packed ones mean."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 MATRIX = re.compile(r"(?!.*weights_proj).*(_proj|_proj_with_mqa|wq_b|wk)\.weight$")
+CHANNELS = ("compressed-tensors channel", "compressed-tensors int8")
 BLOCK = (32, 48)  # divides few sizes of the small models, as 128 divides few of published ones
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8 tensor": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -32,6 +33,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
                 "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
                 "output_activations": None,
+            }
+        },
+    },
+    "compressed-tensors int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
             }
         },
     },
@@ -58,7 +71,7 @@ def quantise(path: Path, kind: str) -> dict[str, torch.Tensor]:
         base = name.removesuffix(".weight")
         if kind == "fp8 block":
             packed[f"{base}.weight_scale_inv"] = scales
-        elif kind == "compressed-tensors channel":
+        elif kind in CHANNELS:
             packed[f"{base}.weight_scale"] = scales.bfloat16()  # the values are powers of two
         else:
             packed[f"{base}.weight_scale"] = scales.reshape(() if kind == "fp8 tensor" else (1,))
@@ -72,22 +85,26 @@ def quantise(path: Path, kind: str) -> dict[str, torch.Tensor]:
 def _block(kind: str, weight: torch.Tensor) -> tuple[int, int]:
     """Rows and columns that share a scale."""
     rows, columns = weight.shape
-    return {"fp8 block": BLOCK, "compressed-tensors channel": (1, columns)}.get(kind, (rows, columns))
+    if kind in CHANNELS:
+        return 1, columns
+    return BLOCK if kind == "fp8 block" else (rows, columns)
 
 
 def _codes(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes, and a float32 scale for each block; channels' are powers of two."""
+    """e4m3 or int8 codes, and a float32 scale for each block; channels' are powers of two."""
     high, wide = _block(kind, weight)
     rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    dtype, largest = (torch.int8, 127) if kind == "compressed-tensors int8" else (torch.float8_e4m3fn, 448)
+    codes = torch.empty(weight.shape, dtype=dtype)
     scales = torch.empty(-(-rows // high), -(-columns // wide))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             place = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
-            scale = weight[place].abs().max() / 448
-            if kind == "compressed-tensors channel":
+            scale = weight[place].abs().max() / largest
+            if kind in CHANNELS:
                 scale = 2 ** scale.log2().ceil()
-            codes[place] = (weight[place] / scale).to(torch.float8_e4m3fn)
+            number = weight[place] / scale
+            codes[place] = number.round().to(dtype) if dtype == torch.int8 else number.to(dtype)
             scales[i, j] = scale
     return codes, scales
 

@@ -249,6 +249,16 @@ def test_a_copy_that_fails_ends_the_load_and_leaves_no_thread(tmp_path: Path) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
+def test_a_load_on_a_cpu_leaves_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("CUDA was started")
+
+    monkeypatch.setattr(torch.cuda, "stream", started)
+    monkeypatch.setattr(torch.cuda, "current_stream", started)
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    load_weights(build(path)[0], path)
+
+
 def test_the_rate_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path, "llama", tokenizer=False)
     model, _ = build(path)

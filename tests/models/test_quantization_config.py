@@ -62,10 +62,14 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
         compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, {**TOKENS, "type": "int"}),
         Scheme("int8", "channel", rounding="token"),
     ),
-    "int4": (compressed("pack-quantized", INT4), Scheme("int4", "group", (1, 128))),
+    "packed int8": (
+        compressed("pack-quantized", {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}),
+        Scheme("int8", "channel", packed=True),
+    ),
+    "int4": (compressed("pack-quantized", INT4), Scheme("int4", "group", (1, 128), packed=True)),
     "int4 with zeros, permuted": (
         compressed("pack-quantized", {**INT4, "symmetric": False, "actorder": "group", "group_size": 32}),
-        Scheme("int4", "group", (1, 32), zeros=True, permuted=True),
+        Scheme("int4", "group", (1, 32), zeros=True, permuted=True, packed=True),
     ),
     "NVFP4 of compressed-tensors": (
         compressed(
@@ -95,25 +99,25 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
             "version": "gemm",
             "modules_to_not_convert": ["lm_head"],
         },
-        Scheme("int4", "group", (1, 128), zeros=True),
+        Scheme("int4", "group", (1, 128), zeros=True, packed=True),
     ),
     "old AWQ": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "group", (1, 64), zeros=True),
+        Scheme("int4", "group", (1, 64), zeros=True, packed=True),
     ),
     "GPTQ": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.01,
          "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "group", (1, 128), zero_offset=1),
+        Scheme("int4", "group", (1, 128), zero_offset=1, packed=True),
     ),
     "GPTQ, permuted, second version": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2",
          "modules_to_not_convert": ["lm_head"]},
-        Scheme("int8", "group", (1, 32), zeros=True, permuted=True),
+        Scheme("int8", "group", (1, 32), zeros=True, permuted=True, packed=True),
     ),
     "GPTQ by whole columns": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "channel", zero_offset=1),
+        Scheme("int4", "channel", zero_offset=1, packed=True),
     ),
     "gpt-oss": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
@@ -128,6 +132,11 @@ def test_writers_say_how_matrices_are_stored(case: str) -> None:
     found = read_format(values, "config.json")
     assert found.writer == values["quant_method"] and found.scheme(LAYER) == want
     assert found.scheme("lm_head") is None or case == "DeepSeek-V3.1"
+
+
+def test_what_there_is_a_form_for_is_loadable() -> None:
+    found = {case for case, (values, _) in CASES.items() if read_format(values, "config.json").loadable}
+    assert found == {"fp8 tensor", "Qwen3-FP8", "DeepSeek-V3.1", "fp8 channel", "int8", "modelopt FP8"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""fp8 weights: what their tensors mean, whatever their shapes, and that nothing else is taken for them."""
+"""Weights of 8 bits: what their tensors mean, whatever their shapes, and that nothing else is taken for them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pagerunner.layers.linear import FusedLinear
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.sinks import ByteSink
-from pagerunner.quant.w8 import Fp8
+from pagerunner.quant.w8 import W8
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def form(scales: str, block: tuple[int, int] = (0, 0), writer: str = "fp8", **more) -> Fp8:
-    scheme = Scheme("fp8", scales, block, **more)  # type: ignore[arg-type]
+def form(scales: str, block: tuple[int, int] = (0, 0), writer: str = "fp8", number: str = "fp8", **more) -> W8:
+    scheme = Scheme(number, scales, block, **more)  # type: ignore[arg-type]
     every = Names("module", ("re:.*",))
-    return Fp8(Format(writer, ((every, scheme),), Names("module")), scheme, torch.float32)  # type: ignore[arg-type]
+    return W8(Format(writer, ((every, scheme),), Names("module")), scheme, torch.float32)  # type: ignore[arg-type]
 
 
-def filled(method: Fp8, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def filled(method: W8, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in method.create(outputs, inputs, torch.float32).items()}
     sinks = method.sinks(weights, slice(0, outputs))
     assert sinks.keys() == tensors.keys()
@@ -64,6 +64,13 @@ def test_a_channels_scale_is_its_own(shape: tuple[int, ...]) -> None:
     method = form("channel", writer="compressed-tensors")
     weights = filled(method, 2, 2, {"weight": codes, "weight_scale": torch.tensor([2.0, 0.25]).reshape(shape)})
     assert method.dense(weights).tolist() == [[2.0, -4.0], [0.125, 1.0]]
+
+
+def test_int8_is_a_whole_number_times_its_channels_scale() -> None:
+    codes = torch.tensor([[127, -128], [3, 0]], dtype=torch.int8)
+    method = form("channel", writer="compressed-tensors", number="int8")
+    weights = filled(method, 2, 2, {"weight": codes, "weight_scale": torch.tensor([[0.5], [2.0]])})
+    assert method.dense(weights).tolist() == [[63.5, -64.0], [6.0, 0.0]]
 
 
 def test_parts_with_scales_of_their_own_stand_beside_each_other_exactly() -> None:

@@ -25,7 +25,7 @@ class Scheme:
     `block` is rows and columns that share a scale: (128, 128), or (1, 32) for groups of 32 input features; (0, 0) where `scales`
     says it already. `zeros`: each group has a zero point of its own; otherwise all have the middle, 8 of int4. `zero_offset` is added to
     stored zero points (GPTQ's first version stores them less one). `permuted`: a table says the group of each input feature (GPTQ's
-    `desc_act`).
+    `desc_act`). `packed`: whole numbers lie several in a word of 32 bits.
     `rounding` is how the writer means activations to be rounded to the weights' number format: with a scale from the checkpoint
     ("static"), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
     """
@@ -36,7 +36,13 @@ class Scheme:
     zeros: bool = False
     permuted: bool = False
     zero_offset: int = 0
+    packed: bool = False
     rounding: Rounding = ""
+
+    @property
+    def is_w8(self) -> bool:
+        """Whether it is the form of `quant/w8.py`: a byte for each number, and no zero points."""
+        return self.number in ("fp8", "int8") and self.scales != "group" and not (self.packed or self.zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,11 @@ class Format:
     writer: Writer
     schemes: tuple[tuple[Names, Scheme], ...]
     ignored: Names
+
+    @property
+    def loadable(self) -> bool:
+        """Whether there are forms for all of its schemes (`models/checkpoint/forms.py`)."""
+        return all(scheme.is_w8 for _, scheme in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised."""

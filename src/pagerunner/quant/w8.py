@@ -1,4 +1,4 @@
-"""Weights of 8 bits: fp8 (e4m3) numbers, and scales of the matrix, of each output feature, or of each block.
+"""Weights of 8 bits: fp8 (e4m3) or int8 numbers, and scales of the matrix, of each output feature, or of each block.
 
 A checkpoint's formats (`quant/formats.py`) name the same tensors differently:
 
@@ -23,11 +23,12 @@ from pagerunner.quant.base import WeightMethod, Weights
 from pagerunner.quant.formats import Format, Scheme
 from pagerunner.quant.sinks import FLOATS, ByteSink, CopyWeight, Sink
 
+_STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 
 
-class Fp8(WeightMethod):
-    """e4m3 numbers [O, I] times float32 scales: [O, 1], or one for each block of rows and columns.
+class W8(WeightMethod):
+    """e4m3 or int8 numbers [O, I] times float32 scales: [O, 1], or one for each block of rows and columns.
 
     A scale of a whole matrix is kept as one of each output feature. So matrices with different scales stand beside each other in one
     layer without being rounded again. Activations aren't rounded, whatever the checkpoint's writer means them to be: that is
@@ -35,7 +36,7 @@ class Fp8(WeightMethod):
     """
 
     def __init__(self, checkpoint: Format, scheme: Scheme, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.stored = dtype, _STORED[scheme.number]
         self.block = scheme.block if scheme.scales == "block" else None
         self.by_tensor = scheme.scales == "tensor"
         self.static = scheme.rounding == "static"
@@ -48,7 +49,7 @@ class Fp8(WeightMethod):
         rows, columns = self.block or (1, in_features)
         shape = (-(-out_features // rows), -(-in_features // columns))
         return {
-            "weight": torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device="meta"),
+            "weight": torch.empty(out_features, in_features, dtype=self.stored, device="meta"),
             "weight_scale": torch.empty(shape, dtype=torch.float32, device="meta"),
         }
 

@@ -13,7 +13,7 @@ from pagerunner.layers.moe import Experts
 from pagerunner.quant.base import WeightMethod
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme
-from pagerunner.quant.w8 import Fp8
+from pagerunner.quant.w8 import W8
 
 
 def store_as(tensors: Iterable[CheckpointTensor], checkpoint: Format, dtype: torch.dtype) -> None:
@@ -43,8 +43,8 @@ def store_as(tensors: Iterable[CheckpointTensor], checkpoint: Format, dtype: tor
 
 
 def _form(checkpoint: Format, scheme: Scheme, dtype: torch.dtype) -> WeightMethod:
-    assert scheme.number == "fp8", "the config reader lets no other format through"
-    return Fp8(checkpoint, scheme, dtype)
+    assert scheme.is_w8, "the config reader lets no other format through"
+    return W8(checkpoint, scheme, dtype)
 
 
 def _sources(tensors: Iterable[CheckpointTensor]) -> dict[Module, dict[str, str]]:

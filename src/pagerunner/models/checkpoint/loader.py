@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,8 +217,9 @@ class _Copies:
 
     def _put(self, sink: Sink, source: torch.Tensor) -> None:
         # A thread has a mode and a current stream of its own. Weights made in this mode change only in it, and what a sink
-        # computes must come after the copies that it computes from.
-        with torch.inference_mode(), torch.cuda.stream(self._stream):  # does nothing for None
+        # computes must come after the copies that it computes from. Without a stream, torch.cuda would still start CUDA.
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), stream:
             sink.put(source, self._copy)
 
     def count(self, size: int) -> None:

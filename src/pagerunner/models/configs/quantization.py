@@ -189,7 +189,8 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         block = (1, group)
     number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
     rounding = _compressed_rounding(fields)
-    return Scheme(number, scales, block or (0, 0), not symmetric, order == "group", rounding=rounding)
+    packed = layout == "pack-quantized"
+    return Scheme(number, scales, block or (0, 0), not symmetric, order == "group", packed=packed, rounding=rounding)
 
 
 def _compressed_rounding(fields: Fields) -> Rounding:
@@ -230,7 +231,9 @@ def _read_awq(fields: Fields) -> Format:
     fields.choice("version", ("gemm", "GEMM"), "gemm")  # gemv and gemv_fast pack their words in other orders
     group = fields.integer("group_size", old_group if type(old_group) is int else 128, least=-1)
     zeros = fields.flag("zero_point", True)
-    scheme = Scheme("int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros)
+    scheme = Scheme(
+        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros, packed=True
+    )
     return Format("awq", ((ALL, scheme),), Names("part", _list(fields, "modules_to_not_convert")))
 
 
@@ -247,9 +250,9 @@ def _read_gptq(fields: Fields) -> Format:
         raise fields.error("dynamic", f"is {overrides!r:.120}; settings by module are not supported yet.")
     number: Number = "int4" if bits == 4 else "int8"
     block = (1, group) if group > 0 else (0, 0)
-    scheme = Scheme(
-        number, "group" if group > 0 else "channel", block, not symmetric, permuted, 1 if version == "gptq" else 0
-    )
+    scales: Scales = "group" if group > 0 else "channel"
+    offset = 1 if version == "gptq" else 0
+    scheme = Scheme(number, scales, block, not symmetric, permuted, offset, packed=True)
     return Format("gptq", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert")))
 
 

@@ -102,7 +102,7 @@ def _take_quantization(
             if not allowed:
                 raise
             continue
-        if family.quantised and all(scheme.number == "fp8" and scheme.scales != "group" for _, scheme in read.schemes):
+        if family.quantised and read.loadable:
             layout = read
         elif not allowed:
             raise fields.error(

@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are fp8: they stand for what plain loops make of them, in every form, with transformers as the oracle."""
+"""Checkpoints whose matrices have 8 bits: they stand for what plain loops make of them, in every form, with transformers as the oracle."""
 
 from __future__ import annotations
 
