@@ -25,6 +25,7 @@ from pagerunner.engine.structured_output import grammar_door
 from pagerunner.engine.structured_output.grammar_worker import Order
 from pagerunner.errors import (
     CheckpointError,
+    ConfigError,
     EngineDeadError,
     EngineSleepingError,
     InvalidRequestError,
@@ -253,6 +254,41 @@ def test_unfinished_requests_of_a_sleeping_engine_are_no_stall(model: Path) -> N
         assert len((await task).outputs[0].token_ids) == 5
 
     with_engine(model, test, stall_seconds=0.2)
+
+
+def test_after_a_sleep_or_wake_up_that_failed_the_level_is_the_cores(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = msgspec.json.encode(fake_core.FakeOptions(step_seconds=0.02, sleeps_to_fail=1, wakes_to_fail=1)).decode()
+    monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, options)
+
+    class Levels(EngineObserver):
+        seen: list[int | None] = []
+
+        def on_sleep(self, level: int | None) -> None:
+            self.seen.append(level)
+
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(last(engine, "a", "hello", max_tokens=5))
+        await until(lambda: engine.stats.running == 1)
+        with pytest.raises(ConfigError, match="sleep level"):
+            await engine.sleep(7)
+        assert engine.sleep_level == -1
+        for change in (lambda: engine.sleep(1, "keep"), engine.wake_up):
+            with pytest.raises(RequestFailedError, match="tried again"):
+                await change()
+            assert await engine.is_sleeping()
+            assert engine.sleep_level == 1 and Levels.seen[-1] == 1
+        await asyncio.sleep(0.5)
+        engine.check_health()  # requests that are kept are no stall
+        await engine.sleep(0, "keep")
+        assert engine.sleep_level == 1  # a lighter level while asleep changes nothing
+        await engine.wake_up()
+        engine.check_health()
+        assert engine.sleep_level == -1 and Levels.seen[-1] is None
+        assert len((await task).outputs[0].token_ids) == 5
+
+    with_engine(model, test, stall_seconds=0.3, observer=Levels())
 
 
 def test_a_hanging_core_is_unhealthy_only_while_it_has_work(model: Path, capfd: pytest.CaptureFixture[str]) -> None:

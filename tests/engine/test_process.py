@@ -205,12 +205,12 @@ def test_while_a_sleep_waits_for_requests_their_readers_are_served(monkeypatch: 
             await frontend.until(frontend.refused)
             assert isinstance(frontend.refused()[0].error.exception(), EngineSleepingError)
             awake = asyncio.create_task(client.call(lambda call_id: wire.WakeUp(call_id, None)))
-            assert not await client.call(wire.IsSleeping) and not awake.done()
+            assert await client.call(wire.ReadSleepLevel) is None and not awake.done()
             client.send(wire.Abort(["endless"]))
             async with asyncio.timeout(2):
                 await asleep
                 await awake
-            assert frontend.finished("endless") and not await client.call(wire.IsSleeping)
+            assert frontend.finished("endless") and await client.call(wire.ReadSleepLevel) is None
             client.send(add(request("next", [5], max_tokens=2)))
             await frontend.until(lambda: frontend.finished("next"))
 
@@ -238,7 +238,9 @@ def test_requests_that_come_while_a_pause_begins_wait_for_its_end(monkeypatch: p
             client.send(add(request("left", [5], max_tokens=2)))
             client.send(wire.Abort(["left"]))
             await frontend.until(lambda: frontend.finished("left"))
-            assert await client.call(wire.IsSleeping) and not frontend.updates("late") and not frontend.refused()
+            assert (
+                await client.call(wire.ReadSleepLevel) == 0 and not frontend.updates("late") and not frontend.refused()
+            )
             await client.call(lambda call_id: wire.WakeUp(call_id, None))
             await frontend.until(lambda: frontend.finished("late") and frontend.finished("later"))
             assert len(frontend.updates("left")) == len(frontend.updates("gone_0")) == 1
@@ -265,7 +267,7 @@ def test_what_comes_after_a_pause_that_waits_is_done_in_its_order(monkeypatch: p
             assert not frontend.finished("second") and not calls[2].done()
             async with asyncio.timeout(5):
                 await asyncio.gather(*calls)
-            assert frontend.finished("second") and await client.call(wire.IsSleeping)
+            assert frontend.finished("second") and await client.call(wire.ReadSleepLevel) == 1
 
     asyncio.run(main())
 
@@ -326,11 +328,11 @@ def test_abort_ends_a_running_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_are_answered_and_their_errors_raised() -> None:
     async def main() -> None:
         async with running() as (client, _):
-            assert await client.call(wire.IsSleeping) is False
+            assert await client.call(wire.ReadSleepLevel) is None
             await client.call(lambda call_id: wire.Sleep(call_id, 1, "abort"))
-            assert await client.call(wire.IsSleeping) is True
+            assert await client.call(wire.ReadSleepLevel) == 1
             await client.call(lambda call_id: wire.WakeUp(call_id, None))
-            assert await client.call(wire.IsSleeping) is False
+            assert await client.call(wire.ReadSleepLevel) is None
             assert await client.call(wire.ResetPrefixCache) is True
             with pytest.raises(ConfigError, match="level must be 0, 1 or 2, got 9"):
                 await client.call(lambda call_id: wire.Sleep(call_id, 9, "abort"))
@@ -353,7 +355,7 @@ def test_a_core_that_fails_is_noticed_within_a_second_with_its_reason(token: int
             with pytest.raises(EngineDeadError, match=reason):
                 client.send(wire.Abort(["a"]))
             with pytest.raises(EngineDeadError, match=reason):
-                await client.call(wire.IsSleeping)
+                await client.call(wire.ReadSleepLevel)
 
     asyncio.run(main())
 
@@ -363,7 +365,7 @@ def test_a_killed_core_fails_calls_in_flight(monkeypatch: pytest.MonkeyPatch) ->
         async with running() as (client, frontend):
             client.send(add(request("a", [fake_core.HANG])))
             await asyncio.sleep(0.1)
-            call = asyncio.create_task(client.call(wire.IsSleeping))
+            call = asyncio.create_task(client.call(wire.ReadSleepLevel))
             await asyncio.sleep(0.02)
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="SIGKILL"):

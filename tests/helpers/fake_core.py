@@ -107,8 +107,8 @@ class FakeCore:
         return bool(self._requests) and self._level is None
 
     @property
-    def is_sleeping(self) -> bool:
-        return self._level is not None
+    def sleep_level(self) -> int | None:
+        return self._level
 
     def step(self) -> list[RequestUpdate]:
         time.sleep(self._options.step_seconds)
@@ -197,7 +197,7 @@ class FakeCore:
         updates = self.abort(list(self._requests)) if mode == "abort" else []
         while mode == "wait" and self._requests:
             updates += self.step()
-        self._level = level
+        self._level = level if self._level is None else max(level, self._level)
         if self._sleeps_to_fail:
             self._sleeps_to_fail -= 1
             self._unreported = updates

@@ -151,6 +151,13 @@ class CoreClient:
             raise TypeError(f"the core answers Watch with {type(state).__name__}")
         return state
 
+    async def sleep_level(self) -> int | None:
+        """The level that the core sleeps at, None while it is awake. Raises the core's error."""
+        level = await self.call(wire.ReadSleepLevel)
+        if level is not None and not isinstance(level, int):
+            raise TypeError(f"the core answers ReadSleepLevel with {type(level).__name__}")
+        return level
+
     def dump_stacks(self) -> None:
         """Make the core print its threads' stacks on standard error."""
         if not self._core.exited.done():

@@ -125,8 +125,8 @@ class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
     tags: list[str] | None
 
 
-class IsSleeping(msgspec.Struct, frozen=True, tag="is_sleeping"):
-    """Read `core.is_sleeping`."""
+class ReadSleepLevel(msgspec.Struct, frozen=True, tag="read_sleep_level"):
+    """Read `core.sleep_level`, which is None while the engine is awake."""
 
     call_id: int
 
@@ -154,12 +154,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch
-ToCore = Add | Abort | Sleep | WakeUp | IsSleeping | ResetPrefixCache | ReadMemory | Watch | Shutdown
+Call = Sleep | WakeUp | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
+ToCore = Add | Abort | Sleep | WakeUp | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
 
-Answer = bool | MemoryState | LiveState | None
+Answer = bool | int | MemoryState | LiveState | None
 
 
 class StartUp(msgspec.Struct, frozen=True):

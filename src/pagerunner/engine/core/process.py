@@ -80,8 +80,8 @@ class Core(Protocol):
         """Go on."""
 
     @property
-    def is_sleeping(self) -> bool:
-        """Whether it is parked."""
+    def sleep_level(self) -> int | None:
+        """The level it sleeps at, None while it runs."""
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached pages."""
@@ -226,8 +226,8 @@ class CoreLoop:
                     updates = self._core.sleep(level, mode)
                 case wire.WakeUp(_, tags):
                     self._core.wake_up(tags)
-                case wire.IsSleeping():
-                    value = self._core.is_sleeping
+                case wire.ReadSleepLevel():
+                    value = self._core.sleep_level
                 case wire.ResetPrefixCache():
                     value = self._core.reset_prefix_cache()
                 case wire.ReadMemory():
@@ -237,7 +237,7 @@ class CoreLoop:
                     return
         except EngineDeadError:  # a step that the call ran has failed
             raise
-        except Exception as error:  # the call has failed, and the engine is what it was: it can be made again
+        except Exception as error:  # the call has failed and can be made again
             if updates := self._core.take_unreported():
                 self._report(updates)
             self.send(wire.Reply(message.call_id, error=_call_error(message, error)))

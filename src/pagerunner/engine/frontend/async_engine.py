@@ -148,7 +148,7 @@ class AsyncEngine:
 
     @property
     def sleep_level(self) -> int:
-        """The level at which the engine has been put to sleep: 0 only pauses it, -1 is awake."""
+        """The level at which the engine sleeps: 0 only pauses it, -1 is awake."""
         return self._level
 
     @property
@@ -336,20 +336,27 @@ class AsyncEngine:
         await self._whole(self._sleep(level, mode))
 
     async def _sleep(self, level: int, mode: str) -> None:
-        await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        self._level = max(level, self._level)  # a lighter level while asleep changes nothing
-        self._observer.on_sleep(self._level)
+        try:
+            await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
+        finally:
+            await self._learn_level()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None). A caller who is cancelled stops waiting only."""
         await self._whole(self._wake_up(tags))
 
     async def _wake_up(self, tags: Sequence[str] | None) -> None:
-        await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        try:
+            await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        finally:
+            await self._learn_level()
+
+    async def _learn_level(self) -> None:
+        """Take over the core's level. A sleep or wake-up that fails may have changed the level, too."""
+        level = await self._client.sleep_level()
         self._desk.progress.touch()
-        if not await self.is_sleeping():
-            self._level = -1
-            self._observer.on_sleep(None)
+        self._level = -1 if level is None else level
+        self._observer.on_sleep(level)
 
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
         """Run a change of state to its end, whatever becomes of the caller: the core carries it out in any case."""
@@ -365,7 +372,7 @@ class AsyncEngine:
 
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
-        return bool(await self._client.call(wire.IsSleeping))
+        return await self._client.sleep_level() is not None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. False when some belong to running requests."""
