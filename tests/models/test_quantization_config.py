@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,19 @@ def test_each_writers_list_is_matched_by_its_own_rule(case: str, entries: list[s
     field = "modules_to_not_convert" if "modules_to_not_convert" in CASES[case][0] else "ignore"
     found = read_format({**CASES[case][0], field: entries}, "config.json")
     assert (found.scheme(module) is None) is kept
+
+
+def test_long_lists_are_cheap_to_ask() -> None:
+    listed = [
+        f"model.layers.{i}.linear_attn.{part}"
+        for i in range(48)
+        for part in ("in_proj_a", "in_proj_b", "conv1d", "norm")
+    ]
+    found = read_format({**CASES["Qwen3-FP8"][0], "modules_to_not_convert": listed}, "config.json")
+    started = time.process_time()
+    assert all(found.scheme(f"model.layers.{i % 48}.mlp.experts.{i}.up_proj") is not None for i in range(50_000))
+    assert time.process_time() - started < 5  # all entries tried one by one take minutes
+    assert found.scheme("model.layers.47.linear_attn.conv1d") is None
 
 
 def test_groups_by_name_come_before_the_class_of_all_linears() -> None:

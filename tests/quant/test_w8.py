@@ -108,3 +108,18 @@ def test_codes_are_copied_byte_by_byte() -> None:
     target = torch.empty(256, dtype=torch.uint8)
     ByteSink(target, dtype=torch.float8_e8m0fnu).put(every.view(torch.float8_e8m0fnu), copy)
     assert torch.equal(target, every)  # a numeric copy makes 1, 2 and 0 of 1.0, 2.0 and 0.5
+
+
+@pytest.mark.parametrize("number", ["fp8", "int8"])
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_random_weights_have_the_deviation_of_unquantised_ones(number: str, experts: tuple[int, ...]) -> None:
+    method = form("channel", number=number)
+    made = method.create(300, 200, torch.float32)
+    weights = {name: torch.empty(experts + tuple(t.shape), dtype=t.dtype) for name, t in made.items()}
+    weights["bias"] = torch.empty(*experts, 300)
+    method.randomize(weights, torch.Generator().manual_seed(1))
+    matrices = (
+        [method.dense({n: t[i] for n, t in weights.items()}) for i in range(3)] if experts else [method.dense(weights)]
+    )
+    for matrix in (*matrices, weights["bias"]):
+        assert float(matrix.std()) == pytest.approx(0.02, rel=0.1) and abs(float(matrix.mean())) < 0.005

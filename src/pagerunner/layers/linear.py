@@ -67,6 +67,10 @@ class Linear(Module):
         """The weights as one matrix in the model's dtype, for products of another shape."""
         return self.method.dense(self.weights)
 
+    def randomize(self, generator: torch.Generator) -> None:
+        """See Module."""
+        self.method.randomize(self.weights, generator)
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each part, and the part's bias."""
         first, bias_O = 0, self.weights.get("bias")

@@ -74,6 +74,15 @@ class Module:
             yield module
             stack.extend(child for _, child in reversed(list(module.children())))
 
+    def randomize(self, generator: torch.Generator) -> None:
+        """Fill this module's own weights with small random values: norms near 1, indices 0, all others with a deviation of 0.02."""
+        for name, tensor in self.weights.items():
+            if tensor.is_floating_point():
+                is_norm = name == "weight" and tensor.dim() == 1
+                tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generator)
+            else:
+                tensor.zero_()
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """Every tensor that a checkpoint holds, or may hold, for this module and its children; their names begin with `prefix`.
 

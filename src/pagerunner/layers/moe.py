@@ -12,7 +12,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.sublayer import FeedForward
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.moe import route_softmax_topk
-from pagerunner.quant.base import ExpertMethod, UnquantizedExperts
+from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import Axis, CopySink, Sink
 
 _CUTS: dict[str, Axis] = {"gate_up": "outputs", "down": "inputs"}
@@ -75,12 +75,15 @@ class Experts(Module):
         """The weighted sum of the outputs of each token's experts, [T, D]."""
         return self.method.apply(x_TD, weights_TA, experts_TA, self.weights, self.activation)
 
+    def randomize(self, generator: torch.Generator) -> None:
+        """See Module."""
+        for matrix in _CUTS:
+            self.method.linear.randomize(self._weights_of(matrix), generator)
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each expert's matrices, and what a checkpoint may hold instead for all experts."""
         for matrix, parts in self._matrices().items():
-            weights = {
-                name.removeprefix(f"{matrix}."): t for name, t in self.weights.items() if name.startswith(f"{matrix}.")
-            }
+            weights = self._weights_of(matrix)
             names: list[str] = []
             stacked = self.method.stacked(weights, transposed=self.transposed)
             if not (self.transposed and stacked):
@@ -91,6 +94,11 @@ class Experts(Module):
                 stacked["_bias"] = CopySink(weights["bias"], (None, "outputs"))
             for suffix, sink in stacked.items():
                 yield self._tensor(f"{prefix}{matrix}_proj{suffix}", sink, matrix, matrix, tuple(names))
+
+    def _weights_of(self, matrix: str) -> Weights:
+        """The weights of one of the two matrices, by the names that the form gives them."""
+        before = f"{matrix}."
+        return {name.removeprefix(before): t for name, t in self.weights.items() if name.startswith(before)}
 
     def _matrices(self) -> dict[str, dict[str, slice]]:
         """The rows of each matrix that the checkpoint's matrices fill, by their names there."""

@@ -45,6 +45,14 @@ class WeightMethod(ABC):
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The weights as one matrix in the model's dtype, [O, I]: what the form stands for."""
 
+    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
+        """Fill the weights, or those of several such matrices with a dimension before the others, with small random values.
+
+        The matrix and the bias get a deviation of 0.02. They are for measurements without a checkpoint.
+        """
+        for tensor in weights.values():
+            tensor.normal_(0.0, 0.02, generator=generator)
+
     @abstractmethod
     def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The layer's output [T, O]."""

@@ -7,6 +7,8 @@ feature, of one block of rows and columns, or of one group of neighbouring colum
 from __future__ import annotations
 
 import fnmatch
+import functools
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +18,8 @@ Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
+_AROUND = re.compile(r"^(model\.|language_model\.)+")
+_SPELLINGS = ("model.", "", "language_model.", "model.language_model.", "language_model.model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,13 @@ class Scheme:
         return self.number in ("fp8", "int8") and self.scales != "group" and not (self.packed or self.zeros)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Names:
     """Modules by name, as a writer lists them.
 
-    `rule` "module": an entry is a module's whole name, or the name of a module around it; one that begins with "re:" is a pattern
-    that is matched from the start of the name. "part": an entry is any part of a name. "wildcard": * stands for any characters.
+    `rule` "module": an entry is a module's whole name, or the name of a module around it, with * for a layer's number; one that
+    begins with "re:" is a pattern that is matched from the start of the name. "part": an entry is any part of a name. "wildcard": *
+    stands for any characters. What tools write before a layer (`model.`, `language_model.`) makes no difference.
     """
 
     rule: Rule
@@ -58,17 +63,31 @@ class Names:
 
     def match(self, module: str) -> bool:
         """Whether an entry stands for the module."""
-        return any(self._matches(entry, module) for entry in self.entries)
+        inner = _AROUND.sub("", module)
+        if self._modules and not self._modules.isdisjoint(itertools.accumulate(inner.split("."), "{}.{}".format)):
+            return True
+        return any(pattern.match(before + inner) for pattern in self._patterns for before in _SPELLINGS)
 
-    def _matches(self, entry: str, module: str) -> bool:
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        """Whole names, without what stands before a layer. Lists have hundreds of them, and models thousands of modules."""
+        whole = [
+            name for name in self.entries if self.rule == "module" and "*" not in name and not name.startswith("re:")
+        ]
+        return frozenset(_AROUND.sub("", name) for name in whole)
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        """The other entries, to be matched from the start of a name."""
         if self.rule == "part":
-            return entry in module
+            return tuple(re.compile(".*" + re.escape(entry)) for entry in self.entries)
         if self.rule == "wildcard":
-            return fnmatch.fnmatchcase(module, entry)
-        if entry.startswith("re:"):
-            return re.match(entry[3:], module) is not None
-        pattern = re.escape(entry).replace(r"\*", r"\d+")  # mxfp4's lists have * for a layer's number
-        return re.match(rf"{pattern}(\.|$)", module) is not None
+            return tuple(re.compile(fnmatch.translate(entry)) for entry in self.entries)
+        own = [entry[3:] for entry in self.entries if entry.startswith("re:")]
+        layers = [entry for entry in self.entries if "*" in entry and not entry.startswith("re:")]
+        return tuple(map(re.compile, own)) + tuple(
+            re.compile(re.escape(entry).replace(r"\*", r"\d+") + r"(\.|$)") for entry in layers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +108,6 @@ class Format:
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised."""
-        spelled = _spellings(module)
-        if any(self.ignored.match(name) for name in spelled):
+        if self.ignored.match(module):
             return None
-        return next((scheme for names, scheme in self.schemes if any(names.match(name) for name in spelled)), None)
-
-
-def _spellings(module: str) -> tuple[str, ...]:
-    """A module's name with everything that tools write before its layer: whether a model is alone or inside one of images."""
-    inner = re.sub(r"^(model\.|language_model\.)+", "", module)
-    around = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
-    return tuple(before + inner for before in around)
+        return next((scheme for names, scheme in self.schemes if names.match(module)), None)

@@ -75,6 +75,18 @@ class W8(WeightMethod):
             scales = scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
         return (codes.float() * scales).to(self.dtype)
 
+    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
+        """See WeightMethod."""
+        largest, deviation = 127, 0.02  # both number formats hold it
+        for name, tensor in weights.items():
+            if name == "weight":
+                numbers = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, largest / 4, generator=generator)
+                tensor.copy_(numbers.clamp_(-largest, largest))
+            elif name == "weight_scale":
+                tensor.fill_(4 * deviation / largest)
+            else:
+                tensor.normal_(0.0, deviation, generator=generator)
+
     def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return linear(x_TI, self.dense(weights), weights.get("bias"))

@@ -108,17 +108,10 @@ def _aligned(size: int) -> int:
 
 
 def dummy_weights(model: Model, seed: int = 0) -> None:
-    """Fill the weights with small random values: norms near 1, indices 0, everything else with a deviation of 0.02."""
-    generators: dict[torch.device, torch.Generator] = {}
+    """Fill the weights with small random values, each as its form says: norms near 1, indices 0, all others near 0."""
+    generator = torch.Generator(_device(model)).manual_seed(seed)
     for module in model.modules():
-        for name, tensor in module.weights.items():
-            if not tensor.is_floating_point():
-                tensor.zero_()
-                continue
-            if tensor.device not in generators:
-                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-            is_norm = name == "weight" and tensor.dim() == 1
-            tensor.normal_(1.0 if is_norm else 0.0, 0.02, generator=generators[tensor.device])
+        module.randomize(generator)
 
 
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
@@ -182,9 +175,14 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     logger.info("%s: %.2f GiB in %.2f s, %.2f GiB/s.", directory, total / 2**30, seconds, total / 2**30 / seconds)
 
 
+def _device(model: Model) -> torch.device:
+    """Where the weights are."""
+    return next(tensor.device for module in model.modules() for tensor in module.weights.values())
+
+
 def _stream(model: Model) -> torch.cuda.Stream | None:
     """The stream that orders what is done to the weights: the caller's current one. None on a CPU."""
-    device = next(tensor.device for module in model.modules() for tensor in module.weights.values())
+    device = _device(model)
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
