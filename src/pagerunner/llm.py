@@ -207,18 +207,28 @@ class LLM:
 
         Raises:
             InvalidRequestError: on the first `next`, if the prompt or its parameters are bad.
+            EngineSleepingError: on a `next` while the engine sleeps or is paused. After `wake_up` the stream goes on.
         """
+        return _Stream(self._stream(prompt, sampling_params or self._frontend.default_sampling_params))
+
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> Generator[RequestOutput | EngineSleepingError, None, None]:
         request_id = str(next(self._ids))
         arrived: deque[RequestOutput] = deque()
         finished = False
         try:
-            self._submit([request_id], [prompt], [sampling_params or self._frontend.default_sampling_params], [0])
-            self._streams[request_id] = arrived
             while not finished:
                 if request_id in self._lost:
                     raise RequestFailedError("An interrupt has left the output of this stream halfway; ask again.")
-                if not arrived:
-                    self._step()
+                try:
+                    if request_id not in self._streams:
+                        self._submit([request_id], [prompt], [params], [0])
+                        self._streams[request_id] = arrived
+                    if not arrived:
+                        self._step()
+                except EngineSleepingError as error:
+                    yield error
                 while arrived:
                     output = arrived.popleft()
                     finished = output.finished
@@ -294,8 +304,7 @@ class LLM:
         kind: OutputKind | None = None,
     ) -> None:
         """Queue every prompt or none. If it raises, the caller drops them."""
-        if self._core.sleep_level == 0:  # no other caller could wake the engine up
-            raise EngineSleepingError("The engine is paused; wake_up lets it go on.")
+        self._core.check_awake()  # also where it is only paused: no other caller could wake the engine up
         process = self._frontend.inputs.process
         batches = [
             (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling))
@@ -407,6 +416,27 @@ class LLM:
             self._streams.get(output.request_id, rest).append(output)
         self._arriving = []
         return rest
+
+
+class _Stream(Generator[RequestOutput, None, None]):
+    """Hands on what a generator yields. It raises the errors among that, and goes on afterwards, as no generator can."""
+
+    def __init__(self, inner: Generator[RequestOutput | EngineSleepingError, None, None]) -> None:
+        self._inner = inner
+
+    def send(self, value: None) -> RequestOutput:
+        """See Generator.send."""
+        return self._output(self._inner.send(value))
+
+    def throw(self, *error: Any) -> RequestOutput:
+        """See Generator.throw."""
+        return self._output(self._inner.throw(*error))
+
+    @staticmethod
+    def _output(got: RequestOutput | EngineSleepingError) -> RequestOutput:
+        if isinstance(got, EngineSleepingError):
+            raise got
+        return got
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import pytest
 
-from pagerunner import LLM, InvalidRequestError, SamplingParams
+from pagerunner import LLM, EngineSleepingError, InvalidRequestError, SamplingParams
 from pagerunner.demo import demo_path
 
 PROMPT = "<|bos|><|user|>What is 12 + 30?<|end|><|assistant|>"
@@ -98,3 +99,43 @@ def test_a_suspended_stream_hears_what_sleep_made_of_its_request(mode, reason, s
         last = next(stream, None) or last
     assert last.finished and last.outputs[0].finish_reason == reason
     assert (last.outputs[0].token_ids == whole.outputs[0].token_ids) == same
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_a_stream_read_while_the_engine_sleeps_says_so_and_goes_on_after_waking(level, read):
+    llm = LLM(str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=4, enable_sleep_mode=True, use_tqdm=False)
+    [whole] = llm.generate([PROMPT], params(n=2), use_tqdm=False)
+    stream = llm.stream(PROMPT, params(n=2, output_kind="delta"))
+    pieces = [next(stream) for _ in range(read)]
+    llm.sleep(level, "keep")
+    for _ in range(2):
+        with pytest.raises(EngineSleepingError, match="is paused" if level == 0 else f"level {level}"):
+            next(stream)
+    llm.wake_up()
+    assert llm.generate([PROMPT], params(n=2), use_tqdm=False)[0].outputs[0].text == whole.outputs[0].text
+    pieces += list(stream)
+    for index in (0, 1):
+        tokens = [token for piece in pieces for one in piece.outputs if one.index == index for token in one.token_ids]
+        assert tokens == list(whole.outputs[index].token_ids)
+    assert idle(llm)
+
+
+def test_a_stream_that_is_closed_or_forgotten_while_the_engine_sleeps_is_gone():
+    llm = LLM(str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=4, enable_sleep_mode=True, use_tqdm=False)
+    streams = [llm.stream(PROMPT, params()) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    llm.sleep(1, "keep")
+    for stream in streams:
+        with pytest.raises(EngineSleepingError):
+            list(stream)  # what had come before is handed out first
+    streams[0].close()
+    with pytest.raises(KeyError):
+        streams[1].throw(KeyError("the reader's own"))
+    assert next(streams[0], None) is next(streams[1], None) is None
+    del stream, streams
+    gc.collect()
+    assert idle(llm)
+    llm.wake_up()
+    assert llm.generate([PROMPT], params(), use_tqdm=False)[0].outputs[0].text == "12 + 30 = 42"

@@ -67,8 +67,8 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
-        if self.is_sleeping and self._executor.sleep_level != 0:
-            raise EngineSleepingError(f"The engine sleeps (level {self._executor.sleep_level}); call wake_up first.")
+        if self.sleep_level != 0:
+            self.check_awake()
         self._check_ids(request)
         self._scheduler.add(request)
 
@@ -119,9 +119,10 @@ class EngineCore:
         """Launch what may be launched, then commit the oldest step in flight.
 
         Raises EngineDeadError when a step fails, and at every later call. The device and the scheduler may no longer agree
-        on what was computed.
+        on what was computed. Raises EngineSleepingError while the engine sleeps or is paused; no request is harmed by that.
         """
         self._check_alive()
+        self.check_awake()
         try:
             return self._step()
         except Exception as error:
@@ -218,6 +219,16 @@ class EngineCore:
     def sleep_level(self) -> int | None:
         """The level the engine sleeps at, None while it runs."""
         return self._executor.sleep_level
+
+    def check_awake(self) -> None:
+        """Raise EngineSleepingError while the engine sleeps or is paused."""
+        level = self.sleep_level
+        if level is not None:
+            raise EngineSleepingError(
+                f"The engine sleeps (level {level}); call wake_up first."
+                if level
+                else "The engine is paused; wake_up lets it go on."
+            )
 
     def prepare_sleep(self, level: int, mode: str) -> None:
         """Raise now what `sleep` would raise, and make sure that the weights will outlive the sleep. Requests go on."""
