@@ -246,7 +246,16 @@ class LLM:
         return self.stream(self._render(messages, add_generation_prompt=True), sampling_params)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too."""
+        """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too.
+
+        `mode` says what becomes of suspended streams. "abort" ends them. "wait" finishes them first, those of a paused engine
+        too. "keep" goes on with them after waking.
+
+        Raises:
+            ConfigError: the engine has no sleep mode, or an argument is wrong.
+            EngineSleepingError: the engine sleeps at level 1 or 2, so that "wait" can't finish what is unfinished.
+            CapacityError: the weights can't be kept in host memory.
+        """
         with self._whole():
             pass  # repair what an interrupt of the last call left, before the core is asked for anything
         self._core.prepare_sleep(level, mode)  # this may wait, and can be interrupted

@@ -272,6 +272,25 @@ def test_what_comes_after_a_pause_that_waits_is_done_in_its_order(monkeypatch: p
     asyncio.run(main())
 
 
+def test_a_sleep_that_waits_finishes_the_requests_of_a_paused_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their readers are served meanwhile, and the engine is asleep only afterwards."""
+    set_options(monkeypatch, step_seconds=0.01)
+
+    async def main() -> None:
+        async with running() as (client, frontend):
+            await client.call(lambda call_id: wire.Sleep(call_id, 0, "keep"))
+            client.send(add(request("queued", [5], max_tokens=30)))
+            asleep = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait")))
+            await frontend.until(lambda: len(frontend.tokens("queued")) > 2)
+            assert not asleep.done() and not await client.call(wire.IsSleeping)
+            async with asyncio.timeout(5):
+                await asleep
+            assert len(frontend.tokens("queued")) == 30 and frontend.finished("queued")
+            assert await client.call(wire.IsSleeping)
+
+    asyncio.run(main())
+
+
 def test_a_sleep_that_must_be_refused_doesnt_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, step_seconds=0.01)
 

@@ -191,6 +191,12 @@ class FakeCore:
     def prepare_sleep(self, level: int, mode: str) -> None:
         if level not in (0, 1, 2):
             raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+        if mode == "wait" and self._requests:
+            if self._level:
+                raise EngineSleepingError(
+                    f"The engine sleeps and can't finish its {len(self._requests)} sequences first."
+                )
+            self._level = None
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:
         self.prepare_sleep(level, mode)

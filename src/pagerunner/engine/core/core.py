@@ -231,21 +231,33 @@ class EngineCore:
             )
 
     def prepare_sleep(self, level: int, mode: str) -> None:
-        """Raise now what `sleep` would raise, and make sure that the weights will outlive the sleep. Requests go on."""
+        """Raise now what `sleep` would raise, and make sure that the weights will outlive the sleep. Requests go on.
+
+        With `mode` "wait" the requests of a paused engine go on too, since they are to be finished.
+        """
         if not self._enable_sleep_mode and level != 0:  # a pause moves no memory
             raise ConfigError("Sleep needs an engine started with enable_sleep_mode=True (--enable-sleep-mode).")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
         self._check_alive()
+        to_finish = len(self._scheduler.request_ids) if mode == "wait" and self.is_sleeping else 0
+        if to_finish and self.sleep_level != 0:
+            raise EngineSleepingError(
+                f"The engine sleeps (level {self.sleep_level}) and can't finish its {to_finish} unfinished sequences first, "
+                'as mode "wait" asks. Call wake_up before, or use mode "keep" or "abort".'
+            )
         self._executor.prepare_sleep(level)
+        if to_finish:
+            self._executor.wake_up(None)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
-        `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first. "keep" preempts them and
-        goes on with them after waking. Returns the updates that this caused. The prefix index is reset whenever pages are
+        `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first, those of a paused engine
+        too. "keep" takes their pages, if pages are freed, and goes on with them after waking. Returns the updates that this caused. The prefix index is reset whenever pages are
         freed.
 
-        Raises CapacityError when the weights can't be kept in host memory; requests go on as if nothing had been asked.
+        Raises EngineSleepingError when the engine sleeps at level 1 or 2, so that "wait" can't finish what is unfinished.
+        Raises CapacityError when the weights can't be kept in host memory. After both, requests go on as if nothing had been asked.
         Freeing memory may fail in other ways. The engine then counts as asleep; `sleep` and `wake_up` can be tried again,
         and `take_unreported` has the updates that this call would have returned.
         """

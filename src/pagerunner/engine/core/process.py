@@ -159,8 +159,8 @@ class CoreLoop:
                 self._report(self._forget(request_ids) + self._core.abort(request_ids))
             case wire.Shutdown():
                 self._running = False
-            case wire.Sleep(mode="wait") | wire.WakeUp() if self._core.has_work or self._after_work:
-                self._put_off(message)
+            case wire.Sleep(mode="wait") | wire.WakeUp():
+                self._after_running(message)
             case _:
                 self._call(message)
 
@@ -199,8 +199,8 @@ class CoreLoop:
         self._after_work = kept
         return updates
 
-    def _put_off(self, message: wire.Sleep | wire.WakeUp) -> None:
-        """Sleep when the running requests are done.
+    def _after_running(self, message: wire.Sleep | wire.WakeUp) -> None:
+        """Sleep when the unfinished requests are done.
 
         Meanwhile their readers are served. A wake-up comes after this sleep, not before.
         """
@@ -212,10 +212,11 @@ class CoreLoop:
             except Exception as error:
                 self.send(wire.Reply(message.call_id, error=_call_error(message, error)))
                 return
-        elif not self._after_work:
+        waits = isinstance(message, wire.Sleep) and self._core.has_work
+        if waits or self._after_work:
+            self._after_work.append(message)
+        else:
             self._call(message)
-            return
-        self._after_work.append(message)
 
     def _call(self, message: wire.Call) -> None:
         value: wire.Answer = None
