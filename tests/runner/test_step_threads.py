@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
+from itertools import count
+from types import FrameType
 
 import pytest
 import torch
 
 from pagerunner import LLM, SamplingParams
 from pagerunner.runner import step_threads
+from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.step_threads import StepThreads
-from pagerunner.types import StepRow
+from pagerunner.types import StepPlan, StepRow
 
 MIB = 1 << 20
 
@@ -53,15 +58,56 @@ def test_a_step_that_fails_gives_the_threads_back(two_threads: None) -> None:
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("small_bytes", [0, step_threads.SMALL_BYTES])
-def test_an_engine_decodes_a_small_model_on_one_thread(
-    small_bytes: int, two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_threads, "SMALL_BYTES", small_bytes)
+def test_a_thread_that_begins_meanwhile_has_the_usual_number(two_threads: None) -> None:
+    seen: list[int] = []
+    with StepThreads(MIB, 1).during(rows((0, 1))):
+        assert torch.get_num_threads() == 1
+        beginner = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        beginner.start()
+        beginner.join()
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_an_interrupt_at_any_line_costs_no_step_its_threads(line: int, two_threads: None) -> None:
+    """The step after it has the usual number again, and so has what comes behind that step."""
+    threads, small, large = StepThreads(MIB, 1), rows((0, 1)), rows((0, 4000))
+    code, lines = StepThreads.during.__wrapped__.__code__, count(1)  # type: ignore[attr-defined]
+
+    def interrupt(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is not code:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        with threads.during(small):
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    with threads.during(large):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2
+
+
+def test_an_engine_decodes_a_small_model_on_one_thread(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("demo", use_tqdm=False, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=1 << 24)
     seen: set[int] = set()
-    change = torch.set_num_threads
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: (seen.add(count), change(count)))
-    llm.generate(["one"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert seen == ({1, 2} if small_bytes else set())
+    run = ModelRunner._run
+
+    def seeing(self: ModelRunner, plan: StepPlan) -> PendingStep:
+        seen.add(torch.get_num_threads())
+        return run(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "_run", seeing)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate(["one"], params, use_tqdm=False)
+    assert seen == {1}
+    monkeypatch.setattr(step_threads, "SMALL_BYTES", 0)
+    llm.generate(["one"], params, use_tqdm=False)
+    assert seen == {1, 2}
     assert torch.get_num_threads() == 2

@@ -6,7 +6,8 @@ woken up. Example: 4 layers of width 256 and one row run 1.2 times as fast on on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,16 +19,18 @@ WEIGHT_BOUND_TOKENS = 8  # up to that many, reading the weights takes the time, 
 
 
 class StepThreads:
-    """Gives a step one thread or all of torch's, by the work of one layer. Other work of the process keeps its threads.
+    """Gives a step one thread or all of torch's, by the work of one layer. Other threads of the process keep their number.
 
     Args:
-        layer_bytes: of a layer's weights.
+        layer_bytes: of a layer's weights: the model's, embedding and output weights included, over its number of layers.
         token_bytes: of a layer's keys and values, or whatever its memory is, for one token.
     """
 
     def __init__(self, layer_bytes: int, token_bytes: int) -> None:
         self._layer_bytes = layer_bytes
         self._token_bytes = token_bytes
+        self._set = own_thread_setter()
+        self._usual: int | None = None  # during a step, and after one that an interrupt kept from ending
 
     def is_small(self, rows: Sequence[StepRow]) -> bool:
         """Whether the step is faster on one thread."""
@@ -39,12 +42,24 @@ class StepThreads:
     @contextmanager
     def during(self, rows: Sequence[StepRow]) -> Iterator[None]:
         """The threads of a step with these rows; afterwards as before."""
-        usual = torch.get_num_threads()
-        if usual == 1 or not self.is_small(rows):
-            yield
-            return
-        torch.set_num_threads(1)
+        if self._usual is None:
+            self._usual = torch.get_num_threads()
         try:
+            self._set(1 if self.is_small(rows) else self._usual)
             yield
         finally:
-            torch.set_num_threads(usual)
+            self._set(self._usual)
+            self._usual = None
+
+
+def own_thread_setter() -> Callable[[int], object]:
+    """The OpenMP function that sets how many threads the calling thread's operators take. It does nothing without OpenMP.
+
+    `torch.set_num_threads` also sets the number that every new thread of the process begins with.
+    """
+    try:
+        found = ctypes.CDLL(torch._C.__file__).omp_set_num_threads
+    except (AttributeError, OSError):
+        return lambda count: None
+    found.restype = None
+    return found
