@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.engine_oracle import check, engine, prompt, run
+from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, MATRIX, quantise
 from pagerunner.config import EngineArgs
@@ -159,3 +159,22 @@ def test_a_device_without_kernels_for_the_format_is_refused_and_a_cpus_plan_coun
         "weights (fp8, unpacked to float32)",
         weights_bytes(build_model(read_model_config(path), "float32")),
     )
+
+
+def test_scales_may_lie_in_another_file_than_the_numbers_and_sleep_reads_both_again(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    quantise(path, "fp8 block")
+    whole = path / "model.safetensors"
+    places = {}
+    for number in (0, 1):
+        part = {name: tensor for name, tensor in load_file(whole).items() if ("scale" in name) == bool(number)}
+        save_file(part, path / f"model-{number}.safetensors")
+        places |= dict.fromkeys(part, f"model-{number}.safetensors")
+    before = tokens_of(engine(path), [prompt(3, 30)])
+    whole.unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    llm = engine(path, enable_sleep_mode=True)
+    assert tokens_of(llm, [prompt(3, 30)]) == before
+    llm.sleep(2)
+    llm.wake_up()
+    assert tokens_of(llm, [prompt(3, 30)]) == before
