@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.graphs import RecordedGraph
-from pagerunner.ops import transfer
+from pagerunner.ops import async_copy
 from pagerunner.ops.dispatch import Op
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.staging import _Buffers
@@ -86,7 +86,7 @@ class _Counter(TorchDispatchMode):
 def counted_steps() -> Iterator[list[StepCost]]:
     """The costs of all steps that engines run inside."""
     counter, steps, run = _Counter(), [], ModelRunner.run
-    to_device, bits = transfer.to_device, transfer.bits_to_device
+    to_device, bits = async_copy.to_device, async_copy.bits_to_device
 
     def counted_run(self: ModelRunner, plan: Any) -> Any:
         counter.step = StepCost(len(plan.rows), False, all(row.num_tokens == 1 and row.samples for row in plan.rows))
@@ -102,8 +102,8 @@ def counted_steps() -> Iterator[list[StepCost]]:
         patch.object(RecordedGraph, "replay", counter.wrapped(RecordedGraph.replay, None)),
         patch.object(Op, "__call__", counter.wrapped(Op.__call__, "launches")),
         patch.object(_Buffers, "send", counter.wrapped(_Buffers.send, "to_device")),
-        patch.object(transfer.ToHost, "__init__", counter.wrapped(transfer.ToHost.__init__, "to_host")),
-        patch.object(transfer.BestCopies, "copy", counter.wrapped(transfer.BestCopies.copy, "to_host")),
+        patch.object(async_copy.ToHost, "__init__", counter.wrapped(async_copy.ToHost.__init__, "to_host")),
+        patch.object(async_copy.BestCopies, "copy", counter.wrapped(async_copy.BestCopies.copy, "to_host")),
     ]
     patches += [
         patch.object(module, name, counter.wrapped(function, "to_device"))
