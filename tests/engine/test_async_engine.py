@@ -241,6 +241,22 @@ def test_requests_wait_while_the_engine_is_paused(model: Path, monkeypatch: pyte
     with_engine(model, test, stall_seconds=0.2)
 
 
+def test_a_request_larger_than_the_queue_is_told_what_to_ask_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        text = "hello there my friend"
+        size = len(await engine.encode(text))
+        for most, param in ((size - 1, "prompt"), (4 * size - 1, "n")):
+            monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", most)
+            words = rf"^The request has {4 * size} prompt tokens \(n=4\); at most {most} may wait at once \(PAGERUNNER_"
+            with pytest.raises(InvalidRequestError, match=words) as caught:
+                await last(engine, "a", text, n=4)
+            assert caught.value.param == param
+        monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 4 * size)
+        assert len((await last(engine, "a", text, n=4, max_tokens=1)).outputs) == 4
+
+    with_engine(model, test)
+
+
 @pytest.mark.usefixtures("slow")
 def test_unfinished_requests_of_a_sleeping_engine_are_no_stall(model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:

@@ -380,9 +380,17 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
     with running_server(EngineArgs(model=str(text_side), max_num_seqs=2)) as server:
         body = {"prompt": [40, 41], "max_tokens": 4, "ignore_eos": True}
         assert server.post("/v1/completions", {**body, "n": 6}).status_code == 200
-        for larger in ({"n": 7}, {"prompt": [[40, 41]] * 7}, {"prompt": ["a"] * 4, "n": 2}):
-            refused = server.post("/v1/completions", {**body, **larger})  # it would be refused whenever it comes
+        chat = {"messages": [{"role": "user", "content": "a word, and some more"}]}
+        for path, larger, param in (  # each would be refused whenever it comes
+            ("completions", {"prompt": [40, 41], "n": 7}, "n"),
+            ("completions", {"prompt": "a", "n": 7}, "n"),
+            ("completions", {"prompt": [[40, 41]] * 7}, "prompt"),
+            ("completions", {"prompt": ["a"] * 4, "n": 2}, "n"),
+            ("chat/completions", {**chat, "n": 7}, "n"),
+        ):
+            refused = server.post(f"/v1/{path}", larger)
             assert refused.status_code == 400 and "Retry-After" not in refused.headers
+            assert refused.json()["error"]["param"] == param
             assert "at most 6 may wait at once (PAGERUNNER_LIMIT_MAX_QUEUED_REQUESTS" in refused.text
         found: list[httpx.Response] = []
         asking = [
@@ -402,8 +410,21 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
         assert progress.queued == progress.queued_tokens == 0
         assert server.post("/v1/completions", body).status_code == 200
         monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 10)
-        for prompt in ([[5] * 8] * 4, [5] * 11, "a word, and some more words that have more than ten tokens"):
-            refused = server.post("/v1/completions", {**body, "prompt": prompt})
-            assert refused.status_code == 400 and "MAX_QUEUED_TOKENS" in refused.text
+        text = "a word, and some more words that have more than ten tokens"
+        for path, larger, param in (
+            ("completions", {"prompt": [[5] * 8] * 4}, "prompt"),
+            ("completions", {"prompt": [5] * 11}, "prompt"),
+            ("completions", {"prompt": [5] * 8, "n": 2}, "n"),
+            ("completions", {"prompt": text}, "prompt"),
+            ("completions", {"prompt": text, "stream": True}, "prompt"),
+            ("completions", {"prompt": "sixteen ", "n": 2}, "n"),
+            ("chat/completions", {**chat}, "messages"),
+            ("responses", {"input": text}, "input"),
+        ):
+            refused = server.post(f"/v1/{path}", larger)
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert error["message"].startswith("The request has ") and "MAX_QUEUED_TOKENS" in error["message"]
+            assert error["param"] == param
         server.wait_idle()
         assert progress.queued == progress.queued_tokens == 0

@@ -202,6 +202,8 @@ def test_an_answer_that_is_ended_midway_says_so_in_its_last_event(
         ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
         ({"input": 5}, "input"),
+        ({"input": "word " * 5000}, "input"),
+        ({"input": "word " * 5000, "truncation": "auto"}, "input"),
     ],
 )
 def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: str) -> None:

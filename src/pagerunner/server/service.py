@@ -6,8 +6,8 @@ import abc
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -15,9 +15,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagerunner import limits
 from pagerunner.engine.frontend.async_engine import AsyncEngine
-from pagerunner.engine.frontend.input_processor import Truncation
+from pagerunner.engine.frontend.input_processor import Truncation, check_queueable
 from pagerunner.errors import InvalidRequestError, PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LABEL_HEADER = "X-Request-Id"
 _MAX_ID_CHARS = 256
-_FORMAT = "structured_outputs"  # what the engine calls it
+_FORMAT = "structured_outputs"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -115,16 +114,18 @@ class Service:
         params: SamplingParams,
         request: Queued,
         pooling: Pooling | None = None,
-        format_field: str = _FORMAT,
+        names: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Indexed, None]:
         """Start when iterated, and read every prompt's outputs as one stream.
 
-        `format_field` is the client's field that says the format of the text; errors name it.
+        `names` are the client's own fields, for `blaming`.
 
         Raises:
             InvalidRequestError: the call is larger than the engine's queue: it would be refused whenever it comes.
         """
-        _check_size(prompts, params.n)
+        names = names if names is not None else {}
+        with blaming(names):  # texts are counted when they have been tokenised
+            check_queueable(params.n, len(prompts), sum(len(one.get("prompt_token_ids", "")) for one in prompts))
         outputs = merged(
             [
                 self.engine.generate(
@@ -138,32 +139,30 @@ class Service:
                 for index, prompt in enumerate(prompts)
             ]
         )
-        return outputs if format_field == _FORMAT else _blaming(format_field, outputs)
+        return _blaming(names, outputs)
 
 
-async def _blaming(field: str, outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
-    async with aclosing(outputs):
-        try:
+@contextmanager
+def blaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors name the client's own field, `names[field]`, for a `field` of the engine.
+
+    The engine's fields are those of SamplingParams and "prompt". A name that the client and the engine share needs no entry.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = names.get(error.param or "", error.param)
+        if error.param == _FORMAT:  # its sentences begin with the field
+            error.args = (str(error).replace(_FORMAT, str(name), 1),)
+        error.param = name
+        raise
+
+
+async def _blaming(names: Mapping[str, str], outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
+    with blaming(names):
+        async with aclosing(outputs):
             async for one in outputs:
                 yield one
-        except InvalidRequestError as error:
-            if error.param != _FORMAT:
-                raise
-            raise InvalidRequestError(str(error).replace(_FORMAT, field, 1), field) from error
-
-
-def _check_size(prompts: Sequence[dict[str, Any]], n: int) -> None:
-    tokens = n * sum(len(prompt.get("prompt_token_ids", "")) for prompt in prompts)
-    for count, name, what in (
-        (n * len(prompts), "MAX_QUEUED_REQUESTS", "answers"),
-        (tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
-    ):
-        most = getattr(limits, name)
-        if count > most:
-            raise InvalidRequestError(
-                f"The call has {count} {what}; at most {most} may wait at once {limits.knob(name)}. Send it in parts.",
-                param="prompt",
-            )
 
 
 def json_response(body: Any) -> Response:

@@ -20,7 +20,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreCl
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
-from pagerunner.engine.frontend.input_processor import Truncation, up_to_mark, with_marked_end
+from pagerunner.engine.frontend.input_processor import Truncation, check_queueable, up_to_mark, with_marked_end
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
@@ -411,8 +411,8 @@ class AsyncEngine:
         await self._client.close()
 
     def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
+        self._check_queue(len(requests), len(requests[0].prompt_token_ids))
         try:
-            self._check_queue(len(requests), len(requests) * len(requests[0].prompt_token_ids))
             message = wire.Add.of(requests)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
@@ -425,19 +425,18 @@ class AsyncEngine:
             raise
         return stream
 
-    def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError when too much waits for its first token, InvalidRequestError for more than may ever wait."""
+    def _check_queue(self, n: int, tokens: int) -> None:
+        """Raise QueueFullError while the queue has no room for `n` answers to a prompt of `tokens` tokens.
+
+        Raises InvalidRequestError when it never will have.
+        """
+        check_queueable(n, 1, tokens)
         progress = self._desk.progress
         for queued, more, name, what in (
-            (progress.queued, count, "MAX_QUEUED_REQUESTS", "answers"),
-            (progress.queued_tokens, tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
+            (progress.queued, n, "MAX_QUEUED_REQUESTS", "answers"),
+            (progress.queued_tokens, n * tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
         ):
             most = getattr(limits, name)
-            if more > most:
-                raise InvalidRequestError(
-                    f"The request has {more} {what}; at most {most} may wait at once {limits.knob(name)}.",
-                    param="n" if name == "MAX_QUEUED_REQUESTS" else "prompt",
-                )
             if queued + more > most:
                 raise QueueFullError(
                     f"The queue is full: {queued} {what} wait for their first token, and with this request's {more} there "

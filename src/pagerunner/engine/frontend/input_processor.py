@@ -63,6 +63,27 @@ def check_text(text: str) -> None:
         ) from None
 
 
+def check_queueable(n: int, prompts: int, tokens: int) -> None:
+    """Raise InvalidRequestError for a call that is larger than the whole queue. It would be refused whenever it comes.
+
+    Args:
+        n: how many answers to each prompt.
+        prompts: how many prompts.
+        tokens: how many tokens the prompts have together. Each answer waits with the tokens of its prompt.
+    """
+    for one_each, name, what in (
+        (prompts, "MAX_QUEUED_REQUESTS", "answers"),
+        (tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
+    ):
+        most = getattr(limits, name)
+        if n * one_each > most:
+            count = f"{n * one_each} {what}" if n == 1 else f"{n * one_each} {what} (n={n})"
+            raise InvalidRequestError(
+                f"The request has {count}; at most {most} may wait at once {limits.knob(name)}.",
+                param="prompt" if one_each > most else "n",
+            )
+
+
 def check_continues(continue_final_message: bool, add_generation_prompt: bool) -> None:
     """Raise InvalidRequestError when an answer is both to go on with the last message and to begin a new one."""
     if continue_final_message and add_generation_prompt:

@@ -15,7 +15,7 @@ from pagerunner.server.chat.reader import Answer, AnswerReader
 from pagerunner.server.fanout import Indexed
 from pagerunner.server.params import check_template_kwargs, truncation
 from pagerunner.server.protocol.tools import Tool
-from pagerunner.server.service import Call, Service
+from pagerunner.server.service import Call, Service, blaming
 from pagerunner.types import SamplingParams
 
 ToolMode = Literal["none", "auto", "required", "named"]
@@ -29,7 +29,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     Args:
         messages: the conversation as chat templates take it.
         params: how to sample, with the format of the text if one is wanted.
-        format_field: the client's own field that says the format of the text.
+        prompt_field, format_field: the client's own fields that hold the conversation, and that say the format of the text.
         tools: what may be called.
         tool_choice: whether a tool may or must be called; None is "auto" where there are tools. "named" goes with `tool_name`.
         parallel_tool_calls: whether more than one call may be made.
@@ -46,6 +46,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
 
     messages: list[dict[str, Any]]
     params: SamplingParams
+    prompt_field: str = "messages"
     format_field: str = "structured_outputs"
     tools: list[Tool] = []
     tool_choice: ToolMode | None = None
@@ -95,7 +96,8 @@ async def run_chat(service: Service, call: Call, turn: ChatTurn) -> ChatRun:
     prompt = await _render(service, turn, plan)
     await plan.see_prompt(service.engine.decode, prompt)
     params = plan.adjust(turn.params)
-    outputs = service.run(call, [{"prompt_token_ids": prompt}], params, turn, format_field=plan.format_field)
+    names = {"prompt": turn.prompt_field, "structured_outputs": plan.format_field}
+    outputs = service.run(call, [{"prompt_token_ids": prompt}], params, turn, names=names)
     return ChatRun(plan, params, prompt, outputs)
 
 
@@ -136,9 +138,10 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
             truncation=kept,
         )
 
-    if turn.drop_oldest:
-        return await _shortened(turn.messages, engine.max_model_len - max(turn.params.max_tokens or 1, 1), render)
-    return await render(turn.messages)
+    with blaming({"prompt": turn.prompt_field}):
+        if turn.drop_oldest:
+            return await _shortened(turn.messages, engine.max_model_len - max(turn.params.max_tokens or 1, 1), render)
+        return await render(turn.messages)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class CompletionsEndpoint:
         prompts = await self._prompts(request, params)
         echoes = await self._echoes(request, prompts)
         field = "structured_outputs" if request.structured_outputs is not None else "response_format"
-        outputs = self._service.run(call, prompts, params, request, format_field=field)
+        outputs = self._service.run(call, prompts, params, request, names={"structured_outputs": field})
         if scores_only(request):
             outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)

@@ -17,8 +17,10 @@ from pagerunner.server.http import decode_body, read_body
 from pagerunner.server.params import truncation
 from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
-from pagerunner.server.service import Service, collected, json_response
+from pagerunner.server.service import Service, blaming, collected, json_response
 from pagerunner.types import RequestOutput
+
+_NAMES = {"prompt": "input"}
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -67,8 +69,10 @@ class EmbeddingsEndpoint:
             raise InvalidRequestError(
                 f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
             )
-        prompts = [await self._prompt(request, one) for one in inputs]
-        results = await collected(http, service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind))
+        with blaming(_NAMES):
+            prompts = [await self._prompt(request, one) for one in inputs]
+        outputs = service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind, names=_NAMES)
+        results = await collected(http, outputs)
         vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
         as_text = request.encoding_format == "base64"
         data = [

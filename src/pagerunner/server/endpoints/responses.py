@@ -87,6 +87,7 @@ def _turn(request: ResponsesRequest, params: SamplingParams) -> ChatTurn:
     return ChatTurn(
         messages=request.messages(),
         params=params,
+        prompt_field="input",
         format_field="structured_outputs" if request.structured_outputs is not None else "text.format",
         tools=request.functions(),
         tool_choice=wanted,
