@@ -282,11 +282,11 @@ def test_a_sleep_that_waits_finishes_the_requests_of_a_paused_engine(monkeypatch
             client.send(add(request("queued", [5], max_tokens=30)))
             asleep = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait")))
             await frontend.until(lambda: len(frontend.tokens("queued")) > 2)
-            assert not asleep.done() and not await client.call(wire.IsSleeping)
+            assert not asleep.done() and await client.sleep_level() is None
             async with asyncio.timeout(5):
                 await asleep
             assert len(frontend.tokens("queued")) == 30 and frontend.finished("queued")
-            assert await client.call(wire.IsSleeping)
+            assert await client.sleep_level() == 1
 
     asyncio.run(main())
 

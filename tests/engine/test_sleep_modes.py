@@ -56,7 +56,7 @@ def test_waiting_for_the_requests_of_a_paused_engine_finishes_them(core: Any, le
     add(core, "new_0", "new_1")  # more than run at once
     assert not core.has_work
     assert ended(core.sleep(level, "wait")) == {"ran": "length", "new_0": "length", "new_1": "length"}
-    assert core.is_sleeping and not core.has_work
+    assert core.sleep_level is not None and not core.has_work
     core.wake_up()
     assert run(core) == []
 
@@ -69,7 +69,7 @@ def test_an_engine_asleep_refuses_to_finish_requests_and_keeps_them(core: Any, a
     for level in (0, 1, 2):
         with pytest.raises(EngineSleepingError, match="can't finish its 1 "):
             core.sleep(level, "wait")
-    assert core.is_sleeping
+    assert core.sleep_level is not None
     core.wake_up()
     assert ended(run(core)) == {"kept": "length"}
 
@@ -78,7 +78,7 @@ def test_an_engine_asleep_refuses_to_finish_requests_and_keeps_them(core: Any, a
 def test_with_nothing_unfinished_a_sleep_that_waits_goes_deeper(core: Any, asleep: int) -> None:
     core.sleep(asleep)
     assert core.sleep(2, "wait") == []
-    assert core.is_sleeping
+    assert core.sleep_level is not None
     core.wake_up()
     add(core, "next")
     assert ended(run(core)) == {"next": "length"}
@@ -89,6 +89,6 @@ def test_a_pause_goes_on_when_a_sleep_that_waits_is_refused(core: Any) -> None:
     add(core, "new")
     with pytest.raises(Exception, match="sleep level"):
         core.sleep(3, "wait")
-    assert core.is_sleeping and not core.has_work
+    assert core.sleep_level is not None and not core.has_work
     core.wake_up()
     assert ended(run(core)) == {"new": "length"}
