@@ -326,18 +326,20 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
     assert [update.num_cached_tokens for update in bench.updates] == [0] * 40, "said once, about the first admission"
 
 
-def test_sleep_sends_everything_back_in_order_and_forgets_the_pages() -> None:
+def test_sleep_sends_everything_back_in_order_and_forgets_the_pages(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(max_num_batched_tokens=32)
     bench.add(*(request(name, 20) for name in "abc"))
     bench.step()
     bench.step()
     bench.scheduler.preempt_all()
     assert bench.manager.pool.used == [0] and not bench.manager.pool.cached[0] and not bench.manager.index.pages[0]
+    assert bench.scheduler.stats().preemptions_total == 0 and not caplog.records, "nobody lacked memory"
     assert [item.request_id for item in bench.scheduler._state.waiting] == ["a", "b", "c"]
     bench.checker.lose_pages()
     bench.drain()
     for name in "abc":
         assert bench.output[name] == expected_output(request(name, 20), bench.plan.max_model_len)[0]
+    assert all(update.num_preemptions == 0 for update in bench.updates)
 
 
 # -- plans in flight

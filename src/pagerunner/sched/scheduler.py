@@ -173,9 +173,12 @@ class Scheduler:
         return plan
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep)."""
+        """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep).
+
+        Statistics don't count this as preemptions: those are signs of too little memory.
+        """
         while self._state.running:
-            self._state.preempt(self._state.running.pop())
+            self._state.send_back(self._state.running.pop())
         self.manager.reset_prefix_cache()
 
     # -- results

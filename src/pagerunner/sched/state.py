@@ -55,10 +55,14 @@ class SchedulerState:
         self._warned_preemptions = self.counts.preemptions
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages and slot. Later it resumes from all tokens that it has then."""
+        """Send a running sequence back for want of pages, which is counted and logged."""
         self.counts.preemptions += 1
         sequence.preemptions += 1
         self._warn_of_preemption(sequence)
+        self.send_back(sequence)
+
+    def send_back(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and slot. Later it resumes from all tokens that it has then."""
         self.vacate(sequence)
         self.waiting.put_back(sequence)
 
