@@ -172,12 +172,17 @@ class LLM:
         """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
-        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        variables = chat_template_kwargs or {}
+        for name in ("messages", *(("tools",) if tools is not None else ())):
+            if name in variables:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs may not set {name}, which is an argument of its own.",
+                    param="chat_template_kwargs",
+                )
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
         if chat_template is not None:
             options["chat_template"] = chat_template
-        prompts = [
-            self._render(conversation, continue_final_message, tools, **options) for conversation in conversations
-        ]
+        prompts = [self._render(conversation, options, continue_final_message) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[list[float]]:
@@ -243,7 +248,7 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """`stream` for a conversation, rendered by the checkpoint's chat template."""
-        return self.stream(self._render(messages, add_generation_prompt=True), sampling_params)
+        return self.stream(self._render(messages, {"add_generation_prompt": True}), sampling_params)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free memory until `wake_up`: level 0 pauses, 1 frees the pages, 2 the weights too.
@@ -278,20 +283,14 @@ class LLM:
         with self._whole():
             return self._core.reset_prefix_cache()
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        goes_on: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        **options: Any,
-    ) -> Prompt:
+    def _render(self, messages: Sequence[Message], options: dict[str, Any], goes_on: bool = False) -> Prompt:
         # Here the template runs in the caller's process. A server has it in processes of its own, since one that never ends
         # would cost other clients their answers; here it costs its caller only, whom Ctrl-C helps. It is sandboxed all the
         # same, and nothing of it is computed before it runs.
         tokenizer = self.get_tokenizer()
         check_continues(goes_on, bool(options["add_generation_prompt"]))
         shown = with_marked_end(messages) if goes_on else list(messages)
-        text = tokenizer.apply_chat_template(shown, tools, **options)
+        text = tokenizer.apply_chat_template(shown, **options)
         text = up_to_mark(text) if goes_on else text
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -150,6 +150,13 @@ def test_chat_goes_on_with_a_message_and_shows_tools(llm: LLM) -> None:
     own = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}{{ mood }}"
     tools = [{"type": "function", "function": {"name": "look"}}]
     assert prompt([user], chat_template=own, tools=tools, chat_template_kwargs={"mood": "!"}) == "[look]hello!"
+    assert prompt([user], chat_template=own, chat_template_kwargs={"tools": tools}) == "[look]hello"
+    for name in ("goes_on", "options", "self"):  # any name may be one of the template's
+        named = "{{ messages[0].content }}{{ " + ("mood" if name == "self" else name) + " }}"
+        assert prompt([user], chat_template=named, chat_template_kwargs={name: 1, "mood": 1}) == "hello1"
+    for refused, others in (("tools", {"tools": tools}), ("messages", {})):
+        with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs may not set {refused}"):
+            prompt([user], chat_template=own, chat_template_kwargs={refused: []}, **others)
 
 
 def test_prompt_logprobs_cover_the_prompt(llm: LLM) -> None:
