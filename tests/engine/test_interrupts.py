@@ -30,6 +30,7 @@ from helpers.effort import effort
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
+from pagerunner.types import StructuredOutputsParams
 
 SOURCES = str(Path(pagerunner.__file__).parent)
 STATEFUL = tuple(os.path.join(SOURCES, room) for room in ("engine", "llm.py", "memory", "runner", "sched"))
@@ -326,3 +327,39 @@ def test_in_another_thread_there_is_nothing_to_hold(engines: Callable[[str], LLM
     thread.start()
     thread.join()
     assert found == [expected]
+
+
+def test_an_interrupt_leaves_no_grammar_that_seems_waited_for() -> None:
+    """A grammar that no request waits for any more is not compiled. So the books of who waits must survive an interrupt."""
+
+    def guided(regex: str) -> SamplingParams:
+        return SamplingParams(
+            temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex=regex), output_kind="delta"
+        )
+
+    llm = LLM("demo", use_tqdm=False, max_model_len=64, kv_cache_memory_bytes=2**24)
+    waiting = llm._core._scheduler._state.guided._make_guide._waiting  # type: ignore[union-attr]
+    stream = llm.stream("Hello", guided("[a-z]{9}"))
+    tokens = list(next(stream).outputs[0].token_ids)
+    [kept] = waiting
+    for _ in range(2):
+        interrupted = Interrupted(llm._core._scheduler)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hi", guided("[0-9]{9}"), use_tqdm=False)
+        assert interrupted.calls == 1 and dict(waiting) == {kept: 1}
+    tokens += [token for output in stream for token in output.outputs[0].token_ids]
+    assert not waiting
+    [whole] = llm.generate("Hello", guided("[a-z]{9}"), use_tqdm=False)
+    assert tokens == list(whole.outputs[0].token_ids) and not waiting
+
+
+class Interrupted:
+    """Interrupts a scheduler in its next commit."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.calls = 0
+        scheduler.commit = self.commit
+
+    def commit(self, *_: object) -> None:
+        self.calls += 1
+        raise KeyboardInterrupt

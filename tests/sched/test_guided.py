@@ -22,6 +22,7 @@ class FakeGuide:
     def __init__(self) -> None:
         self.told: list[int] = []
         self.gate = 0
+        self.closed = 0
         self.error: str | None = None
         self.finished = False
 
@@ -35,7 +36,7 @@ class FakeGuide:
         return b"%d" % len(self.told)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed += 1
 
     def advance(self, token_ids: list[int]) -> None:
         assert self.ready
@@ -212,3 +213,15 @@ def test_random_traffic_in_a_pool_that_preempts(seed: int) -> None:
         assert guide.told == bench.output[name][:-1]
     assert bench.scheduler.stats().preemptions_total > 0
     assert bench.manager.pool.used == [0]
+
+
+def test_closing_the_guides_closes_each_once() -> None:
+    bench = Bench(max_num_seqs=1)
+    for name in "abc":
+        bench.add(name, 5, 3, guided=True)
+    bench.guides["a"].gate = 99
+    bench.plan()  # one runs, and the others are held back
+    bench.scheduler.abort(["b"])
+    for _ in range(2):
+        bench.scheduler.close_guides()
+        assert [guide.closed for guide in bench.guides.values()] == [1, 1, 1]

@@ -39,6 +39,13 @@ class GuidedSequences:
             sequence.guide.close()
         self.held.pop(sequence.request_id, None)
 
+    def close(self) -> None:
+        """Close all guides."""
+        while self._all:
+            _, sequence = self._all.popitem()
+            if sequence.guide is not None:
+                sequence.guide.close()
+
     def settled(self) -> list[Sequence]:
         """Sequences that were blocked and whose guide is ready now. The caller unblocks or ends each of them."""
         found = []

@@ -120,6 +120,10 @@ class Scheduler:
         self._state.count_on(earlier._state)
         self.manager.count_on(earlier.manager)
 
+    def close_guides(self) -> None:
+        """Give up the guides of all sequences. Another scheduler takes the place of this one, which schedules nothing more."""
+        self._state.guided.close()
+
     def abort(self, request_ids: list[str]) -> list[RequestUpdate]:
         """End requests at once, whatever they are doing. Ids that are unknown or finished are passed over."""
         updates = []

@@ -104,9 +104,14 @@ class EngineCore:
         other requests are gone. Steps that were launched run to their end on the device before any new step.
         """
         scheduler = self._make_scheduler()
-        scheduler.count_on(self._scheduler)
-        for request, output in running:
-            scheduler.resume(request, output)
+        try:
+            scheduler.count_on(self._scheduler)
+            for request, output in running:
+                scheduler.resume(request, output)
+            self._scheduler.close_guides()
+        except BaseException:  # another interrupt: the next call of this method begins again
+            scheduler.close_guides()
+            raise
         self._in_flight.clear()
         self._scheduler = scheduler
 
