@@ -18,7 +18,7 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.server.app import create_app
-from pagerunner.server.gate import Access, Gate, Keys, access_of, marked
+from pagerunner.server.gate import Access, Gate, Keys, access_of, marked, route_of
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.page_routes import FILE_PATHS
 from pagerunner.server.service import Service
@@ -78,7 +78,9 @@ def test_every_route_but_health_asks_for_a_key_and_control_routes_for_the_admin_
     walked = routes(app)
     assert len(walked) > 9
     for method, path in walked:
-        access = access_of(app, {"type": "http", "path": path, "method": method, "root_path": "", "headers": []})
+        access = access_of(
+            route_of(app, {"type": "http", "path": path, "method": method, "root_path": "", "headers": []})
+        )
         assert (access is Access.PUBLIC) == (path in PUBLIC or path in FILE_PATHS), path
         if path in CONTROL:
             assert access is Access.ADMIN
@@ -103,9 +105,9 @@ def test_a_route_that_nobody_marked_is_a_control_route() -> None:
 
     app = FastAPI(routes=[Route("/new", endpoint), Route("/open", marked(lambda request: None, Access.PUBLIC))])
     scope = {"type": "http", "method": "GET", "root_path": "", "headers": []}
-    assert access_of(app, {**scope, "path": "/new"}) is Access.ADMIN
-    assert access_of(app, {**scope, "path": "/open"}) is Access.PUBLIC
-    assert access_of(app, {**scope, "path": "/nothing"}) is Access.CLIENT
+    assert access_of(route_of(app, {**scope, "path": "/new"})) is Access.ADMIN
+    assert access_of(route_of(app, {**scope, "path": "/open"})) is Access.PUBLIC
+    assert access_of(route_of(app, {**scope, "path": "/nothing"})) is Access.CLIENT
 
 
 @pytest.mark.parametrize(

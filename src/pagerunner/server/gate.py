@@ -106,7 +106,7 @@ class Gate:
         route = route_of(self._routes, scope)
         if route is not None:
             scope[ROUTE] = getattr(route, "path", "none")
-        access = _mark(route)
+        access = access_of(route)
         if access is Access.PUBLIC:
             return None
         return self._from_foreign_page(headers) or self._without_key(headers, access)
@@ -153,12 +153,8 @@ def route_of(app: Starlette, scope: Scope) -> BaseRoute | None:
     return next((route for route in app.routes if route.matches(scope)[0] is not Match.NONE), None)
 
 
-def access_of(app: Starlette, scope: Scope) -> Access:
-    """The mark of the route that this request is for; CLIENT when there is none."""
-    return _mark(route_of(app, scope))
-
-
-def _mark(route: BaseRoute | None) -> Access:
+def access_of(route: BaseRoute | None) -> Access:
+    """The mark of a route; CLIENT when there is none."""
     if route is None:
         return Access.CLIENT
     found: Access = getattr(getattr(route, "endpoint", None), "access", Access.ADMIN)

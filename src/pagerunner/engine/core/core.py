@@ -56,7 +56,6 @@ class EngineCore:
         self._step_log = StepLog()
         self.memory_plan = memory_plan
         self.startup = startup if startup is not None else StartUp()
-        self.num_steps = 0
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. While the engine is paused (level 0) it waits for `wake_up`.
@@ -151,7 +150,6 @@ class EngineCore:
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending, launched = self._in_flight.popleft()
-        self.num_steps += 1
         result = pending.result()
         if self._step_log.watched:
             self._step_log.note(plan, launched, pending.in_graph)
