@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams
@@ -120,6 +121,19 @@ def test_sleep_and_wake_give_the_same_tokens(llm: LLM, level: int) -> None:
         llm.generate("one", GREEDY, use_tqdm=False)
     llm.wake_up()
     assert tokens(llm.generate(["one", LONG_PROMPT], GREEDY, use_tqdm=False)) == before
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_that_were_made_in_inference_mode_are_filled_again_outside_it(
+    checkpoint: Path, load_format: str
+) -> None:
+    with torch.inference_mode():
+        llm = LLM(str(checkpoint), max_model_len=64, enable_sleep_mode=True, load_format=load_format, use_tqdm=False)
+    before = tokens(llm.generate("one", GREEDY, use_tqdm=False))
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        assert tokens(llm.generate("one", GREEDY, use_tqdm=False)) == before
 
 
 def test_sleep_needs_its_switch(checkpoint: Path) -> None:

@@ -110,8 +110,9 @@ def _aligned(size: int) -> int:
 def dummy_weights(model: Model, seed: int = 0) -> None:
     """Fill the weights with small random values, each as its form says: norms near 1, indices 0, all others near 0."""
     generator = torch.Generator(_device(model)).manual_seed(seed)
-    for module in model.modules():
-        module.randomize(generator)
+    with torch.inference_mode():  # weights that were made in this mode change only in it
+        for module in model.modules():
+            module.randomize(generator)
 
 
 def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
