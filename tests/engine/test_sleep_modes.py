@@ -92,3 +92,18 @@ def test_a_pause_goes_on_when_a_sleep_that_waits_is_refused(core: Any) -> None:
     assert core.sleep_level is not None and not core.has_work
     core.wake_up()
     assert ended(run(core)) == {"new": "length"}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_requests_of_an_engine_that_is_parked_wait_for_it_and_for_nothing_else(core: Any, level: int) -> None:
+    add(core, *"abc")
+    core.step()
+    assert (core.stats().waiting, core.stats().waiting_for) == (1, "slot")
+    core.sleep(level, "keep")
+    stats, state = core.stats(), core.watch(0)
+    assert stats.waiting >= 1 and stats.waiting_for == "paused" == state.stats.waiting_for
+    assert {one.wait for one in state.requests} <= {"paused"}
+    core.wake_up()
+    assert core.stats().waiting_for != "paused"
+    assert ended(run(core)) == dict.fromkeys("abc", "length")
+    assert core.stats().waiting_for == ""

@@ -174,9 +174,11 @@ class FakeCore:
     def stats(self) -> SchedulerStats:
         held = sum(len(request.prompt_token_ids) for request in self._requests.values())
         running = min(len(self._requests), self._max_num_seqs)
+        waiting = len(self._requests) - running
         return SchedulerStats(
             running=running,
-            waiting=len(self._requests) - running,
+            waiting=waiting,
+            waiting_for="paused" if waiting and self._level is not None else "slot" if waiting else "",
             kv_usage=held / (self._options.num_pages * PAGE_TOKENS),
             groups=[],
             prefix_queries_total=self._queries,

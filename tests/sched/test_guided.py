@@ -12,6 +12,7 @@ from helpers.page_checker import PageChecker
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
+from pagerunner.sched.live import MAX_WAITING
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, Grammar, RequestUpdate, SamplingParams, StepPlan
 
@@ -225,3 +226,34 @@ def test_closing_the_guides_closes_each_once() -> None:
     for _ in range(2):
         bench.scheduler.close_guides()
         assert [guide.closed for guide in bench.guides.values()] == [1, 1, 1]
+
+
+def test_requests_that_a_grammar_holds_back_are_listed_with_the_reason() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("g", 20, 2, guided=True)
+    assert bench.scheduler.stats().waiting_for == "grammar", "it is still in the line"
+    bench.add("h", 20, 2, guided=True)
+    assert bench.plan() is None
+    assert waits(bench) == {"g": "grammar", "h": "grammar"}
+    assert (bench.scheduler.stats().waiting, bench.scheduler.stats().waiting_for) == (2, "grammar")
+    bench.add("x", 20, 2, guided=False)
+    bench.add("y", 20, 2, guided=False)
+    bench.step()
+    assert waits(bench) == {"x": "", "g": "grammar", "h": "grammar", "y": "slot"}
+    assert (bench.scheduler.stats().waiting, bench.scheduler.stats().waiting_for) == (3, "slot")
+    assert set(waits(bench, paused=True).values()) == {"paused"}
+    assert bench.scheduler.stats(paused=True).waiting_for == "paused"
+
+
+def test_no_more_are_listed_than_else_when_grammars_hold_many_back() -> None:
+    bench = Bench()
+    for number in range(MAX_WAITING + 10):
+        bench.add(f"g{number}", 4, 2, guided=True)
+    assert bench.plan() is None
+    bench.add("x", 4, 2, guided=False)
+    assert len(bench.scheduler.live()) == MAX_WAITING
+    assert bench.scheduler.stats().waiting == MAX_WAITING + 11
+
+
+def waits(bench: Bench, *, paused: bool = False) -> dict[str, str]:
+    return {one.request_id: one.wait for one in bench.scheduler.live(paused=paused)}

@@ -82,6 +82,11 @@ def test_a_sibling_waits_for_the_pages_it_goes_on_from() -> None:
     assert waits(bench.scheduler) == {"a_0": "", "a_1": ""}
 
 
+def test_nobody_waits_for_the_engine_alone_when_nobody_waits() -> None:
+    scheduler = bench_of(64)
+    assert scheduler.stats(paused=True).waiting_for == "" and scheduler.live(paused=True) == []
+
+
 def test_only_the_first_of_a_long_line_are_listed() -> None:
     scheduler = bench_of(64, seqs=1)
     for number in range(400):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +20,7 @@ from pagerunner.engine.core.live import LiveState, LiveStep, StepLog
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
-from pagerunner.sched.live import page_books
+from pagerunner.sched.live import Wait, page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.server import live
 from pagerunner.server.errors import HttpError
@@ -99,6 +101,12 @@ def test_frames_put_together_are_the_state(kinds: dict[str, tuple[int, int]]) ->
         fresh.apply(sent(frame(state, None)))
         assert (fresh.slabs, fresh.cached, fresh.pages) == (reader.slabs, reader.cached, reader.pages)
     assert changes > 3  # not every frame was a whole one
+
+
+def test_the_page_has_words_for_every_reason_to_wait() -> None:
+    panels = (Path(live.__file__).parent / "page" / "panels.js").read_text()
+    words = panels.partition("const WAITS = {")[2].partition("};")[0]
+    assert set(re.findall(r"^  (\w+): ", words, re.MULTILINE)) == set(get_args(Wait)) - {""}
 
 
 def test_what_has_not_changed_is_not_sent_again() -> None:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from pagerunner.sched.request import Sequence
     from pagerunner.sched.state import SchedulerState
 
-Wait = Literal["", "sibling", "slot", "pages", "snapshot", "moves", "budget", "turn", "line"]
+Wait = Literal["", "sibling", "slot", "pages", "snapshot", "moves", "budget", "turn", "line", "grammar", "paused"]
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
 the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; pages are
-still being moved together to make room; the step's tokens are spoken for; its own last step is under way; others are before it."""
+still being moved together to make room; the step's tokens are spoken for; its own last step is under way; others are before it; what its
+grammar allows next is not known yet; the engine is paused or sleeps."""
 
 MAX_WAITING = 256
 """How many waiting requests are listed; the others are only counted."""
@@ -54,7 +55,7 @@ def live_request(sequence: Sequence, groups: Iterable[GroupPlan], wait: Wait = "
     pages: list[bytes] = []
     if grant is not None:
         pages = [array("i", held_pages(grant, number, group)).tobytes() for number, group in enumerate(groups)]
-        if any(grant.borrowed) and sequence.scheduled == sequence.cached_tokens:
+        if not wait and any(grant.borrowed) and sequence.scheduled == sequence.cached_tokens:
             wait = "sibling"
     return LiveRequest(
         sequence.request_id,
@@ -70,26 +71,35 @@ def live_request(sequence: Sequence, groups: Iterable[GroupPlan], wait: Wait = "
     )
 
 
-def live_requests(state: SchedulerState) -> list[LiveRequest]:
-    """The running requests, then the first of those that wait, and why."""
+def live_requests(state: SchedulerState, *, paused: bool = False) -> list[LiveRequest]:
+    """The running requests, then the first of those that wait, and why: those that a grammar holds back, then the line."""
     groups = state.manager.plan.groups
-    found = [live_request(sequence, groups) for sequence in state.running]
+    held = state.guided.held.values()
     wait = why_first_waits(state)
-    for sequence in islice(state.waiting, MAX_WAITING):
-        found.append(live_request(sequence, groups, wait))
+    listed: list[tuple[Sequence, Wait]] = [(sequence, "") for sequence in state.running]
+    listed += [(sequence, "grammar") for sequence in islice(held, MAX_WAITING)]
+    for sequence in islice(state.waiting, max(MAX_WAITING - len(held), 0)):
+        listed.append((sequence, wait))
         wait = "line"
-    return found
+    return [live_request(sequence, groups, "paused" if paused else wait) for sequence, wait in listed]
 
 
-def why_first_waits(state: SchedulerState) -> Wait:
-    """Why the first of those that wait has no row in the next step; empty if nobody waits."""
+def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
+    """Why the first of those that wait has no row in the next step; empty if nobody waits.
+
+    Requests that a grammar holds back come last here: they keep nobody waiting.
+    """
+    if paused and (state.waiting or state.guided.held):
+        return "paused"
     if not state.waiting:
-        return ""
+        return "grammar" if state.guided.held else ""
     first = state.waiting.peek()
     if not state.free_slots:
         return "slot"
     if first.in_flight:
         return "turn"
+    if first.blocked:
+        return "grammar"
     if first.retry_version >= 0 and state.manager.awaits_snapshot:
         return "snapshot"
     if state.manager.moves_unfinished:

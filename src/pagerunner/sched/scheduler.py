@@ -208,18 +208,18 @@ class Scheduler:
         holders = {sequence.request_id: sequence.grant for sequence in running if sequence.grant is not None}
         return memory_state(self.manager, holders)
 
-    def live(self) -> list[LiveRequest]:
-        """The running requests, then the first of those that wait, and why."""
-        return live_requests(self._state)
+    def live(self, *, paused: bool = False) -> list[LiveRequest]:
+        """The running requests, then the first of those that wait, and why. `paused`: nothing is scheduled for now."""
+        return live_requests(self._state, paused=paused)
 
-    def stats(self) -> SchedulerStats:
-        """Counts for the log and the metrics."""
+    def stats(self, *, paused: bool = False) -> SchedulerStats:
+        """Counts for the log and the metrics. `paused`: nothing is scheduled for now."""
         state, counts = self._state, self._state.counts
         return SchedulerStats(
             **msgspec.structs.asdict(memory_stats(self.manager)),
             running=len(state.running),
             waiting=len(state.waiting) + len(state.guided.held),
-            waiting_for=why_first_waits(state),
+            waiting_for=why_first_waits(state, paused=paused),
             preemptions_total=counts.preemptions,
             steps_total=counts.steps,
             prompt_tokens_total=counts.prompt_tokens,

@@ -178,7 +178,8 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, the memory manager and the device."""
-        return msgspec.structs.replace(self._scheduler.stats(), busy_seconds=self._executor.busy_seconds)
+        stats = self._scheduler.stats(paused=self.is_sleeping)
+        return msgspec.structs.replace(stats, busy_seconds=self._executor.busy_seconds)
 
     def memory_state(self) -> MemoryState:
         """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
@@ -192,13 +193,13 @@ class EngineCore:
         started = time.monotonic()
         scheduler = self._scheduler
         slabs, owners, cached = page_books(scheduler.manager)
-        requests = scheduler.live()
+        requests = scheduler.live(paused=self.is_sleeping)
         level = self.sleep_level
         return LiveState(
             started,
             time.monotonic() - started,
             -1 if level is None else level,
-            scheduler.stats(),
+            scheduler.stats(paused=self.is_sleeping),
             slabs,
             owners,
             cached,

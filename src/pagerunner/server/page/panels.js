@@ -13,6 +13,8 @@ const WAITS = {
   budget: ["the next step", "for the next step: this one's tokens are spoken for"],
   turn: ["its last step", "for its own last step to come back"],
   line: ["others", "for those before it"],
+  grammar: ["its grammar", "for its grammar: what may come next isn't known yet"],
+  paused: ["the engine to go on", "for the engine, which is paused or sleeps"],
 };
 
 const COLUMNS = ["Request", "State", "Tokens", "Prefix", "Pages", "Age"];
@@ -151,7 +153,6 @@ export class RequestTable {
     const reads = request.computed < request.prompt;
     let text = reads ? "reads its prompt" : "generates";
     if (request.wait) text = `waits for ${WAITS[request.wait][0]}`;
-    if (model.sleep >= 0 && !runs) text = "the engine sleeps";
     say(state, text);
     state.title = request.wait ? `It waits ${WAITS[request.wait][1]}.` : "";
     say(tokens, `${number(reads ? request.computed : request.tokens)} / ${number(reads ? request.prompt : request.limit)}`);
