@@ -197,10 +197,8 @@ def test_a_failed_start_raises_the_cores_error(text_side: Path, monkeypatch: pyt
 def test_a_port_in_use_is_found_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        start = time.thread_time()
         with pytest.raises(ConfigError, match=rf"Port {port} on 127.0.0.1 is in use; .* --port"):
-            run_server(EngineArgs(model="no such model"), port=port)
-        assert time.thread_time() - start < 0.5
+            run_server(EngineArgs(model="no such model"), port=port)  # whose loading would raise another error
 
 
 @pytest.mark.parametrize(
