@@ -26,7 +26,7 @@ import pytest
 import pagerunner
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
-from helpers.effort import effort
+from helpers.effort import TEST_DAY, effort, share_of_the_day
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
@@ -179,15 +179,20 @@ CASES = [
 def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
     engines: Callable[[str], LLM], case: int
 ) -> None:
-    """Each case tries its share of the lines that a step runs; `make test-thorough` tries all."""
+    """Each case tries this day's share of the lines that a step runs; `make test-thorough` tries all."""
     family, kind, step = CASES[case]
     llm = engines(family)
     expected = generate(llm, kind)
     ran = count_lines(llm, kind, step, STATEFUL)
     assert len(ran) > 300
-    share = effort((case, 5 * len(CASES)), (0, 1))
-    for line in range(share[0], len(ran), share[1]):
-        try_line(llm, kind, step, line, STATEFUL, expected)
+    for line in share_of_the_day(len(ran), 5 * len(CASES), case):
+        try:
+            try_line(llm, kind, step, line, STATEFUL, expected)
+        except BaseException as error:
+            error.add_note(
+                f"The interrupt came at line {line} of {len(ran)}. PAGERUNNER_TEST_DAY={TEST_DAY} repeats it."
+            )
+            raise
 
 
 def send_ctrl_c() -> None:

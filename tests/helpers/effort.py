@@ -2,6 +2,9 @@
 
 `make test` tries what finds most faults in the least time: each value of each parameter, not each combination. With
 PAGERUNNER_THOROUGH=1 in the environment (`make test-thorough`) tests try every combination and more random cases.
+
+Where all cases are too many, `make test` tries another share of them on each day, so that all have their turn.
+PAGERUNNER_TEST_DAY=739577 in the environment tries that day's share again.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ import itertools
 import math
 import os
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 THOROUGH = os.environ.get("PAGERUNNER_THOROUGH", "") not in ("", "0")
+
+TEST_DAY = int(os.environ.get("PAGERUNNER_TEST_DAY", "") or datetime.now(UTC).toordinal())
 
 
 def effort(usual: T, thorough: T) -> T:
@@ -23,6 +29,14 @@ def effort(usual: T, thorough: T) -> T:
     Example: `effort(20, 100)` is 20 in `make test` and 100 in `make test-thorough`.
     """
     return thorough if THOROUGH else usual
+
+
+def share_of_the_day(count: int, days: int, first: int = 0) -> range:
+    """Every `days`-th number below `count`. After as many days each number has had its turn.
+
+    `first` makes several tests try different numbers on the same day. `make test-thorough` gets all.
+    """
+    return range(count) if THOROUGH else range((TEST_DAY + first) % days, count, days)
 
 
 def by_turns(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
