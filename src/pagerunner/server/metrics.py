@@ -54,7 +54,7 @@ _GAUGES = {
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 1 is all of it.",
     "pagerunner:device_idle_ratio": "Share of the last seconds that the device spent between steps.",
     "pagerunner:kv_fragmentation_ratio": "Share of all slabs that packing every group would free.",
-    "pagerunner:kv_waste_ratio": "Share of a slab that can hold no state, of the worst group.",
+    "pagerunner:kv_waste_ratio": "Share of a slab in which no state fits, of the worst group.",
 }
 _COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens processed.",
@@ -151,7 +151,7 @@ class GroupMetrics:
             "fragmentation": gauge(
                 "group_fragmentation_ratio", "Share of all slabs that packing the group would free."
             ),
-            "waste": gauge("group_waste_ratio", "Share of a slab of the group that can hold no state."),
+            "waste": gauge("group_waste_ratio", "Share of a slab of the group in which no state fits."),
         }
         self._counters = {
             "evictions": counter("group_evictions", "Cached pages of the group that were evicted."),
