@@ -194,6 +194,12 @@ def test_vllms_flags_whose_value_changes_nothing_are_passed_over_with_a_line(par
     assert len(said) == 2 and "--swap-space 4 changes nothing" in said[0] and "swapped" in said[1]
 
 
+def test_a_flag_that_is_passed_over_is_said_once_with_a_config_file_too(parse, caplog):
+    parse("dir", "--swap-space=4", "--trust-remote-code", text="swap-space: 16\nmax-num-seqs: 4")
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert sorted(said) == ["--swap-space 16 changes nothing", "--swap-space 4 changes nothing", "--trust-remote-code"]
+
+
 def test_no_flag_of_ours_is_refused():
     own = set(serve.build_parser().option_names())
     assert not own & (REFUSED.keys() | ALWAYS | PASSED_OVER.keys()) and NEUTRAL.keys() <= REFUSED.keys()

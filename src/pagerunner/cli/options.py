@@ -227,14 +227,14 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message} (see `{self.prog} --help`).")
 
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse `argv`; flags and positional arguments may be mixed.
+    def parse(self, argv: Sequence[str], *, tell: bool = True) -> argparse.Namespace:
+        """Parse `argv`; flags and positional arguments may be mixed. See `screen` for `tell`.
 
         Raises:
             ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
         """
         known = {option for action in self._actions for option in action.option_strings}
-        namespace, extra = self.parse_known_intermixed_args(screen([_dashed(word) for word in argv], known))
+        namespace, extra = self.parse_known_intermixed_args(screen([_dashed(word) for word in argv], known, tell=tell))
         if extra:
             self.error(self._explain(extra))
         return namespace

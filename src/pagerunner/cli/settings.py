@@ -37,13 +37,13 @@ class ConfiguredParser(Parser):
         )
         self.add_argument("--config", metavar="FILE", help=text)
 
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str], *, tell: bool = True) -> argparse.Namespace:
         """Parse `argv`, with what the environment and the file say of flags that it doesn't have.
 
         Raises:
             ConfigError: a flag, key or variable is unknown, or has a value that can't be read; it says where.
         """
-        alone = super().parse(argv)
+        alone = super().parse(argv, tell=False)  # for `--config`; the whole is parsed in the end
         found: dict[str, list[str]] = {}
         variables = self._variables()
         path = alone.config or variables.pop("config", None)
@@ -54,7 +54,7 @@ class ConfiguredParser(Parser):
         if getattr(alone, "model_tag", None) is not None:
             given.add("model")
         more = [word for dest, one in found.items() if dest not in given for word in one]
-        return super().parse([*argv, *more]) if more else alone
+        return super().parse([*argv, *more], tell=tell)
 
     def _option(self, word: str) -> str | None:
         """The destination of the flag that `word` begins with."""

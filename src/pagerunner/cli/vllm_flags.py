@@ -103,8 +103,10 @@ _METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
 _FALSE = ("false", "0", "no", "off")
 
 
-def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
+def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -> list[str]:
     """`words` without vLLM's flags that ask for what is done anyway. Flags in `known` are the parser's own.
+
+    The log names flags that are passed over, if `tell`.
 
     vLLM's switch for sampling pages becomes vLLM's default sample, unless `words` have one.
 
@@ -124,9 +126,11 @@ def screen(words: Sequence[str], known: Collection[str]) -> list[str]:
             kept.append(word)
         elif name in PASSED_OVER:
             value = value if equals else next(rest, "")
-            logger.warning("%s %s changes nothing: %s", name, value, PASSED_OVER[name])
+            if tell:
+                logger.warning("%s %s changes nothing: %s", name, value, PASSED_OVER[name])
         elif name in WARNED:
-            logger.warning("%s: %s", name, WARNED[name])
+            if tell:
+                logger.warning("%s: %s", name, WARNED[name])
         elif not _changes_nothing(name) and (
             not (wanted := NEUTRAL.get(name)) or (value if equals else next(rest, "")) not in wanted
         ):
