@@ -174,12 +174,12 @@ def test_experts_are_held_one_by_one_or_together_or_transposed() -> None:
     found = {tensor.name: tensor for tensor in Experts(sizes, torch.float32).checkpoint("x.")}
     assert set(found["x.gate_up_proj"].instead_of) == {f"x.{e}.{m}_proj.weight" for e in (0, 1) for m in ("gate", "up")}
     assert found["x.down_proj"].instead_of == ("x.0.down_proj.weight", "x.1.down_proj.weight")
-    assert (found["x.gate_up_proj"].cut, found["x.down_proj"].cut) == (1, 2)
+    assert (found["x.gate_up_proj"].cut, found["x.down_proj"].cut) == (None, 2)
     together = Experts(sizes, torch.float32, transposed=True, bias=True, activation=silu_and_mul)
     held = {tensor.name: (tensor.sink.shape, tensor.cut, tensor.instead_of) for tensor in together.checkpoint("x.")}
     assert held == {
-        "x.gate_up_proj": ((2, 4, 6), 2, ()),
-        "x.gate_up_proj_bias": ((2, 6), 1, ()),
+        "x.gate_up_proj": ((2, 4, 6), None, ()),
+        "x.gate_up_proj_bias": ((2, 6), None, ()),
         "x.down_proj": ((2, 3, 4), 1, ()),
         "x.down_proj_bias": ((2, 4), None, ()),
     }

@@ -20,9 +20,11 @@ class CheckpointTensor:
     """What a model takes of a checkpoint: a tensor's name there, its shape and dtypes (`sink`), and what it fills.
 
     `owner` is the module whose weights it fills, and `part` says which part of them if the checkpoint holds them in several:
-    "k_proj" of a matrix of queries, keys and values. `cut` is the dimension that may be divided among devices; None: each device
-    needs the whole. `instead_of` names the tensors for which a checkpoint may hold this one; it is empty for those that a
-    checkpoint must hold.
+    "k_proj" of a matrix of queries, keys and values. `cut` is the dimension whose equal slices devices may take; None: each device
+    needs the whole, or the tensor holds sections of which each device needs a slice.
+
+    `instead_of` names the tensors for which a checkpoint may hold this one; it is empty for those that a checkpoint must hold.
+    Several tensors may stand for `instead_of` only together, as packed numbers and their scales. Then `beside` names the others.
 
     Example: `model.layers.0.self_attn.k_proj.weight` has shape [1024, 4096], its owner is the FusedLinear `qkv_proj`, its part
     is "k_proj", and its cut is 0: each of two devices may take 512 of its output features.
@@ -34,6 +36,7 @@ class CheckpointTensor:
     part: str = ""
     cut: int | None = None
     instead_of: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 class Module:

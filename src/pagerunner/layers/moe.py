@@ -42,7 +42,10 @@ class Experts(Module):
 
     A checkpoint holds three matrices per expert, as `3.gate_proj.weight` of the fourth one; or all experts' matrices together,
     `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` it always holds them together, and with input features
-    before output features; biases are then `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
+    before output features. Biases are always together: `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
+
+    The rows of `gate_up_proj` are all gates, then all ups; with `interleaved`, gate 0, up 0, gate 1, up 1. Equal slices of them
+    are experts of fewer inner features only with `interleaved`.
     """
 
     def __init__(
@@ -52,13 +55,15 @@ class Experts(Module):
         *,
         names: ExpertNames = USUAL_NAMES,
         transposed: bool = False,
+        interleaved: bool = False,
         bias: bool = False,
         activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
         method: ExpertMethod | None = None,
     ) -> None:
         super().__init__()
         self.sizes, self.dtype, self.has_bias = sizes, dtype, bias
-        self.checkpoint_names, self.transposed, self.activation = names, transposed, activation
+        self.checkpoint_names, self.activation = names, activation
+        self.transposed, self.interleaved = transposed, interleaved
         self.store(method or UnquantizedExperts())
 
     def store(self, method: ExpertMethod) -> None:
@@ -81,19 +86,26 @@ class Experts(Module):
             self.method.linear.randomize(self._weights_of(matrix), generator)
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
-        """What the form asks for each expert's matrices, and what a checkpoint may hold instead for all experts."""
+        """What the form asks for each expert's matrices, what a checkpoint may hold instead for all experts, and the biases."""
         for matrix, parts in self._matrices().items():
             weights = self._weights_of(matrix)
-            names: list[str] = []
-            stacked = self.method.stacked(weights, transposed=self.transposed)
+            together = f"{prefix}{matrix}_proj"
+            stacked = {
+                f"{together}{suffix}": sink
+                for suffix, sink in self.method.stacked(weights, transposed=self.transposed).items()
+            }
+            separate: tuple[CheckpointTensor, ...] = ()
             if not (self.transposed and stacked):
-                for tensor in self._separate(prefix, matrix, parts, weights):
-                    names.append(tensor.name)
-                    yield tensor
+                separate = tuple(self._separate(prefix, matrix, parts, weights))
+            yield from separate
+            replaced = tuple(tensor.name for tensor in separate)
+            for name, sink in stacked.items():
+                beside = tuple(other for other in stacked if other != name) if replaced else ()
+                cut = self._stacked_cut(matrix, sink)
+                yield CheckpointTensor(name, sink, self, matrix, cut, replaced, beside)
             if "bias" in weights:
-                stacked["_bias"] = CopySink(weights["bias"], (None, "outputs"))
-            for suffix, sink in stacked.items():
-                yield self._tensor(f"{prefix}{matrix}_proj{suffix}", sink, matrix, matrix, tuple(names))
+                bias = CopySink(weights["bias"], (None, "outputs"))
+                yield CheckpointTensor(f"{together}_bias", bias, self, matrix, self._stacked_cut(matrix, bias))
 
     def _weights_of(self, matrix: str) -> Weights:
         """The weights of one of the two matrices, by the names that the form gives them."""
@@ -103,8 +115,11 @@ class Experts(Module):
     def _matrices(self) -> dict[str, dict[str, slice]]:
         """The rows of each matrix that the checkpoint's matrices fill, by their names there."""
         (_, features, inner), names = self.sizes, self.checkpoint_names
+        gate, up = slice(0, inner), slice(inner, 2 * inner)
+        if self.interleaved:
+            gate, up = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
         return {
-            "gate_up": {names.gate: slice(0, inner), names.up: slice(inner, 2 * inner)},
+            "gate_up": {names.gate: gate, names.up: up},
             "down": {names.down: slice(0, features)},
         }
 
@@ -116,12 +131,13 @@ class Experts(Module):
             own = {name: tensor[expert] for name, tensor in weights.items()}
             for part, rows in parts.items():
                 for name, sink in self.method.linear.sinks(own, rows).items():
-                    yield self._tensor(f"{prefix}{expert}.{part}.{name}", sink, matrix, f"{expert}.{part}")
+                    cut = sink.dimension(_CUTS[matrix])
+                    yield CheckpointTensor(f"{prefix}{expert}.{part}.{name}", sink, self, f"{expert}.{part}", cut)
 
-    def _tensor(
-        self, name: str, sink: Sink, matrix: str, part: str, instead_of: tuple[str, ...] = ()
-    ) -> CheckpointTensor:
-        return CheckpointTensor(name, sink, self, part, sink.dimension(_CUTS[matrix]), instead_of)
+    def _stacked_cut(self, matrix: str, sink: Sink) -> int | None:
+        """Gates above ups have none: half of their rows would be gates without ups."""
+        in_sections = matrix == "gate_up" and not self.interleaved
+        return None if in_sections else sink.dimension(_CUTS[matrix])
 
 
 class SparseMLP(FeedForward):

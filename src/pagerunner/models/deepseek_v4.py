@@ -360,7 +360,11 @@ class DeepseekV4ForCausalLM(Module):
         """Also under the names of the published files, which differ from transformers' in what stands before the layers."""
         for tensor in super().checkpoint(prefix):
             yield tensor
-            name = tensor.name.removeprefix("model.")
-            name = name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+            name, instead_of = _published(tensor.name), tensor.instead_of or (tensor.name,)
             if name != tensor.name:
-                yield replace(tensor, name=name, instead_of=tensor.instead_of or (tensor.name,))
+                yield replace(tensor, name=name, instead_of=instead_of, beside=tuple(map(_published, tensor.beside)))
+
+
+def _published(name: str) -> str:
+    """A tensor's name in the published files."""
+    return name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")

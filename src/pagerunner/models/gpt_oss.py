@@ -56,7 +56,7 @@ class SparseMLP(FeedForward):
         self.router = Linear(config.hidden_size, config.num_experts, dtype, bias=True, plain=True)
         sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
         activation = functools.partial(clamped_swiglu, limit=config.activation_limit)
-        self.experts = Experts(sizes, dtype, transposed=True, bias=True, activation=activation)
+        self.experts = Experts(sizes, dtype, transposed=True, interleaved=True, bias=True, activation=activation)
         self.active = config.active_experts
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class W8(WeightMethod):
             raise ConfigError(
                 f"A part begins at output feature {rows.start}, which is not a multiple of {high}, its blocks' rows."
             )
-        own = scales[rows.start // high : -(-rows.stop // high)]
+        own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
         found[self.scale_name] = ScalarSink(own) if self.by_tensor else ScaleSink(own)
         if self.static:

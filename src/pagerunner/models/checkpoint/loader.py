@@ -242,13 +242,19 @@ def _own_name(name: str, known: Container[str]) -> str:
 
 
 def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
-    """What takes a tensor of the checkpoint, if the model knows it and all that it stands for is still to be filled."""
+    """What takes a tensor of the checkpoint, if the model knows it and what it stands for is still to be filled.
+
+    The first of several tensors that together stand for others makes all of them required in the others' place.
+    """
     if tensor is None:
         return None
-    covered = tensor.instead_of or (tensor.name,)
-    if not pending.issuperset(covered):
+    if tensor.name in pending:
+        pending.remove(tensor.name)
+        return tensor.sink
+    if not tensor.instead_of or not pending.issuperset(tensor.instead_of):
         return None
-    pending.difference_update(covered)
+    pending.difference_update(tensor.instead_of)
+    pending.update(tensor.beside)
     return tensor.sink
 
 
