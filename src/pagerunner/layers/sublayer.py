@@ -61,16 +61,12 @@ class FeedForward(Module, ABC):
 class Mixer(Module, ABC):
     """The half of a layer that looks at other tokens: attention or a recurrence, and an output projection.
 
+    `o_proj` is the output projection. A mixer whose checkpoints name it otherwise says so in `names`.
     `adds_itself`: the output projection adds to the stream. Otherwise the next norm adds its output.
     """
 
     adds_itself = False
     o_proj: Linear
-
-    @property
-    def output(self) -> Linear:
-        """The output projection, which most checkpoints name `o_proj`."""
-        return self.o_proj
 
     @abstractmethod
     def mix(
@@ -94,9 +90,9 @@ class Mixer(Module, ABC):
         if not mixed_SI.shape[0]:
             return
         if self.adds_itself:
-            self.output.add_(mixed_SI, stream.x_TD)
+            self.o_proj.add_(mixed_SI, stream.x_TD)
         else:
-            stream.pending_TD = self.output(mixed_SI)
+            stream.pending_TD = self.o_proj(mixed_SI)
 
 
 def only(x: torch.Tensor, wanted_S: torch.Tensor | None) -> torch.Tensor:

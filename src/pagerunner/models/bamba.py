@@ -49,6 +49,8 @@ class Attention(GroupedQueryAttention):
 class Mamba2Mixer(Mixer):
     """Mamba-2 with its output gated and normed."""
 
+    names = {"o_proj": "out_proj"}
+
     def __init__(self, config: BambaConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
@@ -58,13 +60,8 @@ class Mamba2Mixer(Mixer):
         self.in_proj = Linear(config.hidden_size, sum(self.sizes), dtype, bias=config.proj_bias)
         self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, bias=config.conv_bias)
         self.norm = RMSNorm(inner, config.rms_norm_eps, dtype)
-        self.out_proj = Linear(inner, config.hidden_size, dtype, bias=config.proj_bias)
+        self.o_proj = Linear(inner, config.hidden_size, dtype, bias=config.proj_bias)
         self.recur = PagedRecurrence(layer_index)
-
-    @property
-    def output(self) -> Linear:
-        """See Mixer."""
-        return self.out_proj
 
     def mix(
         self,

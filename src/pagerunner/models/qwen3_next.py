@@ -67,6 +67,8 @@ class Attention(Mixer):
 class GatedDeltaNet(Mixer):
     """Everything of a gated delta rule layer but its input projections, which the two families store differently."""
 
+    names = {"o_proj": "out_proj"}
+
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
@@ -75,13 +77,8 @@ class GatedDeltaNet(Mixer):
         }
         self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype)
         self.norm = RMSNorm(config.value_head_dim, config.rms_norm_eps, dtype)
-        self.out_proj = Linear(config.value_heads * config.value_head_dim, config.hidden_size, dtype)
+        self.o_proj = Linear(config.value_heads * config.value_head_dim, config.hidden_size, dtype)
         self.recur = PagedRecurrence(layer_index)
-
-    @property
-    def output(self) -> Linear:
-        """See Mixer."""
-        return self.out_proj
 
     def mix(
         self,
