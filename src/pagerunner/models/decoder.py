@@ -6,7 +6,7 @@ Shape letters: T tokens of the step, S sampled tokens, D hidden features, V voca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,22 @@ LAYER_NAMES = {
     "feed_forward_norm": "post_attention_layernorm",
     "feed_forward": "mlp",
 }
+
+
+class Layer(Protocol):
+    """What a decoder asks of its layers. Layers with weights are also Modules.
+
+    `angles` are what the decoder computed from positions, as `Decoder.angles` returns them.
+    """
+
+    def __call__(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
+        """Add the layer's output to the stream; the last sublayer's may be pending afterwards."""
+
+    def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
+        """As `__call__`, for the last layer of a batch that is `last_alone`: only sampled tokens stay in the stream.
+
+        Other tokens' hidden states are no longer needed. Their keys, values and states are stored all the same.
+        """
 
 
 class DecoderLayer(Module):
@@ -51,15 +67,12 @@ class DecoderLayer(Module):
         self.feed_forward = feed_forward
 
     def __call__(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
-        """Add the layer's output to the stream; the last sublayer's may be pending afterwards."""
+        """See Layer."""
         self.mixer.add_to(stream, self.mixer_norm, angles, batch, None)
         self.feed_forward.add_to(stream, self.feed_forward_norm)
 
     def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
-        """As `__call__`, for the last layer of a batch that is `last_alone`: only sampled tokens stay in the stream.
-
-        Other tokens' hidden states are no longer needed. Their keys, values and states are stored all the same.
-        """
+        """See Layer."""
         self.mixer.add_to(stream, self.mixer_norm, angles, batch, batch.logits_index)
         if stream.x_TD.shape[0]:
             self.feed_forward.add_to(stream, self.feed_forward_norm)
@@ -68,14 +81,13 @@ class DecoderLayer(Module):
 class Decoder(Module):
     """Embedding, layers, and final norm.
 
-    A layer is called with the stream, the step's angles and the batch. It has a second method, `last`, as DecoderLayer's.
     `names` are the parts' names in the checkpoint where they differ from the attributes'.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        layers: tuple[Any, ...],
+        layers: tuple[Layer, ...],
         rotary: Rotary,
         dtype: torch.dtype,
         *,
