@@ -266,6 +266,48 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
         assert process.wait(patient(10)) == 0
 
 
+@pytest.mark.parametrize("control", ["/pause?mode=keep", "/sleep?level=1&mode=keep"])
+def test_requests_that_a_parked_engine_can_never_finish_end_at_once(
+    control: str, text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, drain_seconds=60) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
+        assert httpx.post(f"{url}{control}").status_code == 200
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        reader.join(patient(10))
+        assert reader.text and "the engine is paused or sleeps" in str(reader.error)
+        assert process.wait(patient(10)) == 0
+        assert time.monotonic() - start < patient(5)
+
+
+def test_requests_that_a_pause_waits_for_may_end_before_the_server(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that came after it began to wait can't."""
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, drain_seconds=60) as (process, url):
+        [reader] = readers(url, 1, prompt="ab", max_tokens=150)
+        answers: list[httpx.Response] = []
+        late = {"prompt": "ab", "max_tokens": 1}
+        threads = [
+            threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/pause?mode=wait", timeout=20))),
+            threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=late, timeout=20))),
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        reader.join(patient(10))
+        assert reader.error is None and reader.reason == "length"
+        for thread in threads:
+            thread.join(10)
+        assert [answer.status_code for answer in answers] == [200, 503]
+        assert "the engine is paused or sleeps" in answers[1].json()["error"]["message"]
+        assert process.wait(patient(10)) == 0
+
+
 def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of two prompts, of which one has ended, and a whole answer that its client is slow to read."""
     set_options(monkeypatch, step_seconds=0.002)

@@ -41,6 +41,7 @@ DRAIN_SECONDS = 30.0
 _OPEN_FILES = 65_536
 _SHORT_URLS = ShortUrls()
 _START_CHECK_SECONDS = 0.005
+_PARKED_CHECK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 10.0
 DEATH_SECONDS = 3.0
 """How long a server whose core has died answers 503, with the reason, before it ends."""
@@ -69,9 +70,9 @@ def run_server(
     for one of those. See gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes
     tool calls and reasoning.
 
-    The first signal stops accepting, and running requests may finish for `drain_seconds`. Then they end with an error. A
-    second signal ends running requests at once, and clients have 10 seconds to read what there is. A third signal ends that
-    wait.
+    The first signal stops accepting, and running requests may finish for `drain_seconds`. Then they end with an error. While
+    the engine is paused or sleeps they end with an error at once. A second signal ends running requests at once, and clients
+    have 10 seconds to read what there is. A third signal ends that wait.
 
     When the core dies, every request and /health are answered 503 for a moment. Then the server ends, so that a service manager
     can start it again.
@@ -304,6 +305,15 @@ def _uvicorn_config(app: ASGIApp, logs: HttpLogs) -> uvicorn.Config:
     )
 
 
+async def _parked_with_work(engine: AsyncEngine) -> None:
+    """Return once the engine is paused or asleep and has unfinished requests: they can't end then."""
+    try:
+        while not (await engine.is_sleeping() and engine.num_unfinished):
+            await asyncio.sleep(_PARKED_CHECK_SECONDS)
+    except EngineDeadError:  # all requests have ended, and clients read why
+        await asyncio.Event().wait()
+
+
 async def _run(
     server: uvicorn.Server,
     listener: socket.socket,
@@ -327,14 +337,16 @@ async def _run(
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)
         server.should_exit = True
-        await stop.wait(stop.insisted, serving, timeout=drain_seconds)
-    if not serving.done():
+        parked = asyncio.create_task(_parked_with_work(engine))
+        await stop.wait(stop.insisted, serving, parked, timeout=drain_seconds)
         late = None
         if not stop.insisted.is_set():
-            late = EngineDeadError(
-                f"The server is shutting down, and the request has not ended within {drain_seconds:g} seconds "
-                "(--shutdown-timeout)."
-            )
+            why = f"has not ended within {drain_seconds:g} seconds (--shutdown-timeout)"
+            if parked.done():
+                why = "can't end, because the engine is paused or sleeps"
+            late = EngineDeadError(f"The server is shutting down, and the request {why}.")
+        parked.cancel()
+    if not serving.done():
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
         await stop.wait(stop.forced, serving, timeout=_LAST_WORDS_SECONDS)  # clients still read their answers
