@@ -10,6 +10,8 @@ import pytest
 from helpers import fake_core
 from helpers.serving import MODEL, RunningServer
 from pagerunner import limits
+from pagerunner.errors import PromptTooLongError
+from pagerunner.server.service import blaming
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -325,3 +327,11 @@ def test_a_format_that_is_not_supported_is_told_by_the_clients_own_field(
         assert "uniqueItems" in error["message"] and error["message"].startswith(field)
         assert error.get("param", field) == field
     assert_serves(server)
+
+
+def test_an_error_that_several_calls_get_names_the_field_of_each() -> None:
+    shared = PromptTooLongError("structured_outputs is too long.", "structured_outputs")
+    for names, param in (({"structured_outputs": "response_format"}, "response_format"), ({}, "structured_outputs")):
+        with pytest.raises(PromptTooLongError, match=f"^{param} is too long.$") as caught, blaming(names):
+            raise shared
+        assert caught.value.param == param

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import logging
 import time
 import uuid
@@ -151,11 +152,14 @@ def blaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        name = names.get(error.param or "", error.param)
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        blamed = copy.copy(error)  # other calls may wait for the same error
+        blamed.param = name
         if error.param == _FORMAT:  # its sentences begin with the field
-            error.args = (str(error).replace(_FORMAT, str(name), 1),)
-        error.param = name
-        raise
+            blamed.args = (str(error).replace(_FORMAT, name, 1),)
+        raise blamed from error
 
 
 async def _blaming(names: Mapping[str, str], outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
