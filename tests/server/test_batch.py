@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -78,11 +79,14 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
         "not JSON",
         {"custom_id": "line-31", "method": "POST", "url": "/v1/completions", "body": completion},
         {"custom_id": "no method", "method": 3},
+        {"custom_id": "no body", "method": "POST", "url": "/v1/completions"},
+        {"custom_id": "response", "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, "input": "1 + 1"}},
     )
+    source.write_bytes(codecs.BOM_UTF8 + source.read_bytes())
     target = tmp_path / "out.jsonl"
     assert batch(source, target, "--base-url", demo.url) == 0
     answers = read(target)
-    assert len(answers) == 32 and demo.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert len(answers) == 34 and demo.get("/is_sleeping").json() == {"is_sleeping": False}
     for number in range(10, 30):
         answer = answers[f"sum-{number}"]
         assert text_of(answer) == f"{number} + 30 = {number + 30}"
@@ -101,9 +105,11 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
         ("line-31'", "malformed"),
         ("stream", "streamed"),
         ("no method", "method"),
+        ("no body", "the line has no body"),
     ):
         assert answers[name]["response"] is None and words in answers[name]["error"]["message"]
-    assert "32 of 32 requests have been answered, 0 were there before; 10 of all are errors." in capsys.readouterr().err
+    assert answers["response"]["error"] is None and answers["response"]["response"]["status_code"] == 200
+    assert "34 of 34 requests have been answered, 0 were there before; 11 of all are errors." in capsys.readouterr().err
 
 
 def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:

@@ -190,3 +190,5 @@ def test_formats_and_forced_tools_of_a_random_model(tmp_path_factory: pytest.Tem
             [call] = answer.content
             assert answer.stop_reason == "tool_use" and call.type == "tool_use"
             assert call.input in ({"city": "Oslo"}, {"city": "Rome"})
+        cut = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"}, stop_sequences=["it"])
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "it")  # a client would make the call otherwise

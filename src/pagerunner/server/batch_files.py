@@ -7,6 +7,7 @@ custom_id has an answer is not asked again.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import fcntl
 import os
 import uuid
@@ -65,10 +66,14 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # which editors on Windows write
                 if not line.strip():
                     continue
                 try:
                     request = decoder.decode(line)
+                    if not bytes(request.body):
+                        request.fault = "the line has no body"
                     if _streams(request.body):
                         request.fault = "a batch has whole answers, which can't be streamed; leave stream out"
                     if request.method != "POST" or request.url not in ENDPOINTS:  # no other spelling of a path
@@ -267,8 +272,10 @@ async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str,
     if response.status_code == _UNAVAILABLE:
         raise BatchEndedError(f"The server answers no more: {response.text[:300]}")
     failed = None
-    if isinstance(body, dict) and (response.status_code != httpx.codes.OK or "error" in body):
-        failed = body.get("error") or {"message": str(body), "code": response.status_code}
+    if isinstance(body, dict):
+        failed = body.get("error")  # of /v1/responses null in a good answer
+        if failed is None and response.status_code != httpx.codes.OK:
+            failed = {"message": str(body), "code": response.status_code}
     identity = body.get("id") if isinstance(body, dict) else None
     found = {"status_code": response.status_code, "request_id": identity or answer["id"], "body": body}
     return {**answer, "response": found, "error": failed}

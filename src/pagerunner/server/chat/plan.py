@@ -169,7 +169,9 @@ def _mode(turn: ChatTurn, options: ChatOptions) -> ToolMode:
     names = [tool.function.name for tool in turn.tools]
     choice = turn.tool_choice or ("auto" if names else "none")
     if choice == "named" and turn.tool_name not in names:
-        raise InvalidRequestError(f"tool_choice names {turn.tool_name!r}, which isn't in tools.", param="tool_choice")
+        raise InvalidRequestError(
+            f"tool_choice names {turn.tool_name[:100]!r}, which isn't in tools.", param="tool_choice"
+        )
     if choice == "required" and not names:
         raise InvalidRequestError("tool_choice='required' needs tools.", param="tool_choice")
     if choice == "auto" and not names:

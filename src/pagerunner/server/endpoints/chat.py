@@ -64,7 +64,7 @@ def chat_turn(request: ChatRequest, params: SamplingParams) -> ChatTurn:
     return ChatTurn(
         messages=[message.render(index) for index, message in enumerate(request.messages)],
         params=params,
-        format_field="structured_outputs" if request.structured_outputs is not None else "response_format",
+        format_field="response_format" if request.response_format is not None else "structured_outputs",
         tools=request.tools or [],
         tool_choice="named" if isinstance(choice, NamedToolChoice) else choice,
         tool_name=choice.function.name if isinstance(choice, NamedToolChoice) else "",

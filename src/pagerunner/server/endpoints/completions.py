@@ -39,7 +39,7 @@ class CompletionsEndpoint:
         options = stream_options(request)
         prompts = await self._prompts(request, params)
         echoes = await self._echoes(request, prompts)
-        field = "structured_outputs" if request.structured_outputs is not None else "response_format"
+        field = "response_format" if request.response_format is not None else "structured_outputs"
         outputs = self._service.run(call, prompts, params, request, names={"structured_outputs": field})
         if scores_only(request):
             outputs = _without_answers(outputs)

@@ -150,9 +150,9 @@ class _Message(BlockWriter):
             return "max_tokens"
         if self._finish_reason != "stop":
             raise RequestFailedError("The answer was ended before it was complete.")
-        if self._answer.calls:
-            return "tool_use"
-        return "end_turn" if self._stop_sequence is None else "stop_sequence"
+        if self._stop_sequence is not None:  # a call that it cut must not be made
+            return "stop_sequence"
+        return "tool_use" if self._answer.calls else "end_turn"
 
     def _usage(self) -> MessagesUsage:
         usage = self._counter.usage()
