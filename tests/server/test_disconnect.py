@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,11 @@ import msgspec
 import pytest
 
 from helpers import fake_core
-from helpers.serving import MODEL, RunningServer, running_server
+from helpers.patience import patient
+from helpers.serving import MODEL, RunningServer, running_server, write_text_side
+from pagerunner import limits
 from pagerunner.config import EngineArgs
+from pagerunner.server import launch
 
 ENDLESS = {"prompt": "abc def", "max_tokens": 1900, "ignore_eos": True}
 ENDLESS_OPENAI = {
@@ -105,3 +112,104 @@ def test_a_storm_of_leaving_clients(slow_server: RunningServer) -> None:
     assert slow_server.metric("kv_cache_usage_perc") == 0
     answer = slow_server.openai().completions.create(model=MODEL, prompt="abc", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
+
+
+LOOPS = """{%- for m in messages -%}{%- if m.content == "loop" -%}{%- for i in range(100000) -%}{%- for j in range(100000) -%}
+{%- endfor -%}{%- endfor -%}{%- endif -%}{{ m.content }}{%- endfor -%}"""
+"""A template that does not end by itself for the message "loop"."""
+USER = [{"role": "user", "content": "loop"}]
+RENDERING = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/messages": {"messages": USER, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/responses": {"input": "loop"},
+    "/invocations": {"messages": USER},
+    "/tokenize": {"messages": USER},
+}
+
+
+@contextmanager
+def rendering_server(path: Path, **options: Any) -> Iterator[RunningServer]:
+    """A server whose template renders "loop" for a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "TEMPLATE_SECONDS", 60.0)
+        model = write_text_side(path / "model")
+        (path / "loops.jinja").write_text(LOOPS, encoding="utf-8")
+        args = EngineArgs(model=str(model), chat_template=str(path / "loops.jinja"))
+        with running_server(args, drain_seconds=0.2, **options) as server:
+            yield server
+
+
+def load(server: RunningServer) -> int:
+    return int(server.get("/load").json()["server_load"])
+
+
+def wait_load(server: RunningServer, wanted: int, seconds: float) -> None:
+    deadline = time.monotonic() + patient(seconds)
+    while (found := load(server)) != wanted:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"/load is {found}, not {wanted}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def rendering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with rendering_server(tmp_path_factory.mktemp("loops")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", RENDERING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_the_template_renders(rendering: RunningServer, path: str, stream: bool) -> None:
+    body = {**RENDERING[path], **({"stream": True} if stream and "token" not in path else {})}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{rendering.url}{path}", json=body, timeout=0.5)
+    wait_load(rendering, 0, 2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
+def test_leaving_while_a_text_is_tokenised(
+    rendering: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def endless(*_: object, **__: object) -> list[int]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(rendering.engine, "encode", endless)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{rendering.url}{path}", json={"prompt": "abc", "add_special_tokens": False}, timeout=0.5)
+    wait_load(rendering, 0, 2)
+
+
+def test_clients_that_left_while_rendering_hold_no_places(rendering: RunningServer) -> None:
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=rendering.url, timeout=1) as client:
+            body = {"messages": USER, "max_tokens": 1}
+            await asyncio.gather(
+                *(client.post("/v1/chat/completions", json=body) for _ in range(20)), return_exceptions=True
+            )
+
+    asyncio.run(leave())
+    wait_load(rendering, 0, 2)
+    hello = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    assert rendering.post("/v1/chat/completions", hello).status_code == 200
+
+
+def test_stopping_while_templates_render(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_LAST_WORDS_SECONDS", 0.2)
+    found: list[httpx.Response] = []
+    body = {"messages": USER, "max_tokens": 1}
+    with caplog.at_level(logging.ERROR), rendering_server(tmp_path) as server:
+        clients = [
+            threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body))) for _ in range(6)
+        ]
+        for client in clients:
+            client.start()
+        wait_load(server, 6, 10)
+    for client in clients:
+        client.join(10)
+    assert [one.status_code for one in found] == [503] * 6
+    assert "stopped" in found[0].json()["error"]["message"]
+    assert [record.getMessage() for record in caplog.records] == []

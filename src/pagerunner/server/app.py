@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,7 @@ from pagerunner.server.endpoints.responses import ResponsesEndpoint
 from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeAnswer, TokenizeRequest, Tokens
 from pagerunner.server.errors import HttpError, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
-from pagerunner.server.http import ClientGoneError
+from pagerunner.server.http import ClientGoneError, read_body, unless_gone
 from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.openapi import operation, schemas_of
@@ -96,7 +97,8 @@ class _Routes:
         streams: bool = False,
     ) -> None:
         """A route of the API."""
-        guarded = _guarded(handler)
+        watched = method == "POST" and access is Access.CLIENT
+        guarded = _guarded(_while_there(handler) if watched else handler)
         guarded.__name__ = f"{method.lower()}_{path.strip('/').replace('/', '_')}"
         guarded.__doc__ = (handler if inspect.ismethod(handler) else type(handler).__call__).__doc__
         self._types += [kind for kind in (body, answer) if kind is not None and kind not in self._types]
@@ -153,6 +155,20 @@ def _add_routes(routes: _Routes, service: Service, metrics: Metrics, load: Calla
     routes.hidden("/", info.to_page, public)
 
 
+def _while_there(handler: Handler) -> Handler:
+    """The handler, which is cancelled when its client leaves before the response begins.
+
+    A client can leave while a template renders, a text is tokenised, a grammar is compiled or the engine works. The body is
+    read here: only after the body can a disconnect be seen.
+    """
+
+    async def watched(request: Request) -> Response:
+        request.state.body = await read_body(request)
+        return await unless_gone(request.receive, handler(request))
+
+    return watched
+
+
 def _guarded(handler: Handler) -> Handler:
     async def guarded(request: Request) -> Response:
         response = await _answer(handler, request)
@@ -169,6 +185,8 @@ async def _answer(handler: Handler, request: Request) -> Response:
         return await handler(request)
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except asyncio.CancelledError:  # the event loop ends, and the task returns right after this answer
+        return error_response(HttpError(503, "The server has stopped before the answer was ready."), request.url.path)
     except (HttpError, PagerunnerError) as error:
         response = error_response(error, request.url.path)
         what = (request.method, short(one_line(request.url.path)), response.status_code, one_line(str(error)))

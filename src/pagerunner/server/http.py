@@ -6,8 +6,8 @@ import asyncio
 import gc
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -47,14 +47,15 @@ _in_flight = _BodiesInFlight()
 
 
 async def read_body(request: Request) -> bytes:
-    """The request's body.
+    """The request's body, once: the request does not keep it.
 
     Raises:
         HttpError: 413 as soon as it is longer than limits.MAX_BODY_BYTES, 408 when it stalls or takes too long, 503 when too
             many bodies are being received, 415 for one that is compressed.
         ClientGoneError: the client has left.
     """
-    if (body := getattr(request.state, "body", None)) is not None:  # it has been read, to see whose it is
+    if (body := getattr(request.state, "body", None)) is not None:  # it was read before its endpoint was called
+        del request.state.body
         return bytes(body)
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
@@ -147,7 +148,7 @@ def _why(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
     """Run `work`; cancel it and raise ClientGoneError when the client disconnects. The body must have been read."""
     running = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))

@@ -22,7 +22,7 @@ from pagerunner.errors import InvalidRequestError, PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
 from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
-from pagerunner.server.http import EventStream, unless_gone
+from pagerunner.server.http import EventStream
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
@@ -208,27 +208,23 @@ class StreamWriter(abc.ABC):
         return error_body(error)
 
 
-async def collected(request: Request, outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutput]:
-    """Every prompt's final output, in order; a client that leaves cancels the call."""
+async def collected(outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutput]:
+    """Every prompt's final output, in order."""
     async with aclosing(outputs):
-        return await unless_gone(request.receive, collect(outputs))
+        return await collect(outputs)
 
 
-async def streamed(request: Request, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
+async def streamed(outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
     """The call as server-sent events.
 
     Waits for the first output, so that a call that is refused gets an HTTP status.
     """
     try:
-        first = await unless_gone(request.receive, _next(outputs))
+        first = await anext(outputs)
     except BaseException:
         await outputs.aclose()
         raise
     return EventStream(_events(first, outputs, writer), outputs.aclose)
-
-
-async def _next(outputs: AsyncGenerator[Indexed, None]) -> Indexed:
-    return await anext(outputs)
 
 
 async def _events(

@@ -52,8 +52,8 @@ class ChatEndpoint:
         run = await run_chat(self._service, call, turn)
         shape = _Shape(call, request, run, self._service.chat.reasoning_field, self._service.engine.tokenizer)
         if request.stream:
-            return await streamed(http, run.outputs, _Writer(shape, usage))
-        [result] = await collected(http, run.outputs)
+            return await streamed(run.outputs, _Writer(shape, usage))
+        [result] = await collected(run.outputs)
         return json_response(shape.whole(result))
 
 

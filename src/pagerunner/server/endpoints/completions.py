@@ -45,8 +45,8 @@ class CompletionsEndpoint:
             outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)
         if request.stream:
-            return await streamed(http, outputs, _Writer(call, shape, UsageReporter(options)))
-        return json_response(_answer(call, shape, await collected(http, outputs)))
+            return await streamed(outputs, _Writer(call, shape, UsageReporter(options)))
+        return json_response(_answer(call, shape, await collected(outputs)))
 
     async def _prompts(self, request: CompletionRequest, params: SamplingParams) -> list[dict[str, Any]]:
         service, special, longest = self._service, request.add_special_tokens, self._service.engine.max_model_len

@@ -72,7 +72,7 @@ class EmbeddingsEndpoint:
         with blaming(_NAMES):
             prompts = [await self._prompt(request, one) for one in inputs]
         outputs = service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind, names=_NAMES)
-        results = await collected(http, outputs)
+        results = await collected(outputs)
         vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
         as_text = request.encoding_format == "base64"
         data = [

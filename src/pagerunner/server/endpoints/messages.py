@@ -55,8 +55,8 @@ class MessagesEndpoint:
         run = await run_chat(service, call, turn)
         message = _Message(call, request, run)
         if request.stream:
-            return await streamed(http, run.outputs, message)
-        [result] = await collected(http, run.outputs)
+            return await streamed(run.outputs, message)
+        [result] = await collected(run.outputs)
         message.add(result)
         return json_response(message.whole())
 

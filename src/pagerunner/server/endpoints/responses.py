@@ -63,8 +63,8 @@ class ResponsesEndpoint:
             raise InvalidRequestError(f"include={[LOGPROBS_ITEM]} doesn't go together with tools.", param="include")
         answer = _Response(call, request, run, service.engine.tokenizer)
         if request.stream:
-            return await streamed(http, run.outputs, answer)
-        [result] = await collected(http, run.outputs)
+            return await streamed(run.outputs, answer)
+        [result] = await collected(run.outputs)
         answer.add(result)
         answer.close()
         return json_response(answer.body())
