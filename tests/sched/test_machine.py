@@ -274,7 +274,7 @@ QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), databas
 
 
 def test_random_traffic_finishes_with_the_right_tokens_and_loses_no_page() -> None:
-    run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=effort(100, 1000), stateful_step_count=30))
+    run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=effort(60, 1000), stateful_step_count=30))
 
 
 # -- the machine itself must be able to fail

@@ -31,6 +31,12 @@ class SlowServer:
 class Engine:
     num_unfinished = 0
 
+    async def is_sleeping(self) -> bool:
+        return False
+
+    def stop(self, error: Exception | None) -> None:
+        """Nothing runs."""
+
 
 def run(server: Any, capsys: pytest.CaptureFixture[str]) -> str:
     """What is printed until a connection is refused or made; then the server is stopped."""
