@@ -46,10 +46,8 @@ class Grant:
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
         self.saves: list[tuple[int, int]] = []  # (position, page) of snapshots that this request holds
-        self.latest_snapshot: tuple[int, int] = (
-            0,
-            NO_PAGE,
-        )  # (position, page) of the last snapshot taken in generated text
+        # (position, page) of the last snapshot taken in generated text
+        self.latest_snapshot: tuple[int, int] = (0, NO_PAGE)
 
 
 class Promises:
