@@ -3,6 +3,8 @@
 For a few tokens, reading the weights takes most of a product's time, and every further kernel costs as much as a small product.
 So the norm before a product, the gate, and the addition to the residual stream are part of the product's own kernel there.
 
+A matrix may be stored in 8 or 4 bits (`ops/stored.py`). Kernels convert such weights where they multiply them.
+
 Shape letters: T tokens, I input features, O output features.
 """
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.norm import offset_rms_norm, rms_norm
+from pagerunner.ops.stored import Stored, dense
 
 
 class Norm(NamedTuple):
@@ -31,31 +34,36 @@ class Norm(NamedTuple):
         return apply(x_TI, self.weight_I, self.eps)
 
 
+def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor:
+    """The weights as one tensor: itself, or what a stored matrix stands for in `dtype`."""
+    return weight_OI if isinstance(weight_OI, torch.Tensor) else dense(weight_OI, dtype)
+
+
 @gpu_kernel("linear")
-def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, [T, O]."""
-    return F.linear(x_TI, weight_OI, bias_O)
+    return F.linear(x_TI, matrix(weight_OI, x_TI.dtype), bias_O)
 
 
 @gpu_kernel("linear")
 def linear_add_(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
+    x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """Add `linear(x)` to `residual` in place."""
-    residual_TO.add_(F.linear(x_TI, weight_OI, bias_O))
+    residual_TO.add_(F.linear(x_TI, matrix(weight_OI, x_TI.dtype), bias_O))
 
 
 @gpu_kernel("linear")
 def norm_linear(
-    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear(norm(x))`, [T, O]."""
-    return F.linear(norm(x_TI), weight_OI, bias_O)
+    return F.linear(norm(x_TI), matrix(weight_OI, x_TI.dtype), bias_O)
 
 
 @gpu_kernel("linear")
 def norm_linear_silu(
-    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor, bias_2O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`silu(gate) * up`, [T, O], where `linear(norm(x))` is the gate's O features and then up's."""
-    return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
+    return silu_and_mul(F.linear(norm(x_TI), matrix(weight_2OI, x_TI.dtype), bias_2O))

@@ -18,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.linear import Norm
+from pagerunner.ops.linear import Norm, matrix
+from pagerunner.ops.stored import Stored
 
 NO_NORM, PLAIN_NORM, OFFSET_NORM = 0, 1, 2
 
@@ -301,17 +302,19 @@ def _run(
     return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
 
 
-def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
+    weight_OI = matrix(weight_OI, x_TI.dtype)
     if not _fits(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
 
 
 def linear_add_(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
+    x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
+    weight_OI = matrix(weight_OI, x_TI.dtype)
     if _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
         _run(x_TI, weight_OI, bias_O, residual_TO, add=True)
     elif bias_O is None:
@@ -321,18 +324,20 @@ def linear_add_(
 
 
 def norm_linear(
-    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
+    weight_OI = matrix(weight_OI, x_TI.dtype)
     if not _fits(x_TI, weight_OI):
         return F.linear(norm(x_TI), weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
 
 
 def norm_linear_silu(
-    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor, bias_2O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
+    weight_2OI = matrix(weight_2OI, x_TI.dtype)
     if not _fits(x_TI, weight_2OI):
         return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
