@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pagerunner import limits
 from pagerunner.logs import SparingLog
 from pagerunner.server.errors import HttpError, error_body, one_line
+from pagerunner.server.lingering import LingeringTransport
 from pagerunner.server.strict_http import StrictConnection
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,12 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._strict = self.conn = StrictConnection(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
+        self._unreadable = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there; its first request is due."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._more_comes)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
         most = connections_allowed()
         if len(self.connections) > most:
             _refused.warn(
@@ -98,23 +101,41 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         super().connection_lost(exc)
+        self._lingering.close_now()
         if self._deadline is not None:
             self._deadline.cancel()
+
+    def shutdown(self) -> None:
+        """The server ends: an answer under way is sent, a client that only sends is not waited for."""
+        if self._lingering.is_closing():
+            self._lingering.close_now()
+        else:
+            super().shutdown()
+
+    def _more_comes(self) -> bool:
+        """Whether the last answer is given and its request is not read to its end."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return self._unreadable or answered and self.conn.their_state is h11.SEND_BODY
 
     def send_400_response(self, msg: str) -> None:
         """What can't be read as HTTP gets an error object, or nothing where an answer has begun already."""
         if self._strict.fault:  # the request has not reached an endpoint
-            return self._answer(HttpError(400, self._strict.fault))
+            return self._refuse(HttpError(400, self._strict.fault))
         if self.conn.our_state is h11.SEND_RESPONSE and self.cycle is not None and not self.cycle.response_started:
             self.cycle.disconnected = True  # the endpoint waits for the rest of the body
             self.cycle.message_event.set()
-            return self._answer(HttpError(400, "The request's body is not valid HTTP (its chunks can't be read)."))
+            return self._refuse(HttpError(400, "The request's body is not valid HTTP (its chunks can't be read)."))
         if self.conn.our_state is not h11.IDLE:
             return self.transport.close()
         error = HttpError(400, f"{msg.rstrip('.')}.")
         if len(self.conn.trailing_data[0]) > limits.MAX_HEADER_BYTES:
             knob = limits.knob("MAX_HEADER_BYTES")
             error = HttpError(431, f"The request's headers are larger than {limits.MAX_HEADER_BYTES} bytes {knob}.")
+        self._refuse(error)
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer what can't be read; more of it may come."""
+        self._unreadable = True
         self._answer(error)
 
     def _answer(self, error: HttpError, retry_after: int | None = None) -> None:
