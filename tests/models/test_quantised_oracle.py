@@ -21,6 +21,7 @@ from pagerunner.models.checkpoint.loader import Model, build_model, load_weights
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.base import UnquantizedExperts
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
+from pagerunner.quant.w8 import W8
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,7 +125,7 @@ def test_experts_of_one_layer_are_stored_in_one_way(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     listed = {**CONFIGS["fp8 block"], "modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}
     file.write_text(json.dumps({**config, "quantization_config": listed}))
-    with pytest.raises(ConfigError, match="experts beside model.layers.1"):
+    with pytest.raises(ConfigError, match="model.layers.1.mlp.experts.0.gate_proj: .* different ways"):
         build_model(read_model_config(path), "float32")
 
 
@@ -146,19 +147,22 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
     assert kept.count(True) == 1 and kept.count(False) >= 1
 
 
-def test_a_device_without_kernels_for_the_format_is_refused_and_a_cpus_plan_counts_what_it_loads(
+def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(tmp_path, "llama")
     quantise(path, "fp8 block")
     monkeypatch.setattr("pagerunner.engine.startup.resolve.resolve_device", lambda asked: asked)
-    with pytest.raises(ConfigError, match="fp8's format run on a CPU only so far"):
-        resolve(EngineArgs(model=str(path), device="cuda"))
-    plan = resolve(EngineArgs(model=str(path), device="cpu", max_model_len=128, kv_cache_memory_bytes=2**22)).plan
-    assert plan.other[0] == (
+    sizes = {"max_model_len": 128, "kv_cache_memory_bytes": 2**22}
+    on_cpu = resolve(EngineArgs(model=str(path), device="cpu", **sizes)).plan
+    assert on_cpu.other[0] == (
         "weights (fp8, unpacked to float32)",
         weights_bytes(build_model(read_model_config(path), "float32")),
     )
+    on_gpu = resolve(EngineArgs(model=str(path), device="cuda", **sizes), 2**30, plan_only=True).plan
+    model = build_model(read_model_config(path), "float32", keep_forms=True)
+    assert on_gpu.other[0] == ("weights (fp8, as stored)", weights_bytes(model))
+    assert any(type(getattr(module, "method", None)) is W8 for module in model.modules())
 
 
 def test_scales_may_lie_in_another_file_than_the_numbers_and_sleep_reads_both_again(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from helpers.quantise import unpacked
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import FusedLinear
 from pagerunner.quant.dequantized import Dequantized
@@ -84,10 +87,27 @@ def test_parts_with_scales_of_their_own_stand_beside_each_other_exactly() -> Non
     assert torch.equal(method.dense(weights), want)
 
 
-def test_blocks_are_not_shared_by_parts() -> None:
-    method = form("block", (128, 128))
-    with pytest.raises(ConfigError, match="output feature 576, which is not a multiple of 128"):
-        method.sinks(method.create(640, 128, torch.float32), slice(576, 640))
+@pytest.mark.parametrize(
+    ("sizes", "high"), [((576, 64), 64), ((192, 192), 64), ((128, 256, 100), 128), ((33, 7, 200), 1)]
+)
+def test_parts_that_begin_inside_a_block_keep_scales_of_their_own(sizes: tuple[int, ...], high: int) -> None:
+    starts = (0, *itertools.accumulate(sizes))[:-1]
+    scheme = Scheme("fp8", "block", (128, 128))
+    method = W8(Format("fp8", (), Names("module")), scheme, torch.float32, starts)
+    assert method.high == high
+    weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in method.create(sum(sizes), 200, torch.float32).items()}
+    want = []
+    for start, size in zip(starts, sizes, strict=True):
+        codes, scales = torch.randn(size, 200).to(torch.float8_e4m3fn), torch.rand(-(-size // 128), 2)
+        sinks = method.sinks(weights, slice(start, start + size))
+        sinks["weight"].put(codes, copy)
+        assert sinks["weight_scale_inv"].takes(tuple(scales.shape))
+        sinks["weight_scale_inv"].put(scales, copy)
+        want.append(unpacked(codes, scales, (128, 128)))
+    assert torch.equal(method.dense(weights), torch.cat(want))
+    assert method.stored(weights).block == (high, 128)
+    with pytest.raises(ConfigError, match=f"output feature {starts[1] + high // 2}, which {high}, its blocks' rows"):
+        method.sinks(weights, slice(starts[1] + high // 2, sum(sizes))) if high > 1 else pytest.skip()
 
 
 def test_a_layer_may_have_parts_in_forms_and_parts_as_they_are() -> None:

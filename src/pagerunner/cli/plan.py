@@ -86,11 +86,7 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved) -> str:
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
-    if resolved.model.format is not None:
-        lines.append(
-            "Quantised weights run on a CPU only so far, where they are unpacked. A checkpoint in bfloat16 runs everywhere."
-        )
-    elif quantization is not None:
+    if quantization is not None and resolved.model.format is None:
         method = quantization.get("quant_method", "this format")
         lines.append(f"Weights in {method} can be planned, but not served yet; a checkpoint in bfloat16 can.")
     return "\n".join([*lines, ""])

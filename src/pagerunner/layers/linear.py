@@ -18,7 +18,8 @@ class Linear(Module):
     `cut` says which features may be divided among devices: output features (each device computes some of them), or input
     features (each computes a sum over some of them, and the sums are added up). None: each device needs the whole layer.
     `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
-    name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights.
+    name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights. One that `needs_dense` is read
+    as one matrix for products of another shape. So it is unpacked while it is loaded, whatever the format.
     """
 
     def __init__(
@@ -30,12 +31,13 @@ class Linear(Module):
         bias: bool = False,
         cut: Axis | None = None,
         plain: bool = False,
+        needs_dense: bool = False,
         method: WeightMethod | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.parts = {"": out_features}
-        self.cut, self.plain = cut, plain
+        self.cut, self.plain, self.needs_dense = cut, plain, needs_dense
         self.has_bias = bias
         self.store(method or Unquantized())
 
@@ -123,7 +125,7 @@ class GroupedLinear(Linear):
     def __init__(
         self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, *, cut: Axis | None = None
     ) -> None:
-        super().__init__(in_features, groups * out_features, dtype, cut=cut)
+        super().__init__(in_features, groups * out_features, dtype, cut=cut, needs_dense=True)
         self.groups = groups
 
     def __call__(self, x_TGI: torch.Tensor) -> torch.Tensor:

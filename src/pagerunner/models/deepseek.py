@@ -72,7 +72,8 @@ class Attention(Mixer):
             self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
             self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
-        self.kv_b_proj = Linear(config.latent_dim, heads * (config.key_dim + config.value_dim), dtype, cut="outputs")
+        expanded = heads * (config.key_dim + config.value_dim)
+        self.kv_b_proj = Linear(config.latent_dim, expanded, dtype, cut="outputs", needs_dense=True)
         self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut="inputs")
         scale = head_dim**-0.5 * config.rope.softmax_scale
         self.attend = PagedLatentAttention(layer_index, scale)

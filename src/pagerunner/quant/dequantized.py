@@ -6,13 +6,15 @@ products of another shape, such as the up-projection of latents.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from pagerunner.quant.base import Unquantized, UnquantizedExperts, WeightMethod, Weights
 from pagerunner.quant.sinks import CopyWeight, Sink
+from pagerunner.quant.stored import StoredMethod
 
 
 class Dequantized(Unquantized):
@@ -29,19 +31,26 @@ class Dequantized(Unquantized):
         form = self.forms.get(rows.start)
         if form is None:
             return super().sinks(weights, rows)
-        return Unpacking(form, weights["weight"][rows]).sinks()
+        return _unpacking(form, weights["weight"][rows])
 
 
 class DequantizedExperts(UnquantizedExperts):
-    """Matrices in the model's dtype, each of which a checkpoint holds in `form`."""
+    """Matrices in the model's dtype, each of which, or all of them together, a checkpoint holds in `form`."""
 
     def __init__(self, form: WeightMethod) -> None:
         super().__init__()
         self.linear = _Everywhere(form)
+        self.form = form
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
-        """No checkpoint holds all experts together in such a form."""
-        return {}
+        """See ExpertMethod."""
+        form, target = self.form, weights["weight"]
+        if not isinstance(form, StoredMethod):
+            return {}
+        experts, outputs, inputs = target.shape
+        single = form.create(outputs, inputs, target.dtype)
+        packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
+        return Unpacking(form.dense, packed, functools.partial(form.together), target).sinks()
 
 
 class _Everywhere(Dequantized):
@@ -53,41 +62,63 @@ class _Everywhere(Dequantized):
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        return Unpacking(self.form, weights["weight"][rows]).sinks()
+        return _unpacking(self.form, weights["weight"][rows])
+
+
+def _unpacking(form: WeightMethod, target_OI: torch.Tensor) -> dict[str, Sink]:
+    outputs, inputs = target_OI.shape
+    packed = form.create(outputs, inputs, target_OI.dtype)
+    return Unpacking(form.dense, packed, functools.partial(form.sinks, rows=slice(0, outputs)), target_OI).sinks()
 
 
 class Unpacking:
-    """Collects what a checkpoint holds of one matrix, and fills `target_OI` when all of it is there.
+    """Collects what a checkpoint holds of one matrix, or of all experts', and fills `target` when all of it is there.
 
-    The packed tensors lie where the target does, from the first one's arrival to the last one's.
+    The packed tensors lie where the target does, from the first one's arrival to the last one's. `packed` are they on the meta device;
+    `make_sinks` says what fills such tensors, and `dense` what those of one matrix stand for.
     """
 
-    def __init__(self, form: WeightMethod, target_OI: torch.Tensor) -> None:
-        self._form, self._target_OI = form, target_OI
-        self._rows = slice(0, target_OI.shape[0])
+    def __init__(
+        self,
+        dense: Callable[[Weights], torch.Tensor],
+        packed: Weights,
+        make_sinks: Callable[[Weights], dict[str, Sink]],
+        target: torch.Tensor,
+    ) -> None:
+        self._dense, self._make_sinks, self._target = dense, make_sinks, target
         self._lock = threading.Lock()
-        outputs, inputs = target_OI.shape
-        self._packed: Weights = form.create(outputs, inputs, target_OI.dtype)  # on the meta device
-        self._waiting = form.sinks(self._packed, self._rows)
+        self._packed = packed
+        self._waiting: dict[str, Sink] = {}
 
     def sinks(self) -> dict[str, Sink]:
-        """One for each tensor, by the last part of its name."""
-        return {name: _PartSink(self, name, sink) for name, sink in self._waiting.items()}
+        """One for each tensor, by the last part of its name. Optional ones fill nothing, so nothing waits for them."""
+        return {
+            name: sink if sink.optional else _PartSink(self, name, sink)
+            for name, sink in self._make_sinks(self._packed).items()
+        }
 
     def put(self, name: str, source: torch.Tensor, copy: CopyWeight) -> None:
         """Take one tensor; unpack if it was the last one. Threads may call it at the same time."""
         with self._lock:
             if next(iter(self._packed.values())).is_meta:
-                device = self._target_OI.device
+                device = self._target.device
                 self._packed = {key: torch.empty_like(tensor, device=device) for key, tensor in self._packed.items()}
-                self._waiting = self._form.sinks(self._packed, self._rows)
+                sinks = self._make_sinks(self._packed)
+                self._waiting = {key: sink for key, sink in sinks.items() if not sink.optional}
             sink = self._waiting[name]
         sink.put(source, copy)
         with self._lock:
             del self._waiting[name]
             if not self._waiting:
-                self._target_OI.copy_(self._form.dense(self._packed))
+                self._fill()
                 self._packed = {}
+
+    def _fill(self) -> None:
+        if self._target.dim() == 2:
+            self._target.copy_(self._dense(self._packed))
+            return
+        for expert, target_OI in enumerate(self._target):
+            target_OI.copy_(self._dense({name: tensor[expert] for name, tensor in self._packed.items()}))
 
 
 class _PartSink(Sink):

@@ -48,6 +48,11 @@ class Scheme:
         """Whether it is the form of `quant/w8.py`: a byte for each number, and no zero points."""
         return self.number in ("fp8", "int8") and self.scales != "group" and not (self.packed or self.zeros)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is a form of `quant/w4.py` or `quant/packed8.py`: several numbers in a byte or a word, and scales for groups."""
+        return (self.packed or self.number == "fp4") and self.scales in ("group", "channel")
+
 
 @dataclass(frozen=True)
 class Names:
@@ -104,7 +109,7 @@ class Format:
     @property
     def loadable(self) -> bool:
         """Whether there are forms for all of its schemes (`models/checkpoint/forms.py`)."""
-        return all(scheme.is_w8 for _, scheme in self.schemes)
+        return all(scheme.is_w8 or scheme.is_packed for _, scheme in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised."""

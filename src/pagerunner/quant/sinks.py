@@ -26,12 +26,19 @@ class CopyWeight(Protocol):
         ...
 
 
+class SinkError(Exception):
+    """What a tensor holds contradicts the config. The message goes on where the tensor's name ends: "holds 3 at [0], ..."."""
+
+
 class Sink(ABC):
     """Takes one tensor of a checkpoint. It is made for one load; sinks of tensors that are packed together may share state.
 
     `shape` is the tensor's, whole. `dtypes` are those it may have: a loader refuses any other, because a copy from codes to
     numbers, or the reverse, would convert silently. `axes` say what each of its dimensions counts, for those who divide it.
+    `optional`: a checkpoint may lack the tensor, because nothing depends on it.
     """
+
+    optional = False
 
     def __init__(
         self, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], axes: tuple[Axis | None, ...] | None = None
@@ -49,7 +56,11 @@ class Sink(ABC):
 
     @abstractmethod
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
-        """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`."""
+        """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`.
+
+        Raises:
+            SinkError: what the tensor holds contradicts the config.
+        """
 
 
 class CopySink(Sink):

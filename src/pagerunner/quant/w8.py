@@ -13,31 +13,38 @@ Shape letters: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pagerunner.errors import ConfigError
-from pagerunner.ops.linear import linear
-from pagerunner.quant.base import WeightMethod, Weights
+from pagerunner.ops.stored import Stored, Stored8
+from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
+from pagerunner.quant.pack_sinks import UnusedSink
 from pagerunner.quant.sinks import FLOATS, ByteSink, CopyWeight, Sink
+from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 
 
-class W8(WeightMethod):
+class W8(StoredMethod):
     """e4m3 or int8 numbers [O, I] times float32 scales: [O, 1], or one for each block of rows and columns.
 
     A scale of a whole matrix is kept as one of each output feature. So matrices with different scales stand beside each other in one
     layer without being rounded again. Activations aren't rounded, whatever the checkpoint's writer means them to be: that is
     closer to the weights, and `input_scale` is taken and not used.
+
+    `starts` are the output features that parts begin at. Where blocks don't divide them, a block's scale is kept several times, once for
+    each `high` rows. Example: with blocks of 128 rows and a part that begins at 192, `high` is 64.
     """
 
-    def __init__(self, checkpoint: Format, scheme: Scheme, dtype: torch.dtype) -> None:
-        self.dtype, self.stored = dtype, _STORED[scheme.number]
+    def __init__(self, checkpoint: Format, scheme: Scheme, dtype: torch.dtype, starts: Sequence[int] = ()) -> None:
+        self.dtype, self.numbers = dtype, _STORED[scheme.number]
         self.block = scheme.block if scheme.scales == "block" else None
+        self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
         self.static = scheme.rounding == "static"
         self.scale_name = (
@@ -46,34 +53,37 @@ class W8(WeightMethod):
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
-        rows, columns = self.block or (1, in_features)
+        rows, columns = (self.high, self.block[1]) if self.block else (1, in_features)
         shape = (-(-out_features // rows), -(-in_features // columns))
         return {
-            "weight": torch.empty(out_features, in_features, dtype=self.stored, device="meta"),
+            "weight": torch.empty(out_features, in_features, dtype=self.numbers, device="meta"),
             "weight_scale": torch.empty(shape, dtype=torch.float32, device="meta"),
         }
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        codes, scales, high = weights["weight"][rows], weights["weight_scale"], self.block[0] if self.block else 1
+        codes, scales, high = weights["weight"][rows], weights["weight_scale"], self.high
         if rows.start % high:
             raise ConfigError(
-                f"A part begins at output feature {rows.start}, which is not a multiple of {high}, its blocks' rows."
+                f"A part begins at output feature {rows.start}, which {high}, its blocks' rows, don't divide."
             )
         own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
-        found[self.scale_name] = ScalarSink(own) if self.by_tensor else ScaleSink(own)
+        found[self.scale_name] = (
+            ScalarSink(own) if self.by_tensor else ScaleSink(own, self._published_rows(codes.shape[0]))
+        )
         if self.static:
-            found["input_scale"] = ScalarSink(None)
+            found["input_scale"] = UnusedSink(FLOATS)
         return found
 
-    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """See WeightMethod."""
-        codes, scales = weights["weight"], weights["weight_scale"]
-        if self.block is not None:
-            rows, columns = codes.shape
-            scales = scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
-        return (codes.float() * scales).to(self.dtype)
+    def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
+        """See StoredMethod."""
+        codes = weights["weight"]
+        return Stored8(codes, weights["weight_scale"], (self.high, self.block[1] if self.block else codes.shape[-1]))
+
+    def _published_rows(self, outputs: int) -> tuple[int, int]:
+        """Rows of a checkpoint's scales, and how many rows of the scales in memory each of them becomes."""
+        return (-(-outputs // self.block[0]), self.block[0] // self.high) if self.block else (outputs, 1)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""
@@ -87,17 +97,16 @@ class W8(WeightMethod):
             else:
                 tensor.normal_(0.0, deviation, generator=generator)
 
-    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """See WeightMethod."""
-        return linear(x_TI, self.dense(weights), weights.get("bias"))
-
 
 class ScaleSink(Sink):
-    """Fills float32 scales from those of any float dtype; e8m0 is a power of two. A scale of each row may lack its last dimension."""
+    """Fills float32 scales from those of any float dtype; e8m0 is a power of two. A scale of each row may lack its last dimension.
 
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__(tuple(target.shape), _SCALE_DTYPES, ("outputs", "inputs"))
-        self.target = target
+    `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes.
+    """
+
+    def __init__(self, target: torch.Tensor, rows: tuple[int, int]) -> None:
+        super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, ("outputs", "inputs"))
+        self.target, self.times = target, rows[1]
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
@@ -105,13 +114,14 @@ class ScaleSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
-        copy(self.target, source.float().reshape(self.shape))
+        scales = source.float().reshape(self.shape)
+        copy(self.target, scales.repeat_interleave(self.times, 0)[: self.target.shape[0]])
 
 
 class ScalarSink(Sink):
-    """Fills every one of `target`'s numbers with the same, which a checkpoint holds as [] or [1]; none, if `target` is None."""
+    """Fills every one of `target`'s numbers with the same, which a checkpoint holds as [] or [1]."""
 
-    def __init__(self, target: torch.Tensor | None) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
         super().__init__((1,), FLOATS)
         self.target = target
 
@@ -121,5 +131,4 @@ class ScalarSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
-        if self.target is not None:
-            copy(self.target, source.float().reshape(1, 1).expand(self.target.shape))
+        copy(self.target, source.float().reshape(1, 1).expand(self.target.shape))

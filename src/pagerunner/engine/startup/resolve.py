@@ -77,11 +77,6 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: boo
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only)
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
-    if model.format is not None and device == "cuda" and not plan_only:
-        raise ConfigError(
-            f'{args.model}: weights in {model.format.writer}\'s format run on a CPU only so far. Set device="cpu", or use the '
-            "model's checkpoint in bfloat16."
-        )
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
     kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
@@ -194,10 +189,11 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    built = build_model(model, wish.dtype)
+    keep_forms = wish.device == "cuda"
+    built = build_model(model, wish.dtype, keep_forms=keep_forms)
     weights, format_name = weights_bytes(built), ""
-    if model.format is not None and wish.device == "cpu":
-        format_name = f" ({model.format.writer}, unpacked to {wish.dtype})"
+    if model.format is not None:
+        format_name = f" ({model.format.writer}, {'as stored' if keep_forms else f'unpacked to {wish.dtype}'})"
     elif model.quantization is not None:
         weights, format_name = stored_bytes(build_model(replace(model, format=None), wish.dtype), model, weights)
     num_groups = len({spec.lifetime for spec in specs})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,41 +12,117 @@ from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
-from pagerunner.quant.base import WeightMethod
+from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme
+from pagerunner.quant.packed8 import Packed8
+from pagerunner.quant.stored import Beside, StoredExperts, StoredMethod
+from pagerunner.quant.w4 import SCALES, W4, Layout, Packing
 from pagerunner.quant.w8 import W8
 
 
-def store_as(tensors: Iterable[CheckpointTensor], checkpoint: Format, dtype: torch.dtype) -> None:
-    """Give every layer of the model that takes `tensors` and that the checkpoint holds quantised a form that unpacks it to `dtype` while it is loaded.
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """Makes forms of one checkpoint's layers.
 
-    Raises:
-        ConfigError: experts of one layer are stored in different ways.
+    `dtype` is the model's. `scales` is the dtype of the checkpoint's scales, where the format leaves it open. `keep`: weights stay in few
+    bits in memory, as kernels take them; otherwise they are unpacked to `dtype` while they are loaded.
     """
-    for owner, modules in _sources(tensors).items():
-        schemes = {part: checkpoint.scheme(name) for part, name in modules.items()}
-        if isinstance(owner, Experts):
-            if len(set(schemes.values())) > 1:
-                example = next(iter(modules.values()))
-                raise ConfigError(f"quantization_config stores experts beside {example} in different ways.")
-            scheme = next(iter(schemes.values()))
-            if scheme is not None:
-                owner.store(DequantizedExperts(_form(checkpoint, scheme, dtype)))
-        elif isinstance(owner, Linear) and any(schemes.values()):
-            forms: dict[int, WeightMethod] = {}
-            first = 0
-            for part, size in owner.parts.items():
-                scheme = schemes[part]
-                if scheme is not None:
-                    forms[first] = _form(checkpoint, scheme, dtype)
-                first += size
-            owner.store(Dequantized(forms))
+
+    checkpoint: Format
+    dtype: torch.dtype
+    scales: torch.dtype
+    keep: bool
+
+    def store(self, tensors: Iterable[CheckpointTensor]) -> None:
+        """Give a form to every layer of the model that takes `tensors` and that the checkpoint holds quantised.
+
+        Raises:
+            ConfigError: experts of one layer are stored in different ways, or sizes don't suit the format.
+        """
+        for owner, modules in _sources(tensors).items():
+            schemes = {part: self._scheme(owner, name) for part, name in modules.items()}
+            if not any(schemes.values()):
+                continue
+            try:
+                if isinstance(owner, Experts):
+                    self._store_experts(owner, schemes)
+                elif isinstance(owner, Linear):
+                    self._store_linear(owner, schemes)
+            except ConfigError as error:
+                raise ConfigError(f"{next(iter(modules.values()))}: {error}") from None
+
+    def _scheme(self, owner: Module, name: str) -> Scheme | None:
+        if self.checkpoint.writer == "mxfp4" and not isinstance(owner, Experts):
+            return None  # it is made for experts alone
+        return self.checkpoint.scheme(name)
+
+    def _store_experts(self, owner: Experts, schemes: Mapping[str, Scheme | None]) -> None:
+        if len(set(schemes.values())) > 1:
+            raise ConfigError("quantization_config stores experts of one layer in different ways.")
+        (scheme,) = set(schemes.values())
+        assert scheme is not None
+        starts = (owner.sizes.inner,) if not owner.interleaved else (1,)
+        form = self._form(scheme, starts)
+        if self.keep and not scheme.permuted and not _only_unpacked(form):
+            owner.store(StoredExperts(form))
+        else:
+            owner.store(DequantizedExperts(form))
+
+    def _store_linear(self, owner: Linear, schemes: Mapping[str, Scheme | None]) -> None:
+        sizes = tuple(owner.parts.values())
+        starts = (0, *itertools.accumulate(sizes))[:-1]
+        own = [schemes[part] for part in owner.parts]
+        if self.keep and not owner.needs_dense:
+            single = self._form(own[0], starts) if own[0] is not None and len(set(own)) == 1 else None
+            if single is not None and (len(own) == 1 or single.joins(starts)) and not _only_unpacked(single):
+                owner.store(single)
+            else:
+                owner.store(Beside(tuple(zip(sizes, map(self._beside, own), strict=True))))
+            return
+        owner.store(Dequantized({start: self._form(s) for start, s in zip(starts, own, strict=True) if s is not None}))
+
+    def _beside(self, scheme: Scheme | None) -> Unquantized | StoredMethod:
+        """The form of one part that is a matrix of its own."""
+        if scheme is None:
+            return Unquantized()
+        form = self._form(scheme)
+        return Dequantized({0: form}) if _only_unpacked(form) else form
+
+    def _form(self, scheme: Scheme, starts: tuple[int, ...] = ()) -> StoredMethod:
+        assert scheme.is_w8 or scheme.is_packed, "the config reader lets no other format through"
+        if scheme.is_w8:
+            return W8(self.checkpoint, scheme, self.dtype, starts)
+        layout = self._layout(scheme)
+        packing = Packing(
+            layout,
+            scheme.block[1],
+            SCALES.get(layout, self.scales),
+            scheme.zeros,
+            scheme.zero_offset,
+            scheme.permuted,
+            8 if scheme.number == "int8" else 4,
+        )
+        return (Packed8 if packing.bits == 8 else W4)(packing, self.dtype)
+
+    def _layout(self, scheme: Scheme) -> Layout:
+        writer = self.checkpoint.writer
+        if writer == "compressed-tensors" and scheme.number == "fp4":
+            return "mxfp4" if scheme.block[1] == 32 else "compressed nvfp4"
+        layouts: dict[str, Layout] = {
+            "compressed-tensors": "compressed",
+            "awq": "awq",
+            "gptq": "gptq",
+            "modelopt": "nvfp4",
+            "mxfp4": "mxfp4",
+            "fp8": "deepseek",
+        }
+        return layouts[writer]
 
 
-def _form(checkpoint: Format, scheme: Scheme, dtype: torch.dtype) -> WeightMethod:
-    assert scheme.is_w8, "the config reader lets no other format through"
-    return W8(checkpoint, scheme, dtype)
+def _only_unpacked(form: StoredMethod) -> bool:
+    """Whether no kernel takes the form."""
+    return isinstance(form, Packed8) and form.packing.zeros
 
 
 def _sources(tensors: Iterable[CheckpointTensor]) -> dict[Module, dict[str, str]]:

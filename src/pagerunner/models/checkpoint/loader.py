@@ -25,13 +25,13 @@ from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.module import CheckpointTensor, Module
-from pagerunner.models.checkpoint.forms import store_as
+from pagerunner.models.checkpoint.forms import Forms
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES
-from pagerunner.quant.sinks import CopyWeight, Sink
+from pagerunner.quant.sinks import CopyWeight, Sink, SinkError
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
@@ -72,14 +72,20 @@ class Model(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> Model:
-    """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`."""
+def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_forms: bool | None = None) -> Model:
+    """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`.
+
+    `keep_forms`: quantised weights stay in few bits in memory; otherwise they are unpacked to `dtype` while they are loaded. None
+    keeps them on a CUDA device alone.
+    """
     family = FAMILIES[config.family]
     model: Model = getattr(importlib.import_module(family.module), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
     if config.format is not None:
-        store_as(model.checkpoint(), config.format, getattr(torch, dtype))
+        scales = scale_dtype(Path(config.path)) or getattr(torch, config.dtype)
+        keep = device.startswith("cuda") if keep_forms is None else keep_forms
+        Forms(config.format, getattr(torch, dtype), scales, keep).store(model.checkpoint())
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
@@ -132,7 +138,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     started = time.perf_counter()
-    pending = {name for name, tensor in known.items() if not tensor.instead_of}
+    pending = {name for name, tensor in known.items() if not tensor.instead_of and not tensor.sink.optional}
     extra = []
     filled: dict[str, str] = {}
     scales: list[str] = []
@@ -149,7 +155,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 sink = _take(pending, known.get(name))
                 if sink is not None:
                     _check_tensor(file, name, tensor, sink)
-                    copies.add(sink, tensor)
+                    copies.add(sink, tensor, f"{file}: {name}")
                 elif name.startswith(model.unused_tensors):
                     unused.append(name)
                 elif place_of(name) is not None:
@@ -208,18 +214,21 @@ class _Copies:
         finally:
             self._pool.shutdown(cancel_futures=True)
 
-    def add(self, sink: Sink, source: torch.Tensor) -> None:
-        """Begin a copy, once there is a thread for it soon."""
+    def add(self, sink: Sink, source: torch.Tensor, where: str) -> None:
+        """Begin a copy, once there is a thread for it soon. `where` names the tensor in messages."""
         while len(self._begun) >= 2 * THREADS:
             self._finish()
-        self._begun.append((self._pool.submit(self._put, sink, source), source.nbytes))
+        self._begun.append((self._pool.submit(self._put, sink, source, where), source.nbytes))
 
-    def _put(self, sink: Sink, source: torch.Tensor) -> None:
+    def _put(self, sink: Sink, source: torch.Tensor, where: str) -> None:
         # A thread has a mode and a current stream of its own. Weights made in this mode change only in it, and what a sink
         # computes must come after the copies that it computes from. Without a stream, torch.cuda would still start CUDA.
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), stream:
-            sink.put(source, self._copy)
+        try:
+            with torch.inference_mode(), stream:
+                sink.put(source, self._copy)
+        except SinkError as error:
+            raise CheckpointError(f"{where} {error}") from None
 
     def count(self, size: int) -> None:
         """Count bytes that need no copy."""
@@ -251,7 +260,9 @@ def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
     if tensor.name in pending:
         pending.remove(tensor.name)
         return tensor.sink
-    if not tensor.instead_of or not pending.issuperset(tensor.instead_of):
+    if not tensor.instead_of:
+        return tensor.sink if tensor.sink.optional else None
+    if not pending.issuperset(tensor.instead_of):
         return None
     pending.difference_update(tensor.instead_of)
     pending.update(tensor.beside)
@@ -313,6 +324,22 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
         if not path.is_file():
             raise CheckpointError(f"{index} names {path.name}, which is not there.")
     return dict(sorted(found.items()))
+
+
+def scale_dtype(directory: Path) -> torch.dtype | None:
+    """The dtype of the scales of 4-bit groups in the checkpoint in `directory`; None if there are none, or no checkpoint."""
+    if not any(directory.glob("*.safetensors")):
+        return None
+    for file in checkpoint_files(directory):
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no mapping
+                if name.endswith((".scales", ".weight_scale")):
+                    found = tensors.get_slice(name).get_dtype()
+                    return _HALVES.get(found)
+    return None
+
+
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def _tensors(file: Path, expected: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,145 @@
+"""Weights that stay in few bits in memory: kernels convert them in registers while they multiply."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.stored import Stored, dense
+from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
+from pagerunner.quant.sinks import Sink
+
+
+class StoredMethod(WeightMethod):
+    """A form whose tensors are a `Stored` matrix (`ops/stored.py`). `dtype` is the model's."""
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
+        """The matrix, or all experts' with a first dimension E."""
+
+    def order(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The input feature of each of the stored matrix's columns, int32 [I]; None if columns are in their order."""
+        return None
+
+    def together(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+        """What a checkpoint holds for one matrix of all experts together, by what stands behind the matrix's name."""
+        return {}
+
+    def joins(self, starts: tuple[int, ...]) -> bool:
+        """Whether parts that begin at the output features `starts` can be kept as one matrix."""
+        return True
+
+    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightMethod."""
+        matrix, order = dense(self.stored(weights), self.dtype), self.order(weights)
+        return matrix if order is None else torch.empty_like(matrix).index_copy_(1, order.long(), matrix)
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        return linear(self._ordered(x_TI, weights), self.stored(weights), weights.get("bias"))
+
+    def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
+        """See WeightMethod."""
+        linear_add_(self._ordered(x_TI, weights), self.stored(weights), residual_TO, weights.get("bias"))
+
+    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        if self.order(weights) is not None:
+            return super().apply_to_norm(x_TI, norm, weights)
+        return norm_linear(x_TI, norm, self.stored(weights), weights.get("bias"))
+
+    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        if self.order(weights) is not None:
+            return super().apply_to_norm_silu(x_TI, norm, weights)
+        return norm_linear_silu(x_TI, norm, self.stored(weights), weights.get("bias"))
+
+    def _ordered(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        order = self.order(weights)
+        return x_TI if order is None else x_TI.index_select(-1, order)
+
+
+class StoredExperts(ExpertMethod):
+    """Experts whose matrices are stored as `linear` stores one; their columns are in their order."""
+
+    linear: StoredMethod
+
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
+        """See ExpertMethod."""
+        return self.linear.together(weights)
+
+    def apply(
+        self,
+        x_TD: torch.Tensor,
+        weights_TA: torch.Tensor,
+        experts_TA: torch.Tensor,
+        weights: Weights,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """See ExpertMethod."""
+        gate_up, down = (
+            self.linear.stored({name: weights[f"{matrix}.{name}"] for name in self._names(weights)})
+            for matrix in ("gate_up", "down")
+        )
+        biases = weights.get("gate_up.bias"), weights.get("down.bias")
+        return moe_experts(x_TD, weights_TA, experts_TA, gate_up, down, activation, *biases)
+
+    @staticmethod
+    def _names(weights: Weights) -> list[str]:
+        return [name.removeprefix("down.") for name in weights if name.startswith("down.") and name != "down.bias"]
+
+
+class Beside(WeightMethod):
+    """Parts of one layer in forms of their own: each is a matrix of its own, and their outputs stand beside each other.
+
+    `parts` are the number of output features and the form of each part, in their order.
+    """
+
+    def __init__(self, parts: tuple[tuple[int, WeightMethod], ...]) -> None:
+        self.parts = parts
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """See WeightMethod."""
+        found: Weights = {}
+        for number, (outputs, form) in enumerate(self.parts):
+            own = form.create(outputs, in_features, dtype)
+            found |= {f"{number}.{name}": tensor for name, tensor in own.items()}
+        return found
+
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """See WeightMethod; `rows` are those of one part."""
+        first = 0
+        for number, (outputs, form) in enumerate(self.parts):
+            if first == rows.start:
+                return form.sinks(_of(weights, number), slice(0, outputs))
+            first += outputs
+        raise AssertionError(f"no part begins at output feature {rows.start}")
+
+    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightMethod."""
+        return torch.cat([form.dense(_of(weights, number)) for number, (_, form) in enumerate(self.parts)])
+
+    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
+        """See WeightMethod."""
+        for number, (_, form) in enumerate(self.parts):
+            form.randomize(_of(weights, number), generator)
+        if "bias" in weights:
+            weights["bias"].normal_(0.0, 0.02, generator=generator)
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        out = [form.apply(x_TI, _of(weights, number)) for number, (_, form) in enumerate(self.parts)]
+        both, bias_O = torch.cat(out, -1), weights.get("bias")
+        return both if bias_O is None else both.add_(bias_O)
+
+
+def _of(weights: Mapping[str, torch.Tensor], number: int) -> Weights:
+    """The weights of one part."""
+    before = f"{number}."
+    return {name.removeprefix(before): tensor for name, tensor in weights.items() if name.startswith(before)}
