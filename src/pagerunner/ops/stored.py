@@ -31,11 +31,14 @@ class Stored8(NamedTuple):
 
     `codes` [.., O, I] are float8_e4m3fn or int8. `scales` [.., ceil(O / bo), ceil(I / bi)] are float32. `block` is (bo, bi), the rows and columns that
     share a scale: (1, I) is one scale for each output feature, (128, 128) are blocks.
+    `activations` says how products of many tokens may round their input to the codes' dtype: with a scale for each "token", or for each "block" of
+    128 features of a token; "none" leaves it alone. Products of few tokens don't round, as reading the weights takes their time.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
+    activations: str = "none"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -17,28 +17,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels import linear_many
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.linear import Norm, matrix
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored
-
-NO_NORM, PLAIN_NORM, OFFSET_NORM = 0, 1, 2
-
-
-@triton.jit
-def norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
-    """A norm's weights, float32; counted from 1 where `NORM` is OFFSET_NORM."""
-    weight = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    if NORM == 2:
-        weight += 1.0
-    return weight
-
-
-@triton.jit
-def silu_gate(y, up, dtype: tl.constexpr):
-    """`silu(y) * up` of float32 sums, with the twin's casts."""
-    gate = y.to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return gate * up.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_features"])
@@ -304,7 +287,8 @@ def _run(
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    weight_OI = matrix(weight_OI, x_TI.dtype)
+    if not isinstance(weight_OI, torch.Tensor):
+        return linear_many.linear(x_TI, weight_OI, bias_O)
     if not _fits(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
@@ -314,7 +298,9 @@ def linear_add_(
     x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
-    weight_OI = matrix(weight_OI, x_TI.dtype)
+    if not isinstance(weight_OI, torch.Tensor):
+        linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
+        return
     if _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
         _run(x_TI, weight_OI, bias_O, residual_TO, add=True)
     elif bias_O is None:
@@ -327,7 +313,8 @@ def norm_linear(
     x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    weight_OI = matrix(weight_OI, x_TI.dtype)
+    if not isinstance(weight_OI, torch.Tensor):
+        return linear_many.norm_linear(x_TI, norm, weight_OI, bias_O)
     if not _fits(x_TI, weight_OI):
         return F.linear(norm(x_TI), weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
@@ -337,7 +324,8 @@ def norm_linear_silu(
     x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    weight_2OI = matrix(weight_2OI, x_TI.dtype)
+    if not isinstance(weight_2OI, torch.Tensor):
+        return linear_many.norm_linear_silu(x_TI, norm, weight_2OI, bias_2O)
     if not _fits(x_TI, weight_2OI):
         return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)

@@ -1,0 +1,80 @@
+"""Activations of 8 bits, in one pass over a token; see `ops/quantize.py`. The norm before, or the gate, is part of the pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.quantize import GROUP, LARGEST, Quantized
+
+ROUNDING = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: added to a float32 and subtracted, it rounds to whole numbers, halves to even
+
+
+@triton.jit(do_not_specialize=["inner", "x_row", "scale_column"])
+def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, inner, x_row, scale_column, eps, BLOCK: tl.constexpr,
+                     WIDE: tl.constexpr, MOST: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+                     PDL: tl.constexpr):  # fmt: skip
+    """One token, of at most BLOCK features. WIDE of them share a scale."""
+    if PDL:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, BLOCK // WIDE)
+    cols = groups[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = cols < inner
+    if NORM != 0:
+        weight = norm_weight(norm_ptr, cols, inside, NORM)
+    if PDL:
+        gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_ptr += token * x_row
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM != 0:
+        x *= 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / inner) + eps)
+        if NORM == 1:  # the plain norm rounds before it multiplies by its weight (kernels/norm.py)
+            x = x.to(dtype).to(tl.float32)
+        x = (x * weight).to(dtype).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + inner + cols, mask=inside, other=0.0).to(tl.float32)
+        x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.where(largest == 0.0, 1.0, largest / MOST)
+    tl.store(scales_ptr + groups.to(tl.int64) * scale_column + token, scale, mask=groups * WIDE < inner)
+    numbers = x * (1.0 / scale)[:, None]
+    if codes_ptr.dtype.element_ty == tl.int8:
+        numbers = tl.minimum(tl.maximum((numbers + ROUNDING) - ROUNDING, -MOST), MOST)
+    tl.store(codes_ptr + token * inner + cols, numbers.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+def _run(x: torch.Tensor, inputs: int, dtype: torch.dtype, grouped: bool, norm: Norm | None, gated: bool) -> Quantized:
+    tokens = x.shape[0]
+    codes_TI = torch.empty(tokens, inputs, dtype=dtype, device=x.device)
+    groups = blocks(inputs, GROUP) if grouped else 1
+    scales_GT = torch.empty(groups, tokens, dtype=torch.float32, device=x.device)
+    if not codes_TI.numel():
+        return Quantized(codes_TI, scales_GT.t())
+    block = max(GROUP, padded(inputs))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    _quantize_kernel[(tokens,)](
+        x, x if norm is None else norm.weight_I, codes_TI, scales_GT, inputs, x.stride(0), tokens,
+        0.0 if norm is None else norm.eps, BLOCK=block, WIDE=GROUP if grouped else block, MOST=LARGEST[dtype],
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated,
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16, **dependent(x.device),
+    )  # fmt: skip
+    return Quantized(codes_TI, scales_GT.t())
+
+
+def quantize(x_TI: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False, norm: Norm | None = None) -> Quantized:
+    """See `ops/quantize.py`."""
+    return _run(x_TI, x_TI.shape[1], dtype, grouped, norm, gated=False)
+
+
+def silu_quantize(gate_up_T2I: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False) -> Quantized:
+    """See `ops/quantize.py`."""
+    return _run(gate_up_T2I, gate_up_T2I.shape[1] // 2, dtype, grouped, None, gated=True)

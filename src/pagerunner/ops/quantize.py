@@ -1,0 +1,58 @@
+"""Activations of 8 bits, for products with weights of 8 bits: numbers with a scale for each token, or for each 128 features of it.
+
+A scale is the largest magnitude over the largest number: 448 of e4m3, 127 of int8. So it follows the token ("dynamic" in the field's words), and no
+scale comes from a checkpoint. Example: a token whose largest feature is 8.96 has the scale 0.02, and 0.05 becomes 2.5. A scale of zeros is 1.
+
+Shape letters: T tokens, I input features, G groups of 128 input features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.linear import Norm
+
+GROUP = 128
+"""Input features that share a scale, where not all features of a token do."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+class Quantized(NamedTuple):
+    """`codes` [T, I] of e4m3 or int8, and float32 `scales` that multiply them: [T, 1], or [T, G] with a token's neighbour beside it in memory."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@gpu_kernel("quantize")
+def quantize(x_TI: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False, norm: Norm | None = None) -> Quantized:
+    """`x`, or `norm(x)`, in `dtype`: with a scale for each token, or for each GROUP features where `grouped`."""
+    return _quantized(x_TI if norm is None else norm(x_TI), dtype, grouped)
+
+
+@gpu_kernel("quantize")
+def silu_quantize(gate_up_T2I: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False) -> Quantized:
+    """`silu(gate) * up` in `dtype`, as `quantize` does it."""
+    return _quantized(silu_and_mul(gate_up_T2I), dtype, grouped)
+
+
+def dequantized(x: Quantized) -> torch.Tensor:
+    """What the numbers stand for, float32."""
+    tokens, inputs = x.codes.shape
+    wide = inputs if x.scales.shape[1] == 1 else GROUP
+    return x.codes.float() * x.scales.repeat_interleave(wide, 1)[:tokens, :inputs]
+
+
+def _quantized(x_TI: torch.Tensor, dtype: torch.dtype, grouped: bool) -> Quantized:
+    tokens, inputs = x_TI.shape
+    wide = GROUP if grouped else max(inputs, 1)
+    groups_TGW = torch.nn.functional.pad(x_TI.float(), (0, -inputs % wide)).unflatten(1, (-1, wide))
+    largest_TG1 = groups_TGW.abs().amax(2, keepdim=True)
+    scales_TG1 = torch.where(largest_TG1 == 0, 1.0, largest_TG1 / LARGEST[dtype])
+    numbers_TI = (groups_TGW * (1.0 / scales_TG1)).flatten(1)[:, :inputs].clamp(-LARGEST[dtype], LARGEST[dtype])
+    codes_TI = numbers_TI.to(dtype) if dtype.is_floating_point else numbers_TI.round().to(dtype)
+    return Quantized(codes_TI, scales_TG1.squeeze(2).t().contiguous().t())

@@ -1,0 +1,99 @@
+"""Products of many tokens with stored matrices against their twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers import interpreter_floats
+from pagerunner.ops.kernels import linear_many as many
+from pagerunner.ops.kernels.stored import unpack
+from pagerunner.ops.linear import Norm, linear, norm_linear, norm_linear_silu
+from pagerunner.ops.stored import Stored, Stored4, Stored8, dense, pack4
+
+interpreter_floats.install()
+SCALES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "e4m3": torch.float8_e4m3fn}
+
+
+def stored(form: str, outputs: int, inputs: int) -> Stored:
+    """A random matrix; `form` says its numbers and scales."""
+    torch.manual_seed(outputs + inputs)
+    numbers, _, rest = form.partition(" ")
+    if numbers in ("fp8", "int8"):
+        block = (128, 128) if rest == "block" else (1, inputs)
+        scales = torch.rand(-(-outputs // block[0]), -(-inputs // block[1])) * 0.01 + 0.001
+        if numbers == "int8":
+            return Stored8(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), scales, block)
+        codes = (torch.randn(outputs, inputs) * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return Stored8(codes, scales, block)
+    kind, size, *more = rest.split()
+    group = inputs if size == "all" else int(size)
+    shape = (outputs, inputs // group)
+    if kind == "e8m0":
+        scales = torch.randint(118, 124, shape, dtype=torch.uint8)
+    else:
+        scales = (torch.rand(shape) * 0.1 + 0.02).to(SCALES[kind])
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if "zeros" in more else None
+    rows = torch.rand(outputs) + 0.5 if "rows" in more else None
+    return Stored4(
+        pack4(torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)), scales, group, numbers, zeros, rows
+    )
+
+
+FORMS = [
+    "fp8 row", "fp8 block", "int8 row", "int4 bf16 128", "int4 f16 32 zeros", "int4 f32 all", "e2m1 e8m0 32",
+    "e2m1 e4m3 16 rows",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [*FORMS, "int4 f16 64", "int4 bf16 all zeros"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (9, 1152)])
+def test_a_matrix_is_unpacked_to_the_bit(form, outputs, inputs):
+    if "128" in form and inputs % 128:
+        inputs = 640
+    matrix = stored(form, outputs, inputs)
+    for dtype in (torch.float32, torch.float16):
+        out = torch.full((outputs, inputs), float("nan"), dtype=dtype)
+        unpack(matrix, out)
+        assert torch.equal(out, dense(matrix, dtype))
+    first = 128 if outputs > 128 else 0
+    out = torch.full((outputs - first, inputs), float("nan"))
+    unpack(matrix, out, slice(first, outputs))
+    assert torch.equal(out, dense(matrix, torch.float32)[first:])
+
+
+def test_every_byte_unpacks_to_the_bit():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(1, 256)
+    for matrix in (
+        Stored8(codes, torch.tensor([[0.37]]), (1, 256)),
+        Stored8(torch.arange(-128, 128, dtype=torch.int8).reshape(1, 256), torch.tensor([[0.37]]), (1, 256)),
+        Stored4(torch.arange(256, dtype=torch.uint8).reshape(1, 256), torch.full((1, 16), 120, dtype=torch.uint8), 32, "e2m1"),
+        Stored4(torch.arange(256, dtype=torch.uint8).reshape(16, 16), torch.arange(16, dtype=torch.uint8).reshape(16, 1) * 17, 32, "e2m1"),
+        Stored4(torch.arange(256, dtype=torch.uint8).reshape(1, 256), torch.full((1, 4), 0.37), 128, "int4"),
+    ):  # fmt: skip
+        out = torch.zeros(matrix.shape)
+        unpack(matrix, out)
+        torch.testing.assert_close(out, dense(matrix, torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [67, 1])
+def test_products(monkeypatch, form, bias, tokens):
+    monkeypatch.setattr(many, "UNPACKED_BYTES", 128 * 256 * 4)  # two products
+    matrix = stored(form, 192, 256)
+    x, bias_O = torch.randn(tokens, 256), torch.randn(192) if bias else None
+    want = linear.twin(x, matrix, bias_O)
+    close(many.linear(x, matrix, bias_O), want)
+    residual = torch.randn(tokens, 192)
+    expected = residual + want
+    many.linear_add_(x, matrix, residual, bias_O)
+    close(residual, expected)
+    norm = Norm(torch.rand(256), 1e-6)
+    close(many.norm_linear(x, norm, matrix, bias_O), norm_linear.twin(x, norm, matrix, bias_O))
+    close(many.norm_linear_silu(x, norm, matrix, bias_O), norm_linear_silu.twin(x, norm, matrix, bias_O))
+
+
+def close(got, want):
+    assert got.shape == want.shape
+    assert float((got - want).norm() / want.norm()) < 1e-5
