@@ -19,13 +19,14 @@ from functools import partial
 
 import torch
 
-from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.activation import SILU, silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts, route_softmax_topk
+from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
 from pagerunner.ops.rope import rope_, rope_angles
+from pagerunner.ops.routing import Routing, route
 from pagerunner.ops.sample import SlotSettings, sample
 
 BYTES_PER_US = 4.35e6
@@ -305,10 +306,10 @@ def experts(tokens: int) -> None:
     half = {"device": "cuda", "dtype": torch.bfloat16}
     gate_up, down = torch.randn(128, 1536, 2048, **half) * 0.02, torch.randn(128, 2048, 768, **half) * 0.02
     x = torch.randn(tokens, 2048, **half)
-    weights, chosen = route_softmax_topk(torch.randn(tokens, 128, **half), 8, normalise=True)
+    routes = route(torch.randn(tokens, 128, device="cuda"), Routing(8, normalise=True))
     per_expert = 3 * 2048 * 768 * 2
-    floor = max(len(chosen.unique()) * per_expert, tokens * 8 * per_expert / 790e6 * BYTES_PER_US)
-    show(f"moe_experts {tokens}", floor, lambda i: moe_experts(x, weights, chosen, gate_up, down, silu_and_mul), 1)
+    floor = max(len(routes.experts_TA.unique()) * per_expert, tokens * 8 * per_expert / 790e6 * BYTES_PER_US)
+    show(f"moe_experts {tokens}", floor, lambda i: moe_experts(x, routes, gate_up, down, SILU), 1)
 
 
 def ops_table() -> None:

@@ -10,7 +10,6 @@ import torch
 from pagerunner.ops import norm
 from pagerunner.ops.activation import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul, softcap_
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts, route_softmax_topk
 from pagerunner.ops.rope import rope_, rope_angles, rope_pairs_
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -92,31 +91,6 @@ def test_activations(shape, dtype):
     close(gelu_tanh_and_mul(x), gelu_tanh_and_mul.twin(x))
     close(clamped_swiglu(x, 7.0), clamped_swiglu.twin(x, 7.0))
     close(softcap_(x.clone(), 2.0), softcap_.twin(x.clone(), 2.0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 5, 64, 1500])
-def test_experts(tokens, dtype):
-    x, gate_up = random(tokens, 512).to(dtype), (random(64, 512, 512) * 0.05).to(dtype)
-    down = (random(64, 512, 256) * 0.05).to(dtype)
-    weights, chosen = route_softmax_topk(random(tokens, 64), 8, normalise=True)
-    weights = weights.to(dtype)
-    close(
-        moe_experts(x, weights, chosen, gate_up, down, silu_and_mul),
-        moe_experts.twin(x, weights, chosen, gate_up, down, silu_and_mul.twin),
-    )
-
-
-def test_experts_in_a_graph_follow_the_routing():
-    x, gate_up, down = random(9, 256), random(16, 256, 256) * 0.05, random(16, 256, 128) * 0.05
-    weights, chosen = route_softmax_topk(random(9, 16), 4, normalise=True)
-    moe_experts(x, weights, chosen, gate_up, down, silu_and_mul)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe_experts(x, weights, chosen, gate_up, down, silu_and_mul)
-    chosen.copy_(torch.rand(9, 16, device="cuda").argsort(-1)[:, :4])
-    graph.replay()
-    close(out, moe_experts.twin(x, weights, chosen, gate_up, down, silu_and_mul.twin))
 
 
 def test_a_chain_of_dependent_launches_keeps_its_order():

@@ -9,10 +9,11 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import ExpertSizes, SparseMLP
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from pagerunner.ops.routing import Routing
 from pagerunner.quant.sinks import CopySink
 
 
@@ -133,7 +134,11 @@ def test_a_part_may_have_another_name_in_the_checkpoint() -> None:
 
 
 def test_experts_add_to_the_residual_stream() -> None:
-    norm, experts = RMSNorm(4, 1e-6, torch.float32), SparseMLP(ExpertSizes(3, 4, 6), 2, torch.float32, normalise=True)
+    f32 = torch.float32
+    shared, gate = GatedMLP(4, 5, f32), Linear(4, 1, f32)
+    router = Router(4, 3, f32, Routing(2, normalise=True), bias="bias")
+    experts = SparseMLP(router, Experts(ExpertSizes(3, 4, 6), f32), shared=shared, shared_gate=gate)
+    norm = RMSNorm(4, 1e-6, f32)
     give_memory(norm), give_memory(experts)
     x = torch.randn(5, 4)
     want = x + experts(norm(x))

@@ -10,7 +10,7 @@ import torch
 from pagerunner.layers.linear import FusedLinear, GroupedLinear
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.routing import Routes
 from pagerunner.quant.base import ExpertMethod, WeightMethod
 from pagerunner.quant.sinks import CopySink, CopyWeight, Sink
 
@@ -72,14 +72,17 @@ class HalvedExperts(ExpertMethod):
     def __init__(self) -> None:
         super().__init__(Halves())
 
-    def apply(self, x_TD, weights_TA, experts_TA, weights, activation) -> torch.Tensor:
+    def matrices(self, weights):
+        raise AssertionError("this form computes by itself")
+
+    def apply(self, x_TD, routes, weights, activation, *, weigh_inputs=False, residual_TD=None) -> torch.Tensor:
         out_TD = torch.zeros_like(x_TD)
         for name in ("gate_up", "down"):
             assert weights[f"{name}.codes"].dim() == 3 and weights[f"{name}.scale"].dim() == 2
         matrices = {
             name: weights[f"{name}.codes"] * weights[f"{name}.scale"].unsqueeze(-1) for name in ("gate_up", "down")
         }
-        for token, (chosen, shares) in enumerate(zip(experts_TA.tolist(), weights_TA, strict=True)):
+        for token, (chosen, shares) in enumerate(zip(routes.experts_TA.tolist(), routes.weights_TA, strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
                 inner = activation(x_TD[token] @ matrices["gate_up"][expert].T)
                 out_TD[token] += share * (inner @ matrices["down"][expert].T)
@@ -166,7 +169,8 @@ def test_experts_are_the_linears_form_with_a_dimension_more() -> None:
         sinks[f"{base}.weight"].put(weight_OI * 0.25, copy)
     assert cuts["x.2.up_proj.packed"] == 1 and cuts["x.2.down_proj.packed"] == 0
     x, weights, chosen = torch.randn(5, 4), torch.rand(5, 2), torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]])
-    torch.testing.assert_close(experts(x, weights, chosen), plain(x, weights, chosen))
+    routes = Routes(weights, chosen)
+    torch.testing.assert_close(experts(x, routes), plain(x, routes))
 
 
 def test_experts_are_held_one_by_one_or_together_or_transposed() -> None:
@@ -175,7 +179,7 @@ def test_experts_are_held_one_by_one_or_together_or_transposed() -> None:
     assert set(found["x.gate_up_proj"].instead_of) == {f"x.{e}.{m}_proj.weight" for e in (0, 1) for m in ("gate", "up")}
     assert found["x.down_proj"].instead_of == ("x.0.down_proj.weight", "x.1.down_proj.weight")
     assert (found["x.gate_up_proj"].cut, found["x.down_proj"].cut) == (None, 2)
-    together = Experts(sizes, torch.float32, transposed=True, bias=True, activation=silu_and_mul)
+    together = Experts(sizes, torch.float32, transposed=True, bias=True)
     held = {tensor.name: (tensor.sink.shape, tensor.cut, tensor.instead_of) for tensor in together.checkpoint("x.")}
     assert held == {
         "x.gate_up_proj": ((2, 4, 6), None, ()),

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.models.checkpoint.loader import load_weights, materialize, weights_bytes
+from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, WeightMethod
 from pagerunner.quant.sinks import ByteSink, CopySink, Sink
 
@@ -52,7 +53,7 @@ class ScaledExperts(ExpertMethod):
             codes, axes = codes.transpose(1, 2), ("inputs", "outputs")
         return {"_blocks": CopyCodes(codes, (None, *axes)), "_scales": CopySink(weights["scale"], (None, "outputs"))}
 
-    def apply(self, x_TD, weights_TA, experts_TA, weights, activation) -> torch.Tensor:
+    def matrices(self, weights):
         raise AssertionError("these tests load weights and compute nothing with them")
 
 
@@ -63,6 +64,10 @@ class CopyCodes(Sink):
 
     def put(self, source, copy) -> None:
         copy(self.target, source)
+
+
+def activation(interleaved: bool) -> GatedActivation:
+    return GatedActivation("clamped_swiglu", 7.0) if interleaved else SILU
 
 
 class Model(Experts):
@@ -139,7 +144,7 @@ def test_a_matrix_is_not_held_in_both_layouts(tmp_path: Path, method) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gates_and_ups_one_below_the_other_are_not_divided_by_a_cut_through_both(transposed: bool) -> None:
     for interleaved in (False, True):
-        module = Experts(SIZES, torch.float32, bias=True, transposed=transposed, interleaved=interleaved)
+        module = Experts(SIZES, torch.float32, bias=True, transposed=transposed, activation=activation(interleaved))
         cuts = {tensor.name: tensor.cut for tensor in module.checkpoint() if not tensor.name[0].isdigit()}
         outputs, inputs = (2, 1) if transposed else (1, 2)
         assert cuts == {
@@ -152,7 +157,7 @@ def test_gates_and_ups_one_below_the_other_are_not_divided_by_a_cut_through_both
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_single_experts_fill_the_rows_that_the_stacked_matrix_has(tmp_path: Path, interleaved: bool) -> None:
-    module = model(UnquantizedExperts(), interleaved=interleaved)
+    module = model(UnquantizedExperts(), activation=activation(interleaved))
     tensors = {name: torch.randn(tensor.shape) for name, tensor in held(module, False).items()}
     load(module, tmp_path, tensors)
     gate, up = tensors["1.gate_proj.weight"], tensors["1.up_proj.weight"]

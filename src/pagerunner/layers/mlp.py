@@ -34,6 +34,10 @@ class GatedMLP(FeedForward):
         """Apply the layer."""
         return self.down_proj(self.activation(self.gate_up_proj(x_TD)))
 
+    def add_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        """Add the layer's output to `residual` in place."""
+        self.down_proj.add_(self.activation(self.gate_up_proj(x_TD)), residual_TD)
+
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. Where nothing is pending, norm and addition are part of the products."""
         if stream.pending_TD is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from pagerunner.layers.linear import Linear
+from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import CheckpointTensor, Module
-from pagerunner.layers.sublayer import FeedForward
-from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.moe import route_softmax_topk
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.routing import Routes, Routing, expert_logits, route
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import Axis, CopySink, Sink
 
@@ -44,8 +46,10 @@ class Experts(Module):
     `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` it always holds them together, and with input features
     before output features. Biases are always together: `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
 
-    The rows of `gate_up_proj` are all gates, then all ups; with `interleaved`, gate 0, up 0, gate 1, up 1. Equal slices of them
-    are experts of fewer inner features only with `interleaved`.
+    The rows of `gate_up_proj` are all gates, then all ups; for an activation that is `alternating`, gate 0, up 0, gate 1, up 1. Only in
+    the second case are equal slices of them experts of fewer inner features.
+
+    A token's experts are weighted by what their outputs, or with `weigh_inputs` their inputs, are multiplied by.
     """
 
     def __init__(
@@ -55,15 +59,16 @@ class Experts(Module):
         *,
         names: ExpertNames = USUAL_NAMES,
         transposed: bool = False,
-        interleaved: bool = False,
         bias: bool = False,
-        activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        activation: GatedActivation = SILU,
+        weigh_inputs: bool = False,
         method: ExpertMethod | None = None,
     ) -> None:
         super().__init__()
         self.sizes, self.dtype, self.has_bias = sizes, dtype, bias
         self.checkpoint_names, self.activation = names, activation
-        self.transposed, self.interleaved = transposed, interleaved
+        self.transposed, self.interleaved = transposed, activation.alternating
+        self.weigh_inputs = weigh_inputs
         self.store(method or UnquantizedExperts())
 
     def store(self, method: ExpertMethod) -> None:
@@ -76,9 +81,14 @@ class Experts(Module):
                 own["bias"] = torch.empty(experts, outputs, dtype=self.dtype, device="meta")
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
-    def __call__(self, x_TD: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return self.method.apply(x_TD, weights_TA, experts_TA, self.weights, self.activation)
+        return self.method.apply(x_TD, routes, self.weights, self.activation, weigh_inputs=self.weigh_inputs)
+
+    def add_(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> None:
+        """Add that sum to `residual` in place."""
+        own = {"weigh_inputs": self.weigh_inputs, "residual_TD": residual_TD}
+        self.method.apply(x_TD, routes, self.weights, self.activation, **own)
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""
@@ -140,17 +150,76 @@ class Experts(Module):
         return None if in_sections else sink.dimension(_CUTS[matrix])
 
 
-class SparseMLP(FeedForward):
-    """A router, and the experts to which it sends each token. The router's softmax gives the experts' weights."""
+class Router(Module):
+    """Scores every expert for every token, in float32, and chooses.
 
-    def __init__(self, sizes: ExpertSizes, active: int, dtype: torch.dtype, *, normalise: bool) -> None:
+    Its matrix [E, D] stays in the model's dtype in every format. `bias` is what a checkpoint calls a bias of the logits; `choice_bias` one
+    of the scores that counts for the choice alone, in float32. None: there is none.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        experts: int,
+        dtype: torch.dtype,
+        routing: Routing,
+        *,
+        bias: str | None = None,
+        choice_bias: str | None = None,
+    ) -> None:
         super().__init__()
-        self.gate = Linear(sizes.features, sizes.experts, dtype, plain=True)
-        self.experts = Experts(sizes, dtype)
-        self.active = active
-        self.normalise = normalise
+        self.routing, self.bias, self.choice_bias = routing, bias, choice_bias
+        self.weights = {"weight": torch.empty(experts, features, dtype=dtype, device="meta")}
+        if bias is not None:
+            self.weights[bias] = torch.empty(experts, dtype=dtype, device="meta")
+        if choice_bias is not None:
+            self.weights[choice_bias] = torch.empty(experts, dtype=torch.float32, device="meta")
+
+    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None) -> Routes:
+        """Where the tokens go. `chosen` are their experts where something else has chosen them."""
+        bias_E = None if self.bias is None else self.weights[self.bias]
+        choice_bias_E = None if self.choice_bias is None else self.weights[self.choice_bias]
+        logits_TE = expert_logits(x_TD, self.weights["weight"], bias_E)
+        return route(logits_TE, self.routing, choice_bias_E, chosen_TA)
+
+
+class SparseMLP(FeedForward):
+    """A router, the experts to which it sends each token, and a `shared` feed-forward that every token passes if there is one.
+
+    What comes out of the shared one is multiplied by the sigmoid of `shared_gate`, a linear of one feature. `names` are the parts' names in
+    the checkpoint where they differ from the attributes'.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        *,
+        shared: GatedMLP | None = None,
+        shared_gate: Linear | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.names = dict(names or {})
+        self.router, self.experts = router, experts
+        self.shared, self.shared_gate = shared, shared_gate
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
-        weights_TA, experts_TA = route_softmax_topk(self.gate(x_TD), self.active, normalise=self.normalise)
-        return self.experts(x_TD, weights_TA, experts_TA)
+        out_TD = self.experts(x_TD, self.router(x_TD))
+        self._add_shared(x_TD, out_TD)
+        return out_TD
+
+    def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
+        """See FeedForward. Nothing is pending afterwards."""
+        normed_TD = stream.normed(norm)
+        self.experts.add_(normed_TD, self.router(normed_TD), stream.x_TD)
+        self._add_shared(normed_TD, stream.x_TD)
+
+    def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        if self.shared is None:
+            return
+        if self.shared_gate is None:
+            self.shared.add_(x_TD, residual_TD)
+        else:
+            residual_TD.add_(self.shared(x_TD).mul_(self.shared_gate(x_TD).sigmoid()))

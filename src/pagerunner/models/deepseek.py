@@ -8,7 +8,6 @@ elements of a token, E experts, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from pagerunner.attention.calls import IndexerQueries, UpProjection
 from pagerunner.batch import ForwardBatch
@@ -17,14 +16,14 @@ from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import LayerNorm, RMSNorm
 from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
-from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig, RoutingConfig
+from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
-from pagerunner.ops.routing import sigmoid_top_k, softmax_top_k
+from pagerunner.ops.routing import Routing
 
 RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
 
@@ -111,45 +110,19 @@ class Attention(Mixer):
         return up.values(only(out_THL, wanted_S)[..., : self.latent_dim]).flatten(1)
 
 
-class Router(Module):
-    """Scores every expert for every token and picks."""
-
-    def __init__(self, config: RoutingConfig, hidden_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.weights = {"weight": torch.empty(config.experts, hidden_size, dtype=dtype, device="meta")}
-        if config.scores == "sigmoid":
-            bias = torch.empty(config.experts, dtype=torch.float32, device="meta")
-            self.weights["e_score_correction_bias"] = bias
-
-    def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 weights [T, top_k] and experts [T, top_k]."""
-        config = self.config
-        logits_TE = F.linear(x_TD.float(), self.weights["weight"].float())
-        limits = {"groups": config.groups, "kept_groups": config.kept_groups}
-        if config.scores == "softmax":
-            return softmax_top_k(logits_TE, config.top_k, factor=config.factor, **limits)
-        bias_E = self.weights["e_score_correction_bias"]
-        return sigmoid_top_k(
-            logits_TE, bias_E, config.top_k, normalise=config.normalise, factor=config.factor, **limits
-        )
-
-
-class ExpertMLP(FeedForward):
+def _sparse_mlp(config: DeepseekConfig, dtype: torch.dtype) -> SparseMLP:
     """Each token's routed experts, weighted, plus the shared ones that every token passes."""
-
-    def __init__(self, config: DeepseekConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate = Router(config.routing, config.hidden_size, dtype)
-        sizes = ExpertSizes(config.routing.experts, config.hidden_size, config.expert_size)
-        self.experts = Experts(sizes, dtype)
-        shared = config.expert_size * config.shared_experts
-        self.shared_experts = GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias)
-
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the layer."""
-        weights_TK, experts_TK = self.gate(x_TD)
-        return self.experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK).add_(self.shared_experts(x_TD))
+    own = config.routing
+    routing = Routing(own.top_k, own.scores, own.normalise, own.factor, own.groups, own.kept_groups)
+    choice_bias = "e_score_correction_bias" if own.scores == "sigmoid" else None
+    sizes = ExpertSizes(own.experts, config.hidden_size, config.expert_size)
+    shared = config.expert_size * config.shared_experts
+    return SparseMLP(
+        Router(config.hidden_size, own.experts, dtype, routing, choice_bias=choice_bias),
+        Experts(sizes, dtype),
+        shared=GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias),
+        names={"router": "gate", "shared": "shared_experts"},
+    )
 
 
 def _layer(config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
@@ -157,7 +130,7 @@ def _layer(config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> Deco
     if layer_index < config.dense_layers:
         feed_forward = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
     else:
-        feed_forward = ExpertMLP(config, dtype)
+        feed_forward = _sparse_mlp(config, dtype)
     return DecoderLayer(config, Attention(config, layer_index, dtype), feed_forward, dtype)
 
 

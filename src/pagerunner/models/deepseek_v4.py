@@ -9,7 +9,6 @@ that the step completes, E experts, A active experts of a token, I an expert's i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,16 +21,17 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
 from pagerunner.layers.linear import FusedLinear, GroupedLinear, Linear
 from pagerunner.layers.module import CheckpointTensor, Module
-from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes
+from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes, Router
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
 from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
 from pagerunner.models.decoder import Decoder
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.activation import limited_silu_and_mul
+from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
+from pagerunner.ops.routing import Routing
 
 
 def _float32(*shape: int) -> torch.Tensor:
@@ -174,29 +174,26 @@ class Attention(Module):
         return vectors, keys
 
 
-class Router(Module):
-    """Scores every expert for every token, and picks the best or those that the token's id names."""
+class HashRouter(Router):
+    """A router whose tokens' ids name their experts; the scores are the experts' weights."""
 
-    def __init__(self, config: DeepseekV4Config, *, hashed: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.hashed, self.active, self.factor = hashed, config.active_experts, config.routing_factor
-        self.score = torch.sigmoid if config.routing == "sigmoid" else lambda x: F.softplus(x).sqrt()
-        self.weights = {"weight": torch.empty(config.experts, config.hidden_size, dtype=dtype, device="meta")}
-        if hashed:
-            shape = (config.vocab_size, config.active_experts)
-            self.weights["tid2eid"] = torch.empty(shape, dtype=torch.int64, device="meta")
-        else:
-            self.weights["bias"] = _float32(config.experts)
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, routing: Routing) -> None:
+        super().__init__(config.hidden_size, config.experts, dtype, routing)
+        self.experts = config.experts
+        shape = (config.vocab_size, routing.active)
+        self.weights["tid2eid"] = torch.empty(shape, dtype=torch.int64, device="meta")
 
-    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 weights [T, A] and experts [T, A]."""
-        scores_TE = self.score(F.linear(x_TD, self.weights["weight"]).float())
-        if self.hashed:
-            experts_TA = self.weights["tid2eid"][token_ids_T]
-        else:
-            experts_TA = (scores_TE + self.weights["bias"]).topk(self.active, -1).indices
-        weights_TA = scores_TE.gather(-1, experts_TA)
-        return weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20) * self.factor, experts_TA
+    def randomize(self, generator: torch.Generator) -> None:
+        """See Module. Token ids name different experts, all of them alike often."""
+        super().randomize(generator)
+        table_VA = self.weights["tid2eid"]
+        first_V = torch.arange(table_VA.shape[0], device=table_VA.device).mul_(self.routing.active)
+        next_A = torch.arange(self.routing.active, device=table_VA.device)
+        table_VA.copy_((first_V.unsqueeze(-1) + next_A) % self.experts)
+
+    def experts_of(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """The experts of tokens with these ids, [T, A]."""
+        return self.weights["tid2eid"][token_ids_T]
 
 
 class SharedExpert(Module):
@@ -219,16 +216,20 @@ class ExpertMLP(Module):
 
     def __init__(self, config: DeepseekV4Config, *, hashed: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate = Router(config, hashed=hashed, dtype=dtype)
+        routing = Routing(config.active_experts, config.routing, normalise=True, factor=config.routing_factor)
+        if hashed:
+            self.gate: Router = HashRouter(config, dtype, routing)
+        else:
+            self.gate = Router(config.hidden_size, config.experts, dtype, routing, choice_bias="bias")
         sizes = ExpertSizes(config.experts, config.hidden_size, config.expert_size)
-        activation = functools.partial(limited_silu_and_mul, limit=config.activation_limit)
+        activation = GatedActivation("limited_silu", config.activation_limit)
         self.experts = Experts(sizes, dtype, names=ExpertNames("w1", "w3", "w2"), activation=activation)
         self.shared_experts = SharedExpert(config, dtype)
 
     def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
-        weights_TA, experts_TA = self.gate(x_TD, token_ids_T)
-        return self.experts(x_TD, weights_TA.to(x_TD.dtype), experts_TA).add_(self.shared_experts(x_TD))
+        chosen_TA = self.gate.experts_of(token_ids_T) if isinstance(self.gate, HashRouter) else None
+        return self.experts(x_TD, self.gate(x_TD, chosen_TA)).add_(self.shared_experts(x_TD))
 
 
 def _mixes(streams_TMD: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:

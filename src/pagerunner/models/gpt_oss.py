@@ -1,27 +1,24 @@
 """gpt-oss: windowed and full layers in turn, attention with a learned sink per head, and experts in every layer.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
-heads, K key/value heads, A active experts of a token, V vocabulary.
+heads, K key/value heads, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.linear import Linear
-from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.window import GptOssConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.activation import clamped_swiglu
-from pagerunner.ops.moe import route_topk_softmax
+from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.routing import Routing
 
 
 class Attention(GroupedQueryAttention):
@@ -48,21 +45,15 @@ class Attention(GroupedQueryAttention):
         return self.attend(q_THd, k_TKd, v_TKd, batch, self.weights["sinks"], wanted_S).flatten(1)
 
 
-class SparseMLP(FeedForward):
+def _sparse_mlp(config: GptOssConfig, dtype: torch.dtype) -> SparseMLP:
     """A router, and the experts it sends each token to; all with biases. An expert's gate and up features alternate."""
-
-    def __init__(self, config: GptOssConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.router = Linear(config.hidden_size, config.num_experts, dtype, bias=True, plain=True)
-        sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
-        activation = functools.partial(clamped_swiglu, limit=config.activation_limit)
-        self.experts = Experts(sizes, dtype, transposed=True, interleaved=True, bias=True, activation=activation)
-        self.active = config.active_experts
-
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the layer."""
-        weights_TA, experts_TA = route_topk_softmax(self.router(x_TD), self.active)
-        return self.experts(x_TD, weights_TA, experts_TA)
+    sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
+    activation = GatedActivation("clamped_swiglu", config.activation_limit)
+    routing = Routing(config.active_experts, normalise=True)
+    return SparseMLP(
+        Router(config.hidden_size, config.num_experts, dtype, routing, bias="bias"),
+        Experts(sizes, dtype, transposed=True, bias=True, activation=activation),
+    )
 
 
 class GptOssForCausalLM(CausalLM):
@@ -70,7 +61,7 @@ class GptOssForCausalLM(CausalLM):
 
     def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
         layers = tuple(
-            DecoderLayer(config, Attention(config, i, dtype), SparseMLP(config, dtype), dtype)
+            DecoderLayer(config, Attention(config, i, dtype), _sparse_mlp(config, dtype), dtype)
             for i in range(config.num_layers)
         )
         rotary = Rotary(config.rope, config.head_dim, dtype, device)

@@ -2,7 +2,7 @@
 rotary positions. Experts have weighted inputs instead of weighted outputs.
 
 Shape letters: T tokens of the step, S sampled tokens, D hidden features, N query and key/value heads together, H query
-heads, K key/value heads, d head size, A active experts of a token, N the T * A pairs of a token and an expert, V vocabulary.
+heads, K key/value heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.models.attention import GroupedQueryAttention
@@ -21,6 +20,7 @@ from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
+from pagerunner.ops.routing import Routing
 
 
 class Attention(GroupedQueryAttention):
@@ -53,31 +53,22 @@ class Attention(GroupedQueryAttention):
         return self.attend(q_THd, k_TKd, v_TKd, batch, wanted=wanted_S).flatten(1)
 
 
-class ExpertMLP(FeedForward):
+def _sparse_mlp(config: Llama4Config, dtype: torch.dtype) -> SparseMLP:
     """The experts that a token's best logits name, their inputs weighted by the logits' sigmoids, plus the shared one."""
-
-    def __init__(self, config: Llama4Config, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.router = Linear(config.hidden_size, config.num_experts, dtype, plain=True)
-        sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
-        self.experts = Experts(sizes, dtype, transposed=True)
-        self.shared_expert = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
-        self.active = config.active_experts
-
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the layer."""
-        logits_TA, experts_TA = self.router(x_TD).topk(self.active, -1)
-        weights_TA = logits_TA.float().sigmoid().to(x_TD.dtype)
-        tokens, active = experts_TA.shape
-        x_ND = (x_TD.unsqueeze(1) * weights_TA.unsqueeze(-1)).flatten(0, 1)
-        out_ND = self.experts(x_ND, x_ND.new_ones(tokens * active, 1), experts_TA.reshape(-1, 1))
-        return out_ND.view(tokens, active, -1).sum(1).add_(self.shared_expert(x_TD))
+    sizes = ExpertSizes(config.num_experts, config.hidden_size, config.intermediate_size)
+    routing = Routing(config.active_experts, scores="sigmoid")
+    return SparseMLP(
+        Router(config.hidden_size, config.num_experts, dtype, routing),
+        Experts(sizes, dtype, transposed=True, weigh_inputs=True),
+        shared=GatedMLP(config.hidden_size, config.intermediate_size, dtype),
+        names={"shared": "shared_expert"},
+    )
 
 
 def _layer(config: Llama4Config, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
     feed_forward: FeedForward
     if layer_index in config.expert_layers:
-        feed_forward = ExpertMLP(config, dtype)
+        feed_forward = _sparse_mlp(config, dtype)
     else:
         feed_forward = GatedMLP(config.hidden_size, config.dense_size, dtype)
     names = {"feed_forward": "feed_forward"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import ExpertSizes, SparseMLP
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.sublayer import FeedForward
 from pagerunner.models.configs.decoder import DecoderConfig
 from pagerunner.models.configs.moe import Qwen3MoeConfig
 from pagerunner.models.qwen3 import Qwen3ForCausalLM
+from pagerunner.ops.routing import Routing
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
@@ -22,4 +23,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         if layer_index in config.dense_layers:
             return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
         sizes = ExpertSizes(config.num_experts, config.hidden_size, config.expert_size)
-        return SparseMLP(sizes, config.active_experts, dtype, normalise=config.normalise_weights)
+        routing = Routing(config.active_experts, normalise=config.normalise_weights)
+        router = Router(config.hidden_size, config.num_experts, dtype, routing)
+        return SparseMLP(router, Experts(sizes, dtype), names={"router": "gate"})

@@ -19,7 +19,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.moe import ExpertSizes, SparseMLP
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
 from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
@@ -28,6 +28,7 @@ from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.routing import Routing
 
 
 class Attention(Mixer):
@@ -145,19 +146,16 @@ class PlainGatedDeltaNet(GatedDeltaNet):
         return mixed_TC, gate.unflatten(-1, (-1, self.config.value_head_dim)), rates_TH, decays_TH
 
 
-class SharedSparseMLP(SparseMLP):
+def _sparse_mlp(features: int, experts: ExpertsConfig, dtype: torch.dtype) -> SparseMLP:
     """A mixture of experts, and one expert that every token passes through, behind a gate of its own."""
-
-    def __init__(self, features: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
-        sizes = ExpertSizes(experts.count, features, experts.intermediate_size)
-        super().__init__(sizes, experts.per_token, dtype, normalise=experts.normalise)
-        self.shared_expert = GatedMLP(features, experts.shared_intermediate_size, dtype)
-        self.shared_expert_gate = Linear(features, 1, dtype, plain=True)
-
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the layer."""
-        shared_TD = self.shared_expert(x_TD).mul_(self.shared_expert_gate(x_TD).sigmoid())
-        return super().__call__(x_TD).add_(shared_TD)
+    routing = Routing(experts.per_token, normalise=experts.normalise)
+    return SparseMLP(
+        Router(features, experts.count, dtype, routing),
+        Experts(ExpertSizes(experts.count, features, experts.intermediate_size), dtype),
+        shared=GatedMLP(features, experts.shared_intermediate_size, dtype),
+        shared_gate=Linear(features, 1, dtype, plain=True),
+        names={"router": "gate", "shared": "shared_expert", "shared_gate": "shared_expert_gate"},
+    )
 
 
 def _layer(
@@ -168,7 +166,7 @@ def _layer(
     names = {"mixer": "self_attn" if attends else "linear_attn"}
     feed_forward: FeedForward
     if config.experts is not None and config.expert_layers[layer_index]:
-        feed_forward = SharedSparseMLP(config.hidden_size, config.experts, dtype)
+        feed_forward = _sparse_mlp(config.hidden_size, config.experts, dtype)
     else:
         feed_forward = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
     return DecoderLayer(config, mixer, feed_forward, dtype, norm=OffsetRMSNorm, names=names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -32,6 +34,7 @@ def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     return gate.mul_(torch.sigmoid(gate * 1.702)).mul_(up.add_(1))
 
 
+@gpu_kernel("activation")
 def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     """`silu_and_mul` with the gate at most `limit` and up within +-`limit` (DeepSeek-V4)."""
     inner = gate_up_T2I.shape[-1] // 2
@@ -43,3 +46,29 @@ def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tenso
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     """`cap * tanh(x / cap)` in place."""
     return x.div_(cap).tanh_().mul_(cap)
+
+
+class GatedActivation(NamedTuple):
+    """A gated activation as a value, so that a product can apply it itself.
+
+    `kind` "silu" is `silu_and_mul`, "limited_silu" is `limited_silu_and_mul`, "clamped_swiglu" is gpt-oss's. `limit` is that of the last two.
+    """
+
+    kind: Literal["silu", "limited_silu", "clamped_swiglu"]
+    limit: float = 0.0
+
+    @property
+    def alternating(self) -> bool:
+        """Whether gate and up features alternate; otherwise all gates come before all ups."""
+        return self.kind == "clamped_swiglu"
+
+    def __call__(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+        """Apply it, [T, I]."""
+        if self.kind == "silu":
+            return silu_and_mul(gate_up_T2I)
+        if self.kind == "limited_silu":
+            return limited_silu_and_mul(gate_up_T2I, self.limit)
+        return clamped_swiglu(gate_up_T2I, self.limit)
+
+
+SILU = GatedActivation("silu")

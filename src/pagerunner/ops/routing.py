@@ -1,55 +1,91 @@
-"""Which experts a token goes to, with what weight. Shape letters: T tokens, E experts, G expert groups, K chosen experts.
+"""Which experts a token goes to, with what weight. Shape letters: T tokens, E experts, A chosen experts, G expert groups, P pairs.
 
-All in float32, as in the models' own code.
+A pair is a token and one of its experts; pair `t * A + a` is token t's a-th. All in float32, as in the models' own code.
 """
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
+import torch.nn.functional as F
+
+from pagerunner.ops.dispatch import gpu_kernel
 
 
-def softmax_top_k(
-    logits_TE: torch.Tensor, top_k: int, *, groups: int, kept_groups: int, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek-V2's routing: the most probable experts of the `kept_groups` groups that hold the most probable ones.
+class Routing(NamedTuple):
+    """How tokens find `active` experts.
 
-    Weights [T, K], which are `factor` times the probabilities, and expert indices [T, K].
+    `scores` are a softmax over all experts, or a sigmoid or the root of a softplus of each logit. The experts with the largest logits
+    are chosen; with a bias, those with the largest sums of score and bias. Their scores without the bias are their weights.
+
+    `normalise` makes a token's weights add up to 1. Afterwards they are multiplied by `factor`.
+
+    The experts stand in `groups` equal groups. Only those of the `kept_groups` best groups are eligible. A group counts with its best expert,
+    or, where there is a bias, with the sum of its two best ones.
+
+    Families: Qwen3 and DeepSeek-V2 are softmax (Shazeer et al. 2017), gpt-oss is a normalised softmax (the same as a softmax over the
+    chosen logits), DeepSeek-V3 is sigmoid with a bias and groups (arXiv 2412.19437, section 2.1.2), DeepSeek-V4 a softplus's root, Llama-4 a sigmoid.
     """
-    scores_TE = logits_TE.float().softmax(-1)
-    best_TG = scores_TE.unflatten(-1, (groups, -1)).amax(-1)
-    weights_TK, experts_TK = _of_kept_groups(scores_TE, best_TG, kept_groups, 0.0).topk(top_k, dim=-1)
-    return weights_TK * factor, experts_TK
+
+    active: int
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    normalise: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
 
 
-def sigmoid_top_k(
+class Routes(NamedTuple):
+    """Where the tokens of a step go: float32 weights [T, A] and expert numbers [T, A].
+
+    Kernels also say which pairs an expert has: those of expert e are `order[starts[e] : starts[e + 1]]`, both int32. Twins leave them out.
+    """
+
+    weights_TA: torch.Tensor
+    experts_TA: torch.Tensor
+    order_P: torch.Tensor | None = None
+    starts_E1: torch.Tensor | None = None
+
+
+@gpu_kernel("moe_routing")
+def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` in float32, [T, E]."""
+    return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
+
+
+@gpu_kernel("moe_routing")
+def route(
     logits_TE: torch.Tensor,
-    bias_E: torch.Tensor,
-    top_k: int,
-    *,
-    groups: int,
-    kept_groups: int,
-    normalise: bool,
-    factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek-V3's routing: experts are chosen by biased scores and weighted by unbiased ones.
-
-    A group counts with its two best experts. Weights [T, K] and expert indices [T, K]; with `normalise` a token's weights
-    sum to `factor`.
-    """
-    scores_TE = logits_TE.float().sigmoid()
-    biased_TE = scores_TE + bias_E
-    best_TG = biased_TE.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(-1)
-    experts_TK = _of_kept_groups(biased_TE, best_TG, kept_groups, float("-inf")).topk(top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(-1, experts_TK)
-    if normalise:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK * factor, experts_TK
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    chosen_TA: torch.Tensor | None = None,
+) -> Routes:
+    """Each token's experts and their weights. Where `chosen` says which experts these are, only their weights are computed."""
+    scores_TE = _scores(logits_TE.float(), routing.scores)
+    if chosen_TA is None:
+        choice_TE = logits_TE.float() if bias_E is None else scores_TE + bias_E
+        choice_TE = _of_kept_groups(choice_TE, routing, 1 if bias_E is None else 2)
+        experts_TA = choice_TE.topk(routing.active, dim=-1).indices
+    else:
+        experts_TA = chosen_TA
+    weights_TA = scores_TE.gather(-1, experts_TA)
+    if routing.normalise:
+        weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
+    return Routes(weights_TA * routing.factor, experts_TA)
 
 
-def _of_kept_groups(scores_TE: torch.Tensor, best_TG: torch.Tensor, kept: int, other: float) -> torch.Tensor:
-    """The scores, with `other` for experts outside each token's `kept` best groups."""
-    groups = best_TG.shape[-1]
-    if kept == groups:
-        return scores_TE
-    chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(-1, best_TG.topk(kept, dim=-1).indices, True)
-    return scores_TE.masked_fill(~chosen_TG.repeat_interleave(scores_TE.shape[-1] // groups, -1), other)
+def _scores(logits_TE: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "softmax":
+        return logits_TE.softmax(-1)
+    return logits_TE.sigmoid() if kind == "sigmoid" else F.softplus(logits_TE).sqrt()
+
+
+def _of_kept_groups(choice_TE: torch.Tensor, routing: Routing, best: int) -> torch.Tensor:
+    """The numbers that experts are chosen by, -inf for experts outside each token's kept groups."""
+    if routing.kept_groups == routing.groups:
+        return choice_TE
+    best_TG = choice_TE.unflatten(-1, (routing.groups, -1)).topk(best, dim=-1).values.sum(-1)
+    kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+    kept_TG.scatter_(-1, best_TG.topk(routing.kept_groups, dim=-1).indices, True)
+    return choice_TE.masked_fill(~kept_TG.repeat_interleave(choice_TE.shape[-1] // routing.groups, -1), float("-inf"))

@@ -10,13 +10,15 @@ stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.routing import Routes
+from pagerunner.ops.stored import Stored
 from pagerunner.quant.sinks import CopySink, Sink
 
 Weights = dict[str, torch.Tensor]
@@ -127,15 +129,30 @@ class ExpertMethod(ABC):
         return {}
 
     @abstractmethod
+    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
+        """The two matrices of all experts, [E, 2 I, D] and [E, D, I], as products take them."""
+
     def apply(
         self,
         x_TD: torch.Tensor,
-        weights_TA: torch.Tensor,
-        experts_TA: torch.Tensor,
+        routes: Routes,
         weights: Weights,
-        activation: Callable[[torch.Tensor], torch.Tensor],
+        activation: GatedActivation,
+        *,
+        weigh_inputs: bool = False,
+        residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum over a token's experts of `weight * down(activation(gate_up(x)))`, [T, D]."""
+        """See `moe_experts`, [T, D]."""
+        biases = weights.get("gate_up.bias"), weights.get("down.bias")
+        return moe_experts(
+            x_TD,
+            routes,
+            *self.matrices(weights),
+            activation,
+            *biases,
+            weigh_inputs=weigh_inputs,
+            residual_TD=residual_TD,
+        )
 
 
 class UnquantizedExperts(ExpertMethod):
@@ -150,15 +167,6 @@ class UnquantizedExperts(ExpertMethod):
             return {"": CopySink(weights["weight"].transpose(1, 2), (None, "inputs", "outputs"))}
         return {"": CopySink(weights["weight"], (None, "outputs", "inputs"))}
 
-    def apply(
-        self,
-        x_TD: torch.Tensor,
-        weights_TA: torch.Tensor,
-        experts_TA: torch.Tensor,
-        weights: Weights,
-        activation: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""
-        matrices = weights["gate_up.weight"], weights["down.weight"]
-        biases = weights.get("gate_up.bias"), weights.get("down.bias")
-        return moe_experts(x_TD, weights_TA, experts_TA, *matrices, activation, *biases)
+        return weights["gate_up.weight"], weights["down.weight"]

@@ -1,43 +1,55 @@
-"""The grouped product of experts against its twin, in Triton's interpreter."""
+"""The grouped products of experts against their twins, in Triton's interpreter."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
 
-from pagerunner.ops.activation import clamped_swiglu, silu_and_mul
-from pagerunner.ops.moe import moe_experts, route_softmax_topk
+from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.routing import Routes, Routing, route
+
+ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "active"), [(1, 3, 2), (5, 4, 1), (19, 3, 3), (40, 2, 2)])
 @pytest.mark.parametrize("biases", [False, True])
-def test_experts(tokens, experts, active, biases):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_experts(tokens, experts, active, biases, activation):
     torch.manual_seed(tokens)
     x, gate_up, down = torch.randn(tokens, 18), torch.randn(experts, 6, 18), torch.randn(experts, 18, 3)
     extra = (torch.randn(experts, 6), torch.randn(experts, 18)) if biases else (None, None)
-    weights, chosen = route_softmax_topk(torch.randn(tokens, experts), active, normalise=True)
-    activation = functools.partial(clamped_swiglu.twin, limit=2.0) if biases else silu_and_mul.twin
-    got = moe_experts.kernel(x, weights, chosen, gate_up, down, activation, *extra)
-    want = moe_experts.twin(x, weights, chosen, gate_up, down, activation, *extra)
+    routes = route.twin(torch.randn(tokens, experts), Routing(active, normalise=True))
+    got = moe_experts.kernel(x, routes, gate_up, down, activation, *extra)
+    want = moe_experts.twin(x, routes, gate_up, down, activation, *extra)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_inputs_are_weighted_and_the_sum_is_added_to_a_residual():
+    torch.manual_seed(0)
+    x, gate_up, down, residual = torch.randn(7, 18), torch.randn(4, 6, 18), torch.randn(4, 18, 3), torch.randn(7, 20)
+    routes = route.twin(torch.randn(7, 4), Routing(2, "sigmoid"))
+    got, want = residual.clone(), residual.clone()
+    for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
+        op(x, routes, gate_up, down, SILU, weigh_inputs=True, residual_TD=out[:, :18])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_that_nobody_chose_are_not_read_and_no_tokens_are_no_work():
     gate_up, down = torch.full((4, 2, 3), float("nan")), torch.full((4, 3, 1), float("nan"))
     gate_up[2], down[2] = 1.0, 1.0
-    x, weights, chosen = torch.ones(3, 3), torch.ones(3, 1), torch.full((3, 1), 2)
-    assert moe_experts.kernel(x, weights, chosen, gate_up, down, silu_and_mul.twin).isfinite().all()
-    assert moe_experts.kernel(x[:0], weights[:0], chosen[:0], gate_up, down, silu_and_mul.twin).shape == (0, 3)
+    x, routes = torch.ones(3, 3), Routes(torch.ones(3, 1), torch.full((3, 1), 2))
+    assert moe_experts.kernel(x, routes, gate_up, down, SILU).isfinite().all()
+    none = Routes(routes.weights_TA[:0], routes.experts_TA[:0])
+    assert moe_experts.kernel(x[:0], none, gate_up, down, SILU).shape == (0, 3)
 
 
 def test_a_token_is_the_same_alone_and_among_others():
     torch.manual_seed(0)
     x, gate_up, down = torch.randn(9, 16), torch.randn(5, 8, 16), torch.randn(5, 16, 4)
-    weights, chosen = route_softmax_topk(torch.randn(9, 5), 3, normalise=False)
-    every = moe_experts.kernel(x, weights, chosen, gate_up, down, silu_and_mul.twin)
-    again = moe_experts.kernel(x, weights.flip(1), chosen.flip(1), gate_up, down, silu_and_mul.twin)
+    weights, chosen, *_ = route.twin(torch.randn(9, 5), Routing(3))
+    every = moe_experts.kernel(x, Routes(weights, chosen), gate_up, down, SILU)
+    again = moe_experts.kernel(x, Routes(weights.flip(1), chosen.flip(1)), gate_up, down, SILU)
     assert torch.equal(every, again)
-    alone = moe_experts.kernel(x[4:5], weights[4:5], chosen[4:5], gate_up, down, silu_and_mul.twin)
+    alone = moe_experts.kernel(x[4:5], Routes(weights[4:5], chosen[4:5]), gate_up, down, SILU)
     assert torch.equal(every[4:5], alone)

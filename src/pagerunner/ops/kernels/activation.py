@@ -9,7 +9,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 
-SILU, GELU_TANH, CLAMPED_SWIGLU = 0, 1, 2
+SILU, GELU_TANH, CLAMPED_SWIGLU, LIMITED_SILU = 0, 1, 2, 3
+
+
+@triton.jit
+def gated(gate, up, limit, KIND: tl.constexpr, dtype: tl.constexpr):
+    """The gated activation of float32 gates and ups that are rounded to `dtype`, in `dtype`."""
+    if KIND >= 2:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+    if KIND == 2:
+        steep = (gate * 1.702).to(dtype).to(tl.float32)
+        share = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
+        first = gate * share
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    elif KIND == 1:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        first = gate / (1.0 + tl.exp(-z))
+    else:
+        first = gate / (1.0 + tl.exp(-gate))
+    return (first.to(dtype).to(tl.float32) * up).to(dtype)
 
 
 @triton.jit
@@ -23,25 +43,11 @@ def _gated_kernel(x_ptr, out_ptr, inner, x_row, limit, KIND: tl.constexpr, BLOCK
     mask = cols < inner
     dtype = out_ptr.dtype.element_ty
     x_ptr += row * x_row
-    if KIND == 2:
-        gate = tl.load(x_ptr + 2 * cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + 2 * cols + 1, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        steep = (gate * 1.702).to(dtype).to(tl.float32)
-        share = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
-        first = (gate * share).to(dtype).to(tl.float32)
-        up = (up + 1.0).to(dtype).to(tl.float32)
-    else:
-        gate = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + inner + cols, mask=mask, other=0.0).to(tl.float32)
-        if KIND == 0:
-            first = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        else:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
-            z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            first = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * inner + cols, (first * up).to(dtype), mask=mask)
+    step: tl.constexpr = 2 if KIND == 2 else 1
+    ups = 1 if KIND == 2 else inner
+    gate = tl.load(x_ptr + cols * step, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + ups + cols * step, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * inner + cols, gated(gate, up, limit, KIND, dtype), mask=mask)
 
 
 @triton.jit
@@ -85,6 +91,11 @@ def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     """See `ops/activation.py`."""
     return _run(gate_up_T2I, CLAMPED_SWIGLU, limit)
+
+
+def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
+    """See `ops/activation.py`."""
+    return _run(gate_up_T2I, LIMITED_SILU, limit)
 
 
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -2,52 +2,48 @@
 
 Pairs of token and expert are ordered by expert; each tile of the products belongs to one expert. How many tiles there are
 is known on the device only, so the grid is the largest number there can be, and surplus programs leave at once.
-Shape letters as in `ops/moe.py`.
+The first product computes gates and ups and stores what the activation makes of them. Shape letters as in `ops/moe.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, padded
+from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels import activation as kinds
+from pagerunner.ops.kernels.activation import gated
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.moe_routing import order_pairs
+from pagerunner.ops.linear import matrix
+from pagerunner.ops.routing import Routes
+from pagerunner.ops.stored import Stored
 
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Program e places expert e's pairs, in their own order, behind those of all smaller experts."""
-    expert = tl.program_id(0)
-    index = tl.arange(0, BLOCK)
-    smaller = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_pairs, BLOCK):
-        mask = first + index < num_pairs
-        ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
-        smaller += (mask & (ids < expert)).to(tl.int32)
-    place = tl.sum(smaller, 0)
-    tl.store(starts_ptr + expert, place)
-    for first in range(0, num_pairs, BLOCK):
-        mask = first + index < num_pairs
-        ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
-        own = (mask & (ids == expert)).to(tl.int32)
-        rank = tl.cumsum(own, 0) - own
-        tl.store(order_ptr + place + rank, first + index, mask=own != 0)
-        place += tl.sum(own, 0)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, place)
+_KINDS = {
+    "silu": kinds.SILU,
+    "clamped_swiglu": kinds.CLAMPED_SWIGLU,
+    "limited_silu": kinds.LIMITED_SILU,
+}
 
 
 @triton.jit(do_not_specialize=["active"])
 def _grouped_kernel(x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, w_expert, w_feature,
-                    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
-    """BM pairs of one expert times BN of its features.
+                    limit, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+                    WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BM pairs of one expert times BN of its N features.
 
-    The first product reads tokens' rows and stores pairs in expert order. The second product (LAST) reads the pairs, multiplies
-    them by their weights, and stores them in the tokens' order.
+    The first product (GATED) reads tokens' rows and stores what the activation makes of BN gates and ups, in expert order. The second
+    product reads these rows and stores pairs in the tokens' order. WEIGH: results are multiplied by the pairs' weights.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    step: tl.constexpr = 2 if KIND == 2 else 1
+    ups: tl.constexpr = 1 if KIND == 2 else N
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
@@ -62,101 +58,141 @@ def _grouped_kernel(x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, 
         rows = tl.sum(tl.where(own, starts, 0), 0) + tile * BM + tl.arange(0, BM)
         valid = rows < last_row
         pairs = tl.load(order_ptr + rows, mask=valid, other=0)
-        source = rows.to(tl.int64) if LAST else (pairs // active).to(tl.int64)
+        source = (pairs // active).to(tl.int64) if GATED else rows.to(tl.int64)
         features = tl.program_id(1) * BN + tl.arange(0, BN)
         live = features < N
+        w_rows = features * step if GATED else features
         cols = tl.arange(0, BK)
         x_place = x_ptr + source[:, None] * K + cols[None, :]
-        w_place = w_ptr + expert.to(tl.int64) * w_expert + features[None, :].to(tl.int64) * w_feature + cols[:, None]
+        w_place = w_ptr + expert.to(tl.int64) * w_expert + w_rows[None, :].to(tl.int64) * w_feature + cols[:, None]
+        up_place = w_place + ups * w_feature
         acc = tl.zeros((BM, BN), tl.float32)
+        up = acc
         for first in range(0, K, BK):
             inside = cols < K - first
             x = tl.load(x_place + first, mask=valid[:, None] & inside[None, :], other=0.0)
             w = tl.load(w_place + first, mask=inside[:, None] & live[None, :], other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
+            if GATED:
+                u = tl.load(up_place + first, mask=inside[:, None] & live[None, :], other=0.0)
+                up = tl.dot(x, u, up, input_precision="ieee")
+        if WEIGH:
+            weights = tl.load(weights_ptr + pairs, mask=valid, other=0.0)
+        if GATED and WEIGH:
+            acc *= weights[:, None]
+            up *= weights[:, None]
         if BIAS:
-            acc += tl.load(bias_ptr + expert * N + features, mask=live, other=0.0).to(tl.float32)[None, :]
-        dtype = out_ptr.dtype.element_ty
-        y = acc.to(dtype)
-        if LAST:
-            weights = tl.load(weights_ptr + pairs, mask=valid, other=0.0).to(tl.float32)
-            y = (y.to(tl.float32) * weights[:, None]).to(dtype)
-            target = pairs.to(tl.int64)
-        else:
+            bias_place = bias_ptr + expert * (2 * N if GATED else N) + w_rows
+            acc += tl.load(bias_place, mask=live, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias_place + ups, mask=live, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            y = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit, KIND, dtype)
             target = rows.to(tl.int64)
+        else:
+            if WEIGH:
+                acc *= weights[:, None]
+            y = acc.to(dtype)
+            target = pairs.to(tl.int64)
         tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
 
 
 @triton.jit
-def _sum_kernel(pairs_ptr, experts_ptr, out_ptr, features, A: tl.constexpr, BA: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up a token's pairs in the order of their experts."""
+def _sum_kernel(pairs_ptr, experts_ptr, out_ptr, features, out_stride, A: tl.constexpr, BA: tl.constexpr,
+                BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Add up a token's pairs in the order of their experts. ADD: to what `out` holds."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < features
     index = tl.arange(0, BA)
     ids = tl.load(experts_ptr + token * A + index, mask=index < A, other=2147483647).to(tl.int64) * BA + index
+    place = out_ptr + token * out_stride + cols
+    if ADD:
+        old = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK,), tl.float32)
     for _ in range(A):
         lowest = tl.min(ids, 0)
         pair = token * A + lowest % BA
         acc += tl.load(pairs_ptr + pair * features + cols, mask=mask, other=0.0).to(tl.float32)
         ids = tl.where(ids == lowest, 9223372036854775807, ids)
-    tl.store(out_ptr + token * features + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if ADD:
+        acc = acc.to(dtype).to(tl.float32) + old
+    tl.store(place, acc.to(dtype), mask=mask)
 
 
 def _product(
     x: torch.Tensor,
-    w_ENK: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    weights_TA: torch.Tensor | None,
-    order_P: torch.Tensor,
-    starts_E1: torch.Tensor,
-    active: int,
+    w_EOK: torch.Tensor,
+    bias_EO: torch.Tensor | None,
+    routes: Routes,
+    activation: GatedActivation | None,
+    *,
+    weigh: bool,
 ) -> torch.Tensor:
-    experts, features, inputs = w_ENK.shape
-    pairs = order_P.shape[0]
+    """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order."""
+    assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
+    experts, outputs, inputs = w_EOK.shape
+    features = outputs if activation is None else outputs // 2
+    pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     per_expert = pairs / experts
     bm = 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
     bn, bk = {16: (64, 128), 64: (128, 64), 128: (256, 64)}[bm]
+    if activation is not None:
+        bn //= 2
     tiles = min(pairs, pairs // bm + min(experts, pairs))
     out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
     _grouped_kernel[(tiles, blocks(features, bn))](
-        x, w_ENK, x if bias_EN is None else bias_EN, x if weights_TA is None else weights_TA, order_P, starts_E1, out,
-        active, w_ENK.stride(0), w_ENK.stride(1), E=experts, N=features, K=inputs, BE=padded(experts), BM=bm,
-        BN=min(bn, max(16, padded(features))), BK=min(bk, max(16, padded(inputs))), BIAS=bias_EN is not None,
-        LAST=weights_TA is not None, num_warps=8 if bm == 128 else 4, num_stages=4 if bm == 16 else 3,
+        x, w_EOK, x if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out,
+        active, w_EOK.stride(0), w_EOK.stride(1), 0.0 if activation is None else activation.limit, E=experts,
+        N=features, K=inputs, BE=padded(experts), BM=bm, BN=min(bn, max(16, padded(features))),
+        BK=min(bk, max(16, padded(inputs))), BIAS=bias_EO is not None, GATED=activation is not None,
+        KIND=0 if activation is None else _KINDS[activation.kind], WEIGH=weigh,
+        num_warps=8 if bm == 128 else 4, num_stages=4 if bm == 16 else 3, **dependent(x.device),
     )  # fmt: skip
     return out
 
 
 def moe_experts(
     x_TD: torch.Tensor,
-    weights_TA: torch.Tensor,
-    experts_TA: torch.Tensor,
-    gate_up_E2ID: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor | Stored,
+    down_EDI: torch.Tensor | Stored,
+    activation: GatedActivation,
     gate_up_bias_E2I: torch.Tensor | None = None,
     down_bias_ED: torch.Tensor | None = None,
+    *,
+    weigh_inputs: bool = False,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops/moe.py`."""
-    tokens, active = experts_TA.shape
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    tokens, active = routes.experts_TA.shape
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
     if not tokens:
         return out_TD
-    if gate_up_E2ID.stride(2) != 1 or down_EDI.stride(2) != 1:
-        raise ValueError("The experts' matrices must be dense in their input features.")
-    x_TD, experts_TA, weights_TA = x_TD.contiguous(), experts_TA.contiguous(), weights_TA.contiguous()
-    experts, pairs, device = gate_up_E2ID.shape[0], tokens * active, x_TD.device
-    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
-    starts_E1 = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    _order_kernel[(experts,)](experts_TA, order_P, starts_E1, pairs, BLOCK=2048 if pairs > 256 else 256)
-    gate_up_P2I = _product(x_TD, gate_up_E2ID, gate_up_bias_E2I, None, order_P, starts_E1, active)
-    inner_PI = activation(gate_up_P2I)
-    out_PD = _product(inner_PI, down_EDI, down_bias_ED, weights_TA, order_P, starts_E1, active)
+    gate_up_E2ID, down_EDI = matrix(gate_up_E2ID, x_TD.dtype), matrix(down_EDI, x_TD.dtype)
+    if gate_up_E2ID.stride(2) != 1 or down_EDI.stride(2) != 1 or out_TD.stride(1) != 1:
+        raise ValueError(
+            "The experts' matrices must be dense in their input features, and the residual in its features."
+        )
+    x_TD, routes = x_TD.contiguous(), _ordered(routes, gate_up_E2ID.shape[0])
+    inner_PI = _product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
+    out_PD = _product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
     features = x_TD.shape[1]
     block = min(1024, padded(features))
     _sum_kernel[(tokens, blocks(features, block))](
-        out_PD, experts_TA, out_TD, features, A=active, BA=padded(active), BLOCK=block
-    )
+        out_PD, routes.experts_TA, out_TD, features, out_TD.stride(0), A=active, BA=padded(active), BLOCK=block,
+        ADD=residual_TD is not None, **dependent(x_TD.device),
+    )  # fmt: skip
     return out_TD
+
+
+def _ordered(routes: Routes, experts: int) -> Routes:
+    """Dense routes with the order of their pairs."""
+    weights_TA, experts_TA = routes.weights_TA.float().contiguous(), routes.experts_TA.contiguous()
+    if routes.order_P is None:
+        return Routes(weights_TA, experts_TA, *order_pairs(experts_TA, experts))
+    return routes._replace(weights_TA=weights_TA, experts_TA=experts_TA)

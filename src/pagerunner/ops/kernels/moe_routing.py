@@ -1,0 +1,229 @@
+"""Choosing experts, and ordering pairs of token and expert by expert; see `ops/routing.py`.
+
+Up to `_MOST_AT_ONCE` scores are one program: it chooses, counts each expert's pairs and places them. More scores are two launches:
+programs choose for a few tokens each, then a program for each expert places its pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.routing import Routes, Routing
+
+_KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+_MOST_AT_ONCE = 8192  # scores, of all tokens
+_SCORES = 1024  # of a program where there are more
+TAKEN = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _score(logits, inside, KIND: tl.constexpr):
+    """Scores of float32 logits [tokens, experts]."""
+    if KIND == 0:
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        raised = tl.exp(logits - tl.max(logits, 1)[:, None])
+        return raised / tl.sum(raised, 1)[:, None]
+    elif KIND == 1:
+        return 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        return tl.sqrt_rn(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
+
+
+@triton.jit
+def _keys(choice, experts, inside, BE: tl.constexpr):
+    """64-bit keys that are ordered as the float32 numbers are, and differ: of equal numbers the first expert's is the largest.
+
+    Experts that there aren't have the least key, TAKEN. NaN counts as a number, so that there are always enough experts to choose from.
+    """
+    bits = choice.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (bits.to(tl.int64) << 32) | (BE - 1 - experts)[None, :].to(tl.int64)
+    return tl.where(inside[None, :], keys, TAKEN)
+
+
+@triton.jit
+def _number(keys):
+    """The float32 number of a key."""
+    bits = (keys >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_kept_groups(
+    keys, experts, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, BG: tl.constexpr, BEST: tl.constexpr
+):
+    """The keys, TAKEN for experts outside each token's KEPT best groups, which count with the sum of their BEST best experts."""
+    groups = tl.arange(0, BG)
+    best = tl.full((keys.shape[0], BG), TAKEN, tl.int64)
+    for g in tl.static_range(GROUPS):
+        own = tl.where((experts // SIZE == g)[None, :], keys, TAKEN)
+        first = tl.max(own, 1)
+        number = _number(first)
+        if BEST == 2:
+            number += _number(tl.max(tl.where(own == first[:, None], TAKEN, own), 1))
+        best = tl.where((groups == g)[None, :], _keys(number[:, None], groups, groups < GROUPS, BG), best)
+    kept = tl.zeros((keys.shape[0], BG), tl.int32)
+    for _ in tl.static_range(KEPT):
+        own = best == tl.max(best, 1)[:, None]
+        kept = tl.where(own, 1, kept)
+        best = tl.where(own, TAKEN, best)
+    for g in tl.static_range(GROUPS):
+        lost = tl.sum(tl.where((groups == g)[None, :], kept, 0), 1) == 0
+        keys = tl.where((experts // SIZE == g)[None, :] & lost[:, None], TAKEN, keys)
+    return keys
+
+
+@triton.jit
+def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
+           NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr):  # fmt: skip
+    """For logits [tokens, experts]: the scores, each expert's place among those chosen or -1, and what a token's scores are divided by."""
+    inside = experts < E
+    scores = _score(logits, inside, KIND)
+    choice = logits
+    if BIAS:
+        choice = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)[None, :]
+    keys = _keys(choice, experts, inside, BE)
+    if KEPT < GROUPS:
+        keys = _of_kept_groups(keys, experts, GROUPS, KEPT, E // GROUPS, BG, 2 if BIAS else 1)
+    slots = tl.full(logits.shape, -1, tl.int32)
+    for a in range(A):
+        own = keys == tl.max(keys, 1)[:, None]
+        slots = tl.where(own, a, slots)
+        keys = tl.where(own, TAKEN, keys)
+    total = tl.full((logits.shape[0],), 1.0, tl.float32)
+    if NORMALISE:
+        total = tl.sum(tl.where(slots >= 0, scores, 0.0), 1) + 1e-20
+    return scores, slots, total
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, num_tokens, factor,
+                  A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
+                  NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+                  BG: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BT tokens. With ORDER they are all tokens, and their pairs are placed too."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
+    experts = tl.arange(0, BE)
+    valid = tokens < num_tokens
+    there = valid[:, None] & (experts < E)[None, :]
+    logits = tl.load(logits_ptr + tokens[:, None] * E + experts[None, :], mask=there, other=0.0)
+    scores, slots, total = choose(logits, bias_ptr, experts, A, E, BE, KIND, NORMALISE, BIAS, GROUPS, KEPT, BG)
+    chosen = (slots >= 0) & valid[:, None]
+    pairs = tokens[:, None] * A + slots
+    tl.store(weights_ptr + pairs, scores / total[:, None] * factor, mask=chosen)
+    tl.store(experts_ptr + pairs, tl.broadcast_to(experts[None, :], slots.shape), mask=chosen)
+    if ORDER:
+        own = chosen.to(tl.int32)
+        counts = tl.sum(own, 0)
+        starts = tl.cumsum(counts, 0) - counts
+        places = starts[None, :] + tl.cumsum(own, 0) - own
+        tl.store(order_ptr + places, pairs, mask=chosen)
+        tl.store(starts_ptr + experts, starts, mask=experts < E)
+        tl.store(starts_ptr + E, tl.sum(counts, 0))
+
+
+@triton.jit
+def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, BA: tl.constexpr, E: tl.constexpr,
+                  BE: tl.constexpr, KIND: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token, whose experts are given; they may be the same several times."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    experts, index = tl.arange(0, BE), tl.arange(0, BA)
+    inside = experts < E
+    logits = tl.load(logits_ptr + token * E + experts, mask=inside, other=0.0)
+    scores = tl.sum(_score(logits[None, :], inside, KIND), 0)
+    ids = tl.load(chosen_ptr + token * A + index, mask=index < A, other=0)
+    weights = tl.sum(tl.where(ids[:, None] == experts[None, :], scores[None, :], 0.0), 1)
+    if NORMALISE:
+        weights = weights / (tl.sum(tl.where(index < A, weights, 0.0), 0) + 1e-20)
+    tl.store(weights_ptr + token * A + index, weights * factor, mask=index < A)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program e places expert e's pairs, in their own order, behind those of all smaller experts."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    smaller = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        mask = first + index < num_pairs
+        ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
+        smaller += (mask & (ids < expert)).to(tl.int32)
+    place = tl.sum(smaller, 0)
+    tl.store(starts_ptr + expert, place)
+    for first in range(0, num_pairs, BLOCK):
+        mask = first + index < num_pairs
+        ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
+        own = (mask & (ids == expert)).to(tl.int32)
+        rank = tl.cumsum(own, 0) - own
+        tl.store(order_ptr + place + rank, first + index, mask=own != 0)
+        place += tl.sum(own, 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, place)
+
+
+def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of each expert, one expert's behind another's [P], and where each expert's begin [E + 1]."""
+    order_P = experts_TA.new_empty(experts_TA.numel(), dtype=torch.int32)
+    starts_E1 = experts_TA.new_empty(experts + 1, dtype=torch.int32)
+    pairs = order_P.shape[0]
+    _order_kernel[(experts,)](
+        experts_TA, order_P, starts_E1, pairs, BLOCK=2048 if pairs > 256 else 256, **dependent(experts_TA.device)
+    )
+    return order_P, starts_E1
+
+
+def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
+    """See `ops/routing.py`."""
+    if x_TD.dtype == torch.float32:
+        return F.linear(x_TD, weight_ED, bias_E)
+    logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+    return logits_TE if bias_E is None else logits_TE.add_(bias_E)
+
+
+def route(
+    logits_TE: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    chosen_TA: torch.Tensor | None = None,
+) -> Routes:
+    """See `ops/routing.py`."""
+    tokens, experts = logits_TE.shape
+    active, device = routing.active, logits_TE.device
+    logits_TE = logits_TE.float().contiguous()
+    weights_TA = logits_TE.new_empty(tokens, active)
+    own = {"E": experts, "BE": padded(experts), "KIND": _KINDS[routing.scores], "NORMALISE": routing.normalise}
+    own |= dependent(device)
+    if chosen_TA is not None:
+        chosen_TA = chosen_TA.contiguous()
+        if tokens:
+            _weigh_kernel[(tokens,)](
+                logits_TE, chosen_TA, weights_TA, routing.factor, A=active, BA=padded(active), **own
+            )
+        return Routes(weights_TA, chosen_TA, *order_pairs(chosen_TA, experts))
+    experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
+    order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
+    starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
+    at_once = tokens * padded(experts) <= _MOST_AT_ONCE
+    rows = padded(max(tokens, 1)) if at_once else max(1, _SCORES // padded(experts))
+    _route_kernel[(blocks(max(tokens, 1), rows),)](
+        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, tokens,
+        routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
+        BG=padded(routing.groups), ORDER=at_once, num_warps=8 if at_once and rows > 8 else 4, **own,
+    )  # fmt: skip
+    if not at_once:
+        order_P, starts_E1 = order_pairs(experts_TA, experts)
+    return Routes(weights_TA, experts_TA, order_P, starts_E1)

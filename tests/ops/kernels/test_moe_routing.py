@@ -1,0 +1,66 @@
+"""The choice of experts and the order of pairs against the twin, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops.kernels import moe_routing
+from pagerunner.ops.routing import Routes, Routing, expert_logits, route
+
+ROUTINGS = [
+    (Routing(1), False),
+    (Routing(3, normalise=True), False),
+    (Routing(2, "sigmoid"), False),
+    (Routing(4, "sigmoid", normalise=True, factor=2.5, groups=3, kept_groups=2), True),
+    (Routing(2, "sqrtsoftplus", normalise=True, factor=1.5), True),
+    (Routing(3, factor=16.0, groups=4, kept_groups=1), False),
+    (Routing(12), False),
+]
+
+
+def check(got: Routes, want: Routes, experts: int) -> None:
+    """The same routes, and each expert's pairs in their own order behind those of smaller experts."""
+    torch.testing.assert_close(got.weights_TA, want.weights_TA, atol=1e-6, rtol=1e-5)
+    assert torch.equal(got.experts_TA.long(), want.experts_TA)
+    flat = want.experts_TA.flatten()
+    assert torch.equal(got.order_P.long(), flat.argsort(stable=True))
+    assert torch.equal(got.starts_E1.long(), torch.searchsorted(flat.sort().values, torch.arange(experts + 1)))
+
+
+@pytest.mark.parametrize(("routing", "bias"), ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_routes(routing, bias, tokens, at_once, monkeypatch):
+    if not at_once:
+        monkeypatch.setattr(moe_routing, "_MOST_AT_ONCE", 0)
+        monkeypatch.setattr(moe_routing, "_SCORES", 64)
+    torch.manual_seed(tokens)
+    logits, biases = torch.randn(tokens, 12) * 3, torch.randn(12) if bias else None
+    check(route.kernel(logits, routing, biases), route.twin(logits, routing, biases), 12)
+
+
+@pytest.mark.parametrize("routing", [Routing(3, "sigmoid", normalise=True, factor=1.5), Routing(3)])
+def test_given_experts_are_weighted_even_if_they_are_the_same(routing):
+    logits, chosen = torch.randn(7, 5), torch.randint(0, 5, (7, 3))
+    chosen[2] = 4
+    check(route.kernel(logits, routing, None, chosen), route.twin(logits, routing, None, chosen), 5)
+
+
+@pytest.mark.parametrize("filler", [0.0, float("nan"), float("-inf"), float("inf")])
+def test_every_pair_is_placed_whatever_the_logits_are(filler):
+    """Numbers that a broken model computes must not send a product to places that nobody wrote."""
+    routes = route.kernel(torch.full((6, 5), filler), Routing(3, normalise=True, groups=1))
+    assert sorted(routes.order_P.tolist()) == list(range(18))
+    assert routes.starts_E1[0] == 0 and routes.starts_E1[-1] == 18 and (routes.starts_E1.diff() >= 0).all()
+    assert all(len(set(row)) == 3 and 0 <= min(row) and max(row) < 5 for row in routes.experts_TA.tolist())
+
+
+def test_no_tokens_have_no_pairs():
+    routes = route.kernel(torch.empty(0, 5), Routing(2))
+    assert routes.experts_TA.shape == (0, 2) and routes.starts_E1.tolist() == [0] * 6
+
+
+def test_logits():
+    x, weight, bias = torch.randn(3, 40), torch.randn(5, 40), torch.randn(5)
+    torch.testing.assert_close(expert_logits.kernel(x, weight, bias), expert_logits.twin(x, weight, bias))
