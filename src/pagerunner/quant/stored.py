@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.stored import Stored, dense
 from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
@@ -74,21 +73,13 @@ class StoredExperts(ExpertMethod):
         """See ExpertMethod."""
         return self.linear.together(weights)
 
-    def apply(
-        self,
-        x_TD: torch.Tensor,
-        weights_TA: torch.Tensor,
-        experts_TA: torch.Tensor,
-        weights: Weights,
-        activation: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""
         gate_up, down = (
             self.linear.stored({name: weights[f"{matrix}.{name}"] for name in self._names(weights)})
             for matrix in ("gate_up", "down")
         )
-        biases = weights.get("gate_up.bias"), weights.get("down.bias")
-        return moe_experts(x_TD, weights_TA, experts_TA, gate_up, down, activation, *biases)
+        return gate_up, down
 
     @staticmethod
     def _names(weights: Weights) -> list[str]:
