@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "seed": 11, "top_k": 40, "top_p": 0.95, "presence_penalty": 0.5},
     "scored": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 1},
 }
-TOKENS = 5
+TOKENS = 4
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
         return made[family]
 
     return engine
+
+
+@pytest.fixture
+def young_garbage() -> Iterator[None]:
+    """Collections pass over what was there before: transformers and torch alone are 300,000 objects, a sixth of a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +193,7 @@ def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
     expected = generate(llm, kind)
     ran = count_lines(llm, kind, step, STATEFUL)
     assert len(ran) > 300
-    for line in share_of_the_day(len(ran), 5 * len(CASES), case):
+    for line in share_of_the_day(len(ran), 7 * len(CASES), case):
         try:
             try_line(llm, kind, step, line, STATEFUL, expected)
         except BaseException as error:
@@ -231,7 +239,9 @@ def interrupted_work(work: Callable[[], object], interrupt: Callable[[], None], 
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("interrupt", [send_ctrl_c, raise_in_main_thread])
-def test_interrupts_at_random_moments(engines: Callable[[str], LLM], interrupt: Callable[[], None], times: int) -> None:
+def test_interrupts_at_random_moments(
+    engines: Callable[[str], LLM], young_garbage: None, interrupt: Callable[[], None], times: int
+) -> None:
     llm = engines("qwen3")
     expected = generate(llm, "sampled")
     moments = random.Random(7)

@@ -1,4 +1,4 @@
-"""No page is read before it is written: every family, in every dtype of pages by turns, with NaN in whatever is handed out.
+"""No page is read before it is written: every family, in another dtype of pages on each day, with NaN in whatever is handed out.
 
 Pages are few and short, so that most of them have had another owner; prompts come in pieces, hit each other's prefixes and
 some are preempted. `tests/engine/test_kv_dtypes.py` has the bounds of what the dtypes cost.
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.effort import by_turns
+from helpers.effort import by_days, by_turns
 from helpers.families import MAKERS
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
@@ -61,7 +61,7 @@ def test_every_family_is_here() -> None:
     assert set(MAKERS) == set(FAMILIES)
 
 
-@pytest.mark.parametrize(("family", "kv_cache_dtype"), by_turns(MAKERS, KV_DTYPE_BYTES, each=2))
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), by_days(MAKERS, KV_DTYPE_BYTES))
 def test_poison_changes_nothing(checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str) -> None:
     path = checkpoint(family)
     assert results(run(path, kv_cache_dtype, poison_fresh_pages=True)) == results(run(path, kv_cache_dtype))

@@ -46,7 +46,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
 
 def on_card(checkpoint: str, **wanted: object) -> tuple[Resolved, FakeDriver]:
     """A resolved configuration for the card, to be run on the CPU over a fake driver."""
-    resolved = resolve(EngineArgs(model=checkpoint, max_num_seqs=4, dtype="float32", enable_sleep_mode=True, **wanted))  # type: ignore[arg-type]
+    # Steps of 256 tokens: a start tries its largest step, and a card's usual one takes the CPU seconds.
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "dtype": "float32",
+        "enable_sleep_mode": True,
+        **wanted,
+    }
+    resolved = resolve(EngineArgs(model=checkpoint, **settings))  # type: ignore[arg-type]
     driver = FakeDriver(CARD.total)
     driver.others = CARD.total - CARD.free
     return replace(resolved, config=msgspec.structs.replace(resolved.config, device="cpu")), driver

@@ -9,6 +9,8 @@ of the last token that its state has seen, `ZERO` when it was zeroed. Tables are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
 from pagerunner.types import EngineRequest, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
@@ -23,6 +25,12 @@ def oldest_read(rule: GroupRule, position: int) -> int:
     if isinstance(rule, WindowRule):
         return max(position - rule.reach + 1, 0)
     return position // rule.reach * rule.reach if isinstance(rule, ChunkedRule) else 0
+
+
+def _spans(start: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The positions from `start` to `end` by pages of `size`: (page, first position, position after the last)."""
+    for number in range(start // size, -(-end // size)):
+        yield number, max(start, number * size), min(end, (number + 1) * size)
 
 
 class PageFault(AssertionError):
@@ -145,12 +153,13 @@ class PageChecker:
             raise PageFault(f"slot {row.slot}: the plan's tokens are not the sequence's")
         for group in self._attended:
             size = self._size(group)
-            for position in range(row.start, row.start + row.num_tokens):
-                offset = self._locate(group, row.slot, position // size)
+            for number, start, end in _spans(row.start, row.start + row.num_tokens, size):
+                offset = self._locate(group, row.slot, number)
                 if offset is not None:
-                    self._page(group, offset)[position % size] = slot.stored[position]
+                    first = number * size
+                    self._page(group, offset)[start - first : end - first] = slot.stored[start:end]
                 elif not self.plan.groups[group].rule.forgets:
-                    raise PageFault(f"slot {row.slot} position {position}: no page in group {group}")
+                    raise PageFault(f"slot {row.slot} position {start}: no page in group {group}")
 
     def _read(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
@@ -158,12 +167,15 @@ class PageChecker:
             rule, size, pages = self.plan.groups[group].rule, self._size(group), self.pages[group]
             # What forgets takes the step's own tokens from the projection, not from pages.
             end = row.start if rule.forgets else row.start + row.num_tokens
-            for position in range(oldest_read(rule, row.start), end):
-                offset = self._locate(group, row.slot, position // size)
+            for number, start, stop in _spans(oldest_read(rule, row.start), end, size):
+                offset = self._locate(group, row.slot, number)
                 content = pages.get(-1 if offset is None else offset, [None] * size)
-                if content[position % size] != slot.stored[position]:
-                    raise PageFault(f"{slot.request.request_id} position {position}: a foreign or stale page")
-                self.reads_checked += 1
+                found = content[start - number * size : stop - number * size]
+                wanted = slot.stored[start:stop]
+                if found != wanted:
+                    wrong = next(at for at in range(stop - start) if found[at] != wanted[at])
+                    raise PageFault(f"{slot.request.request_id} position {start + wrong}: a foreign or stale page")
+                self.reads_checked += stop - start
         for group in self._states:
             offset = self._locate(group, row.slot, 0)
             state = self.pages[group].get(-1 if offset is None else offset, [None])[0]
