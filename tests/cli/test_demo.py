@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -21,38 +22,26 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(pagerunner.__file__).parents
 SMALL_POOL = ("--num-gpu-blocks-override", "256", "--max-num-seqs", "16")
 
 
-def command(*words, stdin=""):
-    return subprocess.run(
-        [sys.executable, "-m", "pagerunner", *words],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-    )
-
-
 def one_sentence(captured):
     assert captured.out == ""
     assert captured.err.startswith("pagerunner: error: ") and captured.err.count("\n") == 1, captured.err
     return captured.err
 
 
-def test_generate_shows_the_demo_models_tasks():
-    done = command("generate")
-    assert done.returncode == 0, done.stderr
-    assert "demo model" in done.stderr
-    assert "127 + 58 = 185" in done.stdout
-    assert "12, 38, 55, 71, 94" in done.stdout
-    assert "Leo was lost" in done.stdout.rsplit("Why did Leo do that?", 1)[1]
-    assert "tokens/s" in done.stderr and "prefix cache" in done.stderr and "pages" in done.stderr
+def test_generate_shows_the_demo_models_tasks(capsys):
+    assert main(["generate"]) == 0
+    out, err = capsys.readouterr()
+    assert "demo model" in err
+    assert "127 + 58 = 185" in out
+    assert "12, 38, 55, 71, 94" in out
+    assert "Leo was lost" in out.rsplit("Why did Leo do that?", 1)[1]
+    assert "tokens/s" in err and "prefix cache" in err and "pages" in err
 
 
-def test_chat_takes_turns_from_stdin():
-    done = command("chat", "--quiet", stdin="What is 12 + 30?\nSort: 40, 31, 22, 67\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "12 + 30 = 42\n22, 31, 40, 67\n"
-    assert done.stderr == ""
+def test_chat_takes_turns_from_stdin(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\nSort: 40, 31, 22, 67\n"))
+    assert main(["chat", "--quiet"]) == 0
+    assert capsys.readouterr() == ("12 + 30 = 42\n22, 31, 40, 67\n", "")
 
 
 def test_chat_quick(capsys):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -109,6 +108,8 @@ def responses(server: RunningServer, text: str, choice: str, limit: int, stream:
 
 
 def messages(server: RunningServer, text: str, choice: str, limit: int, stream: bool) -> Any:
+    import anthropic  # takes 1.5 s: not for the processes that only collect this file
+
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20)
     kinds: dict[str, Any] = {"named": {"type": "tool", "name": "weather"}, "required": {"type": "any"}}
     options: dict[str, Any] = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pydantic
 import pytest
 
@@ -19,11 +18,16 @@ from pagerunner.server.gate import Keys
 from pagerunner.server.protocol.messages import MessagesRequest
 from pagerunner.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import anthropic
+
 TOOL: Any = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
 
 
 def client_of(server: RunningServer, **options: Any) -> anthropic.Anthropic:
     options = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
+    import anthropic  # takes 1.5 s: not for the processes that only collect this file
+
     return anthropic.Anthropic(base_url=server.url, **options)
 
 
@@ -159,6 +163,8 @@ def test_what_is_refused(server: RunningServer, fields: dict[str, Any], words: s
 
 
 def test_errors_are_anthropics(server: RunningServer, text_side: Path) -> None:
+    import anthropic
+
     asked: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client_of(server).messages.create(model="nobody", **asked)

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
 from helpers.serving import MODEL, RunningServer
 from pagerunner.server.protocol.fields import NEUTRAL_VALUES
-
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 CONTROL = {"/sleep", "/wake_up", "/reset_prefix_cache", "/pause", "/resume"}  # they change what the other cases meet
 EXAMPLES = {"POST": effort(8, 40), "GET": effort(4, 8)}
 
 
 def operations(server: RunningServer) -> list[Any]:
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     found = [result.ok() for result in schema.get_all_operations()]
     return [operation for operation in found if operation.path not in CONTROL]
@@ -29,10 +28,10 @@ def test_no_answer_is_a_server_error(mode: str, server: RunningServer) -> None:
     statuses: collections.Counter[int] = collections.Counter()
     found = operations(server)
     assert len(found) > 8
-    for operation in found:
-        _explore(operation, schemathesis.GenerationMode(mode), server.url, statuses)
+    for number in share_of_the_day(len(found), 3, first=mode == "negative"):
+        _explore(found[number], mode, server.url, statuses)
     print(f"{mode}: {dict(statuses)}")
-    assert statuses[400 if mode == "negative" else 200] > 10  # it isn't everything or nothing that is refused
+    assert statuses[400 if mode == "negative" else 200] > 3  # it isn't everything or nothing that is refused
     server.wait_idle()
     assert server.get("/health").status_code == 200
     assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1}).status_code == 200
@@ -51,7 +50,9 @@ def _get_further(body: dict[str, Any], number: int) -> None:
                 del body[name]
 
 
-def _explore(operation: Any, mode: Any, url: str, statuses: collections.Counter[int]) -> None:
+def _explore(operation: Any, mode: str, url: str, statuses: collections.Counter[int]) -> None:
+    from schemathesis import GenerationMode
+
     @settings(
         max_examples=EXAMPLES.get(operation.method.upper(), EXAMPLES["GET"]),
         deadline=None,
@@ -60,9 +61,9 @@ def _explore(operation: Any, mode: Any, url: str, statuses: collections.Counter[
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def explore(case: Any) -> None:
-        if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
+        if mode == "positive" and isinstance(case.body, dict):
             _get_further(case.body, sum(statuses.values()))
         response = case.call(base_url=url, timeout=20)
         statuses[response.status_code] += 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import write_tokenizer
+from helpers.effort import effort
 from helpers.patience import patient
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError, RequestFailedError
@@ -78,7 +79,7 @@ def test_what_explodes_is_refused_and_the_next_conversation_is_rendered(
 
 
 def test_a_slow_conversation_holds_up_no_other(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 2)
+    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 1)
 
     async def work(renderer: TemplateRenderer) -> float:
         await asyncio.gather(*(renderer.render(ask("fine"), {}) for _ in range(4)))  # starts them
@@ -96,10 +97,14 @@ def test_a_slow_conversation_holds_up_no_other(tokenizer: Tokenizer, monkeypatch
     assert with_renderer(tokenizer, work) < patient(1.0)
 
 
-def test_twenty_endless_conversations_hold_up_another_ones_text_for_a_moment(tokenizer: Tokenizer) -> None:
+def test_many_endless_conversations_hold_up_another_ones_text_for_a_moment(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_pool, "_QUICK_SECONDS", 0.15)
+
     async def work(renderer: TemplateRenderer) -> tuple[float, float]:
         await renderer.render(ask("fine"), {})
-        slow = [asyncio.create_task(renderer.render(ask("loop"), {}, "them")) for _ in range(20)]
+        slow = [asyncio.create_task(renderer.render(ask("loop"), {}, "them")) for _ in range(effort(13, 20))]
         await asyncio.sleep(0.1)
         seconds = []
         for source in ("us", "them"):
@@ -170,8 +175,11 @@ def test_a_client_that_leaves_gets_nobody_elses_text(tokenizer: Tokenizer) -> No
     with_renderer(tokenizer, work)
 
 
-def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(tokenizer: Tokenizer) -> None:
+def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is cancelled while it waits for the end of the process that its first leaving ends."""
+    monkeypatch.setattr(template_pool, "_QUICK_SECONDS", 0.15)
 
     async def work(renderer: TemplateRenderer) -> None:
         runs: list[template_pool._Run] = []
@@ -182,7 +190,7 @@ def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(tokenizer: Tok
             return runs[-1]
 
         renderer._begin = kept  # type: ignore[method-assign]
-        for seconds in (0.1, *[0.6] * 5):  # among the quick ones, among the slow ones, which have four places
+        for seconds in (0.05, *[0.25] * 5):  # among the quick ones, among the slow ones, which have four places
             count = len(runs)
             task = asyncio.create_task(renderer.render(ask("loop"), {}))
             while len(runs) == count:
