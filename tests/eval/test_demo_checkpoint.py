@@ -102,8 +102,8 @@ def test_chat_template_renders_the_prompt_format(loaded: tuple[Any, Any]) -> Non
         ("sentences", None, 30),
         ("recall", 64, effort(6, 12)),
         ("recall", 256, effort(6, 12)),
-        ("recall", 512, effort(6, 12)),
-        ("recall", 1024, effort(6, 12)),
+        ("recall", 512, effort(4, 12)),
+        ("recall", 1024, effort(3, 12)),
     ],
 )
 def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distance: int | None, count: int) -> None:
@@ -113,7 +113,7 @@ def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distanc
 
 @pytest.mark.parametrize("fault", ["zeros", "noise", "other page"])
 def test_recall_notices_damaged_pages(check: ModuleType, loaded: tuple[Any, Any], fault: str) -> None:
-    examples = make_examples("recall", 12, 2, 256)
+    examples = make_examples("recall", effort(6, 12), 2, 256)
     assert check.accuracy(*loaded, examples, check.damage_pages(fault, 0.1, 0), batch=20) < 0.5
 
 
@@ -130,7 +130,7 @@ def test_answers_about_itself(check: ModuleType, loaded: tuple[Any, Any]) -> Non
 def test_the_hybrid_notices_damage_to_each_kind_of_memory(
     check: ModuleType, hybrid: tuple[Any, Any], kind: str, task: str, distance: int | None
 ) -> None:
-    examples = make_examples(task, 12, 3, distance)
+    examples = make_examples(task, effort(6, 12), 3, distance)
     assert check.accuracy(*hybrid, examples) >= 0.9
     for fault in check.FAULTS[:2]:
         hook = check.damage_group(hybrid[0], kind, fault, 0.5 if kind == "linear_attention" else 0.1, 0)

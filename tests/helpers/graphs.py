@@ -57,17 +57,24 @@ class RecordedGraph:
     def __init__(self, calls: list[Any], outputs: tuple[torch.Tensor, ...]) -> None:
         self.outputs = outputs
         self.replays = 0
-        self._calls = calls
+        self._calls = [(func, args, kwargs, _made_by(args, kwargs, made)) for func, args, kwargs, made in calls]
 
     def replay(self) -> None:
         """Every operation again, its results put where the capture's were."""
         self.replays += 1
         for func, args, kwargs, made in self._calls:
-            inputs = _storages((args, kwargs))
             again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and not _storages(old) & inputs:
-                    old.copy_(new)
+            if made:
+                leaves = tree_leaves(again)
+                for number, old in made:
+                    old.copy_(leaves[number])
+
+
+def _made_by(args: Any, kwargs: Any, made: Any) -> list[tuple[int, torch.Tensor]]:
+    """The results of a call that are not views of what it was given, with their numbers."""
+    inputs = _storages((args, kwargs))
+    leaves = enumerate(tree_leaves(made))
+    return [(number, one) for number, one in leaves if isinstance(one, torch.Tensor) and not _storages(one) & inputs]
 
 
 class RecordedGraphs:
