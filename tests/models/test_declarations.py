@@ -99,6 +99,11 @@ def test_latents_are_whole_on_every_device_and_heads_are_not(tmp_path: Path) -> 
     }
 
 
+def test_parts_of_one_matrix_have_cuts_of_their_own(tmp_path: Path) -> None:
+    found = cuts("deepseek_v2", tmp_path, "model.layers.0.self_attn.")
+    assert (found["q_proj.weight"], found["kv_a_proj_with_mqa.weight"]) == (0, None)
+
+
 def test_experts_are_cut_in_their_inner_features_and_routers_not_at_all(tmp_path: Path) -> None:
     found = cuts("qwen3_moe", tmp_path, "model.layers.1.mlp.")
     assert found["gate.weight"] is None

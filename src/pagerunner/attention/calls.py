@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.batch import GroupBatch, KVPages, LatentPages, StatePages, StepRows
+from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.paged_attention import HeadPrep, Scores
 from pagerunner.ops.state_rows import StateRows
 
@@ -76,15 +77,24 @@ class UpProjection:
     def _weight_HUC(self) -> torch.Tensor:
         return self.weight.view(self.num_heads, self.key_dim + self.value_dim, self.latent_dim)
 
+    @property
+    def keys_HNC(self) -> torch.Tensor:
+        """From latents to keys without rotary parts."""
+        return self._weight_HUC[:, : self.key_dim]
+
+    @property
+    def values_HVC(self) -> torch.Tensor:
+        """From latents to values."""
+        return self._weight_HUC[:, self.key_dim :]
+
     def absorb(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries against vectors, [T, H, L]."""
-        latent_HTC = torch.bmm(q_THD[..., : self.key_dim].transpose(0, 1), self._weight_HUC[:, : self.key_dim])
+        latent_HTC = torch.bmm(q_THD[..., : self.key_dim].transpose(0, 1), self.keys_HNC)
         return torch.cat((latent_HTC.transpose(0, 1), q_THD[..., self.key_dim :]), -1)
 
     def values(self, latent_THC: torch.Tensor) -> torch.Tensor:
         """Weighted latents as values, [T, H, V]."""
-        up_HCV = self._weight_HUC[:, self.key_dim :].transpose(1, 2)
-        return torch.bmm(latent_THC.transpose(0, 1), up_HCV).transpose(0, 1)
+        return torch.bmm(latent_THC.transpose(0, 1), self.values_HVC.transpose(1, 2)).transpose(0, 1)
 
     def expand(self, vectors_SL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every head's keys [S, H, D] and values [S, H, V]."""
@@ -103,6 +113,9 @@ class LatentCall(NamedTuple):
 
     A query's last elements are its rotary ones. All vectors, this step's too, take part rounded as
     pages hold them. So a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
+
+    `prep`: queries and vectors are raw, and this makes them ready. Only for backends that declare `projection`; they may change
+    both in place.
     """
 
     q_THD: torch.Tensor
@@ -112,6 +125,7 @@ class LatentCall(NamedTuple):
     group: GroupBatch
     rows: StepRows
     scale: float
+    prep: LatentPrep | None = None
 
 
 @dataclass(frozen=True, slots=True)

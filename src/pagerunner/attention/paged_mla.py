@@ -148,7 +148,7 @@ class PagedLatentBackend:
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, rows, scale = call
+        q_THD, vectors_TL, up, memory, group, rows, scale, _ = call
         pages = memory.latent
         plan: LatentPlan = group.plan
         store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)

@@ -9,6 +9,7 @@ import torch
 
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.batch import ForwardBatch, LatentPages
+from pagerunner.ops.latent_heads import LatentPrep
 
 
 class PagedLatentAttention:
@@ -19,11 +20,15 @@ class PagedLatentAttention:
         self.scale = scale
 
     def __call__(
-        self, q_THD: torch.Tensor, vectors_TL: torch.Tensor, up: UpProjection, batch: ForwardBatch
+        self, q_THD: torch.Tensor, vectors_TL: torch.Tensor, prep: LatentPrep, up: UpProjection, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Write the tokens' vectors into the layer's pages, and return the attention of q, [T, H, V]."""
+        """Make queries and vectors of raw ones, in place; write the vectors into the layer's pages; return the attention, [T, H, V]."""
         pages = batch.kv[self.layer_index]
         assert isinstance(pages, LatentPages), "the layer's memory is not latents"
         group = batch.groups[pages.group]
-        out: torch.Tensor = group.backend.run(LatentCall(q_THD, vectors_TL, up, pages, group, batch.rows, self.scale))
+        takes_it = group.backend.capabilities.projection
+        if not takes_it:
+            prep.apply_(q_THD, vectors_TL)
+        call = LatentCall(q_THD, vectors_TL, up, pages, group, batch.rows, self.scale, prep if takes_it else None)
+        out: torch.Tensor = group.backend.run(call)
         return out

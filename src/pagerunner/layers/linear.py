@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -83,7 +83,7 @@ class Linear(Module):
                 sinks["bias"] = CopySink(bias_O[rows], ("outputs",))
             for name, sink in sinks.items():
                 yield CheckpointTensor(
-                    self._part_prefix(prefix, part) + name, sink, self, part, sink.dimension(self.cut)
+                    self._part_prefix(prefix, part) + name, sink, self, part, sink.dimension(self._cut_of(part))
                 )
             first += size
 
@@ -91,11 +91,16 @@ class Linear(Module):
         """What the names of a part's tensors begin with."""
         return prefix
 
+    def _cut_of(self, part: str) -> Axis | None:
+        """Which features of a part may be divided among devices."""
+        return self.cut
+
 
 class FusedLinear(Linear):
     """Several linears of one input as one matrix: their outputs stand beside each other in `parts` order.
 
-    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its output features.
+    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its output features. `cut` is that of all parts, or
+    of the parts that it names.
     """
 
     def __init__(
@@ -105,15 +110,19 @@ class FusedLinear(Linear):
         dtype: torch.dtype,
         *,
         bias: bool = False,
-        cut: Axis | None = None,
+        cut: Axis | Mapping[str, Axis] | None = None,
         method: WeightMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, cut=cut, method=method)
+        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, method=method)
         self.parts = parts
+        self._cuts = cut if isinstance(cut, Mapping) else dict.fromkeys(parts, cut)
 
     def _part_prefix(self, prefix: str, part: str) -> str:
         parent = prefix.removesuffix(".").rpartition(".")[0]
         return f"{parent}.{part}." if parent else f"{part}."
+
+    def _cut_of(self, part: str) -> Axis | None:
+        return self._cuts.get(part)
 
 
 class GroupedLinear(Linear):

@@ -22,7 +22,8 @@ from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
+from pagerunner.ops.latent_heads import LatentPrep
+from pagerunner.ops.rope import RopeAngles, rope_
 from pagerunner.ops.routing import Routing
 
 RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
@@ -52,24 +53,34 @@ class Indexer(Module):
 
 
 class Attention(Mixer):
-    """Latent attention: queries directly or through a compressed form, keys and values from a shared latent."""
+    """Latent attention: queries directly or through a compressed form, keys and values from a shared latent.
+
+    What is projected from the stream is one matrix, `a_proj`: queries or their compressed form, then latents and rotary parts.
+    The exception are direct queries beside latents with a bias, as queries have none.
+    """
+
+    adds_itself = True
 
     def __init__(self, config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
         self.num_heads, self.key_dim, self.value_dim = heads, config.key_dim, config.value_dim
         self.latent_dim, self.query_rank = config.latent_dim, config.query_rank
-        self.rotate = rope_pairs_ if config.rope_pairs else rope_
+        self.pairs = config.rope_pairs
         head_dim = config.key_dim + config.rope_dim
-        vector = config.latent_dim + config.rope_dim
-        if config.query_rank is None:
-            self.q_proj = Linear(hidden, heads * head_dim, dtype, cut="outputs")
-            self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
-        else:
+        self.vector_dim = vector = config.latent_dim + config.rope_dim
+        self.separate = config.query_rank is None and bias
+        if config.query_rank is not None:
             parts = {"q_a_proj": config.query_rank, "kv_a_proj_with_mqa": vector}
             self.a_proj = FusedLinear(hidden, parts, dtype, bias=bias)
             self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
             self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
+        elif self.separate:
+            self.q_proj = Linear(hidden, heads * head_dim, dtype, cut="outputs")
+            self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
+        else:
+            parts = {"q_proj": heads * head_dim, "kv_a_proj_with_mqa": vector}
+            self.a_proj = FusedLinear(hidden, parts, dtype, cut={"q_proj": "outputs"})
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
         expanded = heads * (config.key_dim + config.value_dim)
         self.kv_b_proj = Linear(config.latent_dim, expanded, dtype, cut="outputs", needs_dense=True)
@@ -90,24 +101,41 @@ class Attention(Mixer):
         wanted_S: torch.Tensor | None,
     ) -> torch.Tensor:
         """See Mixer."""
-        x_TD = stream.normed(norm)
+        prep = LatentPrep(self.kv_a_layernorm.parameters, angles, self.pairs)
+        if self.sparse:
+            return self._mix_chosen(stream.normed(norm), prep, batch, wanted_S)
+        q, vectors_TL = self._projected(stream, norm)
+        return only(self.attend(self._heads(q), vectors_TL, prep, self._up, batch), wanted_S).flatten(1)
+
+    def _projected(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H * d] and vectors [T, L], raw."""
+        if self.separate:
+            x_TD = stream.normed(norm)
+            return self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
+        both = stream.product(norm, self.a_proj)
+        first, vectors_TL = both[:, : -self.vector_dim], both[:, -self.vector_dim :]
         if self.query_rank is None:
-            q, vectors_TL = self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
-        else:
-            both = self.a_proj(x_TD)
-            query_TR = self.q_a_layernorm(both[:, : self.query_rank])
-            q = self.q_b_proj(query_TR)
-            vectors_TL = both[:, self.query_rank :]
-        q_THd = q.view(q.shape[0], self.num_heads, -1)
-        vectors_TL[:, : self.latent_dim] = self.kv_a_layernorm(vectors_TL[:, : self.latent_dim])
-        self.rotate(q_THd[..., self.key_dim :], angles)
-        self.rotate(vectors_TL[:, None, self.latent_dim :], angles)
-        up = UpProjection(self.kv_b_proj.dense_OI, self.num_heads, self.key_dim, self.value_dim)
-        if not self.sparse:
-            return only(self.attend(q_THd, vectors_TL, up, batch), wanted_S).flatten(1)
-        chooser, keys_TI = self.indexer(x_TD, query_TR, angles)
+            return first, vectors_TL
+        return self.q_b_proj.of_norm(first, self.q_a_layernorm), vectors_TL
+
+    def _mix_chosen(
+        self, x_TD: torch.Tensor, prep: LatentPrep, batch: ForwardBatch, wanted_S: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `mix`, over what the indexer chooses. `x` is normed."""
+        both, up = self.a_proj(x_TD), self._up
+        query_TR, vectors_TL = self.q_a_layernorm(both[:, : self.query_rank]), both[:, self.query_rank :]
+        q_THd = self._heads(self.q_b_proj(query_TR))
+        prep.apply_(q_THd, vectors_TL)
+        chooser, keys_TI = self.indexer(x_TD, query_TR, prep.angles)
         out_THL = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
         return up.values(only(out_THL, wanted_S)[..., : self.latent_dim]).flatten(1)
+
+    def _heads(self, q: torch.Tensor) -> torch.Tensor:
+        return q.unflatten(-1, (self.num_heads, -1))
+
+    @property
+    def _up(self) -> UpProjection:
+        return UpProjection(self.kv_b_proj.dense_OI, self.num_heads, self.key_dim, self.value_dim)
 
 
 def _sparse_mlp(config: DeepseekConfig, dtype: torch.dtype) -> SparseMLP:
