@@ -1,21 +1,30 @@
-"""Checkpoints whose matrices have 8 bits: they stand for what plain loops make of them, in every form, with transformers as the oracle."""
+"""Checkpoints in every quantised format: they stand for what plain loops make of them, in every form, with transformers as the oracle."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_chunked import make_chunked_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import by_turns
 from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
-from helpers.quantise import CONFIGS, MATRIX, quantise
+from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
@@ -26,8 +35,8 @@ from pagerunner.quant.w8 import W8
 transformers = pytest.importorskip("transformers")
 
 
-def loaded(path: Path, dtype: str = "float32") -> Model:
-    model = build_model(read_model_config(path), dtype)  # type: ignore[arg-type]
+def loaded(path: Path, dtype: str = "float32", *, keep: bool = False) -> Model:
+    model = build_model(read_model_config(path), dtype, keep_forms=keep)  # type: ignore[arg-type]
     materialize(model, torch.full((weights_bytes(model),), 255, dtype=torch.uint8))
     load_weights(model, path)
     return model
@@ -47,28 +56,87 @@ def plain_copy(path: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v32"])
+def _small(make: Callable[..., Any], *names: str, **sizes: Any) -> Callable[[Path], Path]:
+    """A maker of a checkpoint in whose sizes the groups of packed formats fit."""
+
+    def made(folder: Path) -> Path:
+        found = make(folder, *names, **sizes)
+        return found if isinstance(found, Path) else found[0]
+
+    return made
+
+
+_EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_LATENT = {"hidden_size": 64, "moe_intermediate_size": 32, "kv_lora_rank": 32}
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    **{name: _small(make_checkpoint, name, tokenizer=False) for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "qwen3_moe": _small(make_window_checkpoint, "qwen3_moe", tokenizer=False, moe_intermediate_size=32),
+    "gemma3_text": _small(make_window_checkpoint, "gemma3_text", tokenizer=False),
+    "qwen3_next": _small(make_hybrid_checkpoint, "qwen3_next", hidden_size=64, linear_value_head_dim=16, **_EXPERTS),
+    "qwen3_5": _small(make_hybrid_checkpoint, "qwen3_5", hidden_size=64, linear_value_head_dim=16),
+    "qwen3_5_moe": _small(make_hybrid_checkpoint, "qwen3_5_moe", hidden_size=64, linear_value_head_dim=16, **_EXPERTS),
+    "bamba": _small(make_hybrid_checkpoint, "bamba", hidden_size=64, num_attention_heads=4),
+    "llama4": _small(make_chunked_checkpoint, hidden_size=64, intermediate_size=32, intermediate_size_mlp=64),
+    "deepseek_v2": _small(make_latent_checkpoint, "deepseek_v2", **_LATENT),
+    "deepseek_v3": _small(make_latent_checkpoint, "deepseek_v3", q_lora_rank=32, **_LATENT),
+    "deepseek_v32": _small(make_latent_checkpoint, "deepseek_v32", q_lora_rank=32, **_LATENT),
+}
+CASES = [*by_turns(FAMILIES, [*CONFIGS, *PACKED], each=2), ("gpt_oss", "mxfp4"), ("gpt_oss", "int4")]
+MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False)}
+
+
+def matrices(model: Model) -> list[torch.Tensor]:
+    """Every weight, unpacked if it is kept in fewer bits."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, Linear):
+            found += [module.dense_OI, *([module.weights["bias"]] if module.has_bias else [])]
+        elif isinstance(module, Experts):
+            for matrix in ("gate_up", "down"):
+                own = {name.removeprefix(f"{matrix}."): t for name, t in module.weights.items() if matrix in name}
+                bias = own.pop("bias", None)
+                rows = [{name: tensor[i] for name, tensor in own.items()} for i in range(module.sizes.experts)]
+                found += [torch.stack([module.method.linear.dense(row) for row in rows])]
+                found += [] if bias is None else [bias]
+        else:
+            found += module.weights.values()
+    return found
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_weights_are_exactly_what_the_packed_ones_stand_for(tmp_path: Path, family: str, kind: str) -> None:
     folder = tmp_path / "packed"
     folder.mkdir()
-    path = MAKERS[family](folder)
+    path = MAKE[family](folder)
     meant = quantise(path, kind)
-    assert any(MATRIX.match(name) for name in meant)
-    found, want = loaded(path), loaded(plain_copy(path, tmp_path / "plain", meant))
-    methods = [module.method for module in found.modules() if hasattr(module, "method")]
+    want = loaded(plain_copy(path, tmp_path / "plain", meant))
+    unpacked, kept = loaded(path), loaded(path, keep=True)
+    methods = [module.method for module in unpacked.modules() if isinstance(module, Linear | Experts)]
     assert any(isinstance(method, Dequantized | DequantizedExperts) for method in methods)
-    for left, right in zip(weights(found), weights(want), strict=True):
-        assert torch.equal(left, right)
+    assert weights_bytes(unpacked) == weights_bytes(want)
+    assert weights_bytes(kept) < weights_bytes(want) or kind == "gptq int8 zeros"  # which no kernel takes
+    for found in (unpacked, kept):
+        for left, right in zip(matrices(found), matrices(want), strict=True):
+            assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    path = make_checkpoint(tmp_path, "qwen3")
+@pytest.mark.parametrize(("kind", "family"), [*by_turns([*CONFIGS, *PACKED], FAMILIES), ("mxfp4", "gpt_oss")])
+def test_tokens_are_those_of_transformers(
+    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where weights stay packed, as they do on a GPU."""
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    path = MAKE[family](folder)
     meant = quantise(path, kind)
     plain = plain_copy(path, tmp_path / "plain", meant)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    check(reference, run(engine(path), [prompt(1, 20), prompt(2, 50)]))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompts = [prompt(1, 20), prompt(2, 50)]
+    check(reference, run(engine(path), prompts))
+    monkeypatch.setattr("pagerunner.engine.startup.build.build_model", functools.partial(build_model, keep_forms=True))
+    check(reference, run(engine(path), prompts[:1]))
 
 
 def test_weights_can_be_loaded_again_in_place_as_waking_from_sleep_does(tmp_path: Path) -> None:
