@@ -76,7 +76,7 @@ class StoredExperts(ExpertMethod):
     def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""
         gate_up, down = (
-            dense(self.linear.stored({name: weights[f"{matrix}.{name}"] for name in self._names(weights)}), x_TD.dtype)
+            self.linear.stored({name: weights[f"{matrix}.{name}"] for name in self._names(weights)})
             for matrix in ("gate_up", "down")
         )
         return gate_up, down
