@@ -57,10 +57,27 @@ def test_what_the_user_has_set_stays(machine: Path) -> None:
     assert list(thread_settings({"GOMP_SPINCOUNT": "7"}, reserved=1)) == ["OMP_NUM_THREADS"]
 
 
+AT_TORCHS_IMPORT = """
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            say()
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+from pagerunner import LLM
+"""
+AFTER_TORCHS_IMPORT = """
+import torch
+from pagerunner import LLM
+say()
+"""
+
+
 @pytest.mark.parametrize("torch_first", [False, True])
 def test_llm_settles_them_before_torch_is_imported_and_not_after(torch_first: bool) -> None:
-    program = "import os, json\n" + "import torch\n" * torch_first
-    program += "from pagerunner import LLM\nprint(json.dumps(os.environ.get('OMP_WAIT_POLICY')))"
+    program = "import json, os, sys\ndef say():\n    print(json.dumps(os.environ.get('OMP_WAIT_POLICY')))\n"
+    program += AFTER_TORCHS_IMPORT if torch_first else AT_TORCHS_IMPORT
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     made = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -82,6 +83,12 @@ _UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "trust_remo
 _SUBPROCESS_SHELLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("torch", "save")}
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree. It is shared by all rules, which only read it."""
+    return ast.parse(source)
+
+
 def package_files() -> list[Path]:
     """Every module of the package."""
     return sorted(PACKAGE.rglob("*.py"))
@@ -91,7 +98,7 @@ def code_lines(source: str) -> int:
     """Lines that hold code: not blank, not a comment, not a docstring."""
     prose = {
         line
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -122,7 +129,7 @@ def imported_modules(source: str, module: str) -> list[str]:
     """Every module that `source` imports anywhere: in functions and under TYPE_CHECKING too."""
     found: list[str] = []
     package = module.split(".")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -166,7 +173,7 @@ def size_faults(source: str, name: str) -> list[str]:
     """Files and functions over their limits."""
     lines = source.count("\n") + (not source.endswith("\n"))
     faults = [f"{name} has {lines} lines, over {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -176,7 +183,7 @@ def size_faults(source: str, name: str) -> list[str]:
 
 def docstring_faults(source: str, name: str) -> list[str]:
     """Public modules, classes, functions and methods without a docstring."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     faults = [] if ast.get_docstring(tree) else [f"{name} has no docstring"]
     return faults + [f"{name}: {where} has no docstring" for where in _undocumented(tree, "")]
 
@@ -196,14 +203,14 @@ def weight_faults(source: str, name: str) -> list[str]:
     """Reads of a tensor among another module's weights, past the form that they are stored in."""
     return [
         f"{name}:{node.lineno} reads {ast.unparse(node)}; ask the module that holds it"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and node.attr == "weights" and ast.unparse(node.value) != "self"
     ]
 
 
 def all_faults(source: str, name: str) -> list[str]:
     """Names in a module's `__all__` that it doesn't bind, or lists twice."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     bound: set[str] = set()
     listed: list[str] | None = None
     for node in ast.walk(tree):
@@ -224,7 +231,7 @@ def all_faults(source: str, name: str) -> list[str]:
 def unsafe_faults(source: str, name: str) -> list[str]:
     """Deserialisers that run code, evaluated strings, shells, remote code, and sockets open to the world."""
     faults = [f"{name} imports {m}" for m in imported_modules(source, name) if m.split(".")[0] in _UNSAFE_MODULES]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         what = _unsafe_node(node)
         if what is not None:
             faults.append(f"{name}:{getattr(node, 'lineno', '?')} uses {what}")
@@ -279,7 +286,7 @@ def _exists(base: Path, name: str) -> bool:
 
 def text_literals(source: str) -> Iterator[str]:
     """Strings of the code but docstrings; what a format fills in is "…"."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""500 concurrent streams over the real core, half of them dropped at random moments: nothing is left behind."""
+"""Hundreds of concurrent streams over the real core, half of them dropped at random moments: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.effort import effort
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 
-STREAMS = 500
+STREAMS = effort(250, 500)
 BODY: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 LAST = {**BODY, "prompt": "The last one", "max_tokens": 24}
 

@@ -249,7 +249,8 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
     text_side: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_options(monkeypatch, step_seconds=0.01)
-    with server_process(text_side, drain_seconds=0.5) as (process, url):
+    with running_server(EngineArgs(model=str(text_side)), drain_seconds=0.5) as server:
+        url = server.url
         [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
         whole: list[httpx.Response] = []
         body = {"prompt": "ab", "max_tokens": 1900}
@@ -258,12 +259,11 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
         )
         client.start()
         time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
+        server.stop()
         reader.join(patient(10))
         client.join(10)
         assert reader.text and "--shutdown-timeout" in str(reader.error)
         assert whole[0].status_code == 503 and "within 0.5 seconds" in whole[0].json()["error"]["message"]
-        assert process.wait(patient(10)) == 0
 
 
 @pytest.mark.parametrize("control", ["/pause?mode=keep", "/sleep?level=1&mode=keep"])
@@ -271,15 +271,14 @@ def test_requests_that_a_parked_engine_can_never_finish_end_at_once(
     control: str, text_side: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_options(monkeypatch, step_seconds=0.01)
-    with server_process(text_side, drain_seconds=60) as (process, url):
-        [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
-        assert httpx.post(f"{url}{control}").status_code == 200
+    with running_server(EngineArgs(model=str(text_side)), drain_seconds=60) as server:
+        [reader] = readers(server.url, 1, prompt="ab", max_tokens=1900)
+        assert server.post(control).status_code == 200
         start = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        server.stop()
         reader.join(patient(10))
         assert reader.text and "the engine is paused or sleeps" in str(reader.error)
-        assert process.wait(patient(10)) == 0
-        assert time.monotonic() - start < patient(5)
+    assert time.monotonic() - start < patient(5)
 
 
 def test_requests_that_a_pause_waits_for_may_end_before_the_server(
@@ -287,25 +286,26 @@ def test_requests_that_a_pause_waits_for_may_end_before_the_server(
 ) -> None:
     """Those that came after it began to wait can't."""
     set_options(monkeypatch, step_seconds=0.01)
-    with server_process(text_side, drain_seconds=60) as (process, url):
+    with running_server(EngineArgs(model=str(text_side)), drain_seconds=60) as server:
+        url = server.url
         [reader] = readers(url, 1, prompt="ab", max_tokens=150)
-        answers: list[httpx.Response] = []
+        paused: list[httpx.Response] = []
+        refused: list[httpx.Response] = []
         late = {"prompt": "ab", "max_tokens": 1}
         threads = [
-            threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/pause?mode=wait", timeout=20))),
-            threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=late, timeout=20))),
+            threading.Thread(target=lambda: paused.append(httpx.post(f"{url}/pause?mode=wait", timeout=20))),
+            threading.Thread(target=lambda: refused.append(httpx.post(f"{url}/v1/completions", json=late, timeout=20))),
         ]
         for thread in threads:
             thread.start()
             time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
+        server.stop()
         reader.join(patient(10))
         assert reader.error is None and reader.reason == "length"
         for thread in threads:
             thread.join(10)
-        assert [answer.status_code for answer in answers] == [200, 503]
-        assert "the engine is paused or sleeps" in answers[1].json()["error"]["message"]
-        assert process.wait(patient(10)) == 0
+        assert [answer.status_code for answer in (*paused, *refused)] == [200, 503]
+        assert "the engine is paused or sleeps" in refused[0].json()["error"]["message"]
 
 
 def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:

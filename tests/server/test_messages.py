@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 import pytest
 
-from helpers.checkpoints import make_checkpoint
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.gate import Keys
 from pagerunner.server.protocol.messages import MessagesRequest
@@ -181,20 +179,3 @@ def test_errors_are_anthropics(server: RunningServer, text_side: Path) -> None:
 class Pet(pydantic.BaseModel, extra="forbid"):
     kind: str = pydantic.Field(max_length=4)
     tame: bool
-
-
-def test_formats_and_forced_tools_of_a_random_model(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = make_checkpoint(tmp_path_factory.mktemp("guided"), "qwen3")
-    args = EngineArgs(model=str(path), max_model_len=512, kv_cache_memory_bytes=4_000_000)
-    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-    tool: Any = {"name": "weather", "input_schema": {**schema, "additionalProperties": False}}
-    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "A pet."}]}
-    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
-        client = client_of(server)
-        for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
-            answer = client.messages.create(**asked, tools=[tool], tool_choice=choice)
-            [call] = answer.content
-            assert answer.stop_reason == "tool_use" and call.type == "tool_use"
-            assert call.input in ({"city": "Oslo"}, {"city": "Rome"})
-        cut = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"}, stop_sequences=["it"])
-        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "it")  # a client would make the call otherwise

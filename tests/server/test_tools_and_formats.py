@@ -192,6 +192,22 @@ COMPACT = {"structured_outputs": {"json": Pet.model_json_schema(), "disable_any_
 ASK: Any = [{"role": "user", "content": "A pet, please."}]
 
 
+def test_forced_tools_of_anthropics_client(guided: RunningServer) -> None:
+    import anthropic
+
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tool: Any = {"name": "weather", "input_schema": {**schema, "additionalProperties": False}}
+    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "A pet."}]}
+    client = anthropic.Anthropic(base_url=guided.url, api_key="none", max_retries=0, timeout=20)
+    for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
+        answer = client.messages.create(**asked, tools=[tool], tool_choice=choice)
+        [call] = answer.content
+        assert answer.stop_reason == "tool_use" and call.type == "tool_use"
+        assert call.input in ({"city": "Oslo"}, {"city": "Rome"})
+    cut = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"}, stop_sequences=["it"])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "it")  # a client would make the call otherwise
+
+
 def test_parse_gives_a_model_of_pydantic(guided: RunningServer) -> None:
     answer = guided.openai().chat.completions.parse(model=MODEL, messages=ASK, response_format=Pet, max_tokens=400)
     assert isinstance(answer.choices[0].message.parsed, Pet)
