@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import BOS_ID, EOS_ID, write_tokenizer
+from helpers.checkpoints_latent import _COMMON, _OWN
 from helpers.checkpoints_window import _randomise
 
 _TEXT: dict[str, Any] = {
@@ -48,6 +49,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": None, "rope_theta": 1e6},
         {**_VISION, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        "Kimi_K25ForConditionalGeneration",
+        {**_COMMON, **_OWN["deepseek_v3"], "model_type": "deepseek_v3", "head_dim": _COMMON["qk_rope_head_dim"]},
+        {name: size for name, size in _VISION.items() if name != "image_size"},
     ),
 }
 _OLD_NAMES = (

@@ -20,6 +20,10 @@ def _image_checkpoint(path: Path, family: str) -> Path:
     return path
 
 
+def _kimi_checkpoint(path: Path) -> Path:
+    return make_latent_checkpoint(path, "deepseek_v3", fields={"model_type": "kimi_k2"})[0]
+
+
 MAKERS: dict[str, Callable[[Path], Any]] = {
     **{name: lambda path, name=name: make_checkpoint(path, name) for name in ("llama", "mistral", "qwen2", "qwen3")},
     "qwen3_next": lambda path: make_hybrid_checkpoint(path, "qwen3_next")[0],
@@ -35,9 +39,10 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "deepseek_v4": lambda path: make_compressed_checkpoint(path, compress_rates={SPARSE: 4, HEAVY: 8})[0],
     "deepseek_v32": lambda path: make_latent_checkpoint(path, "deepseek_v32")[0],
     "deepseek_v3": lambda path: make_latent_checkpoint(path, "deepseek_v3")[0],
+    "kimi_k2": _kimi_checkpoint,
     **{
         name: lambda path, name=name: make_window_checkpoint(path, name)
         for name in ("gemma3_text", "gpt_oss", "qwen3_moe")
     },
-    **{name: lambda path, name=name: _image_checkpoint(path, name) for name in ("gemma3", "mistral3")},
+    **{name: lambda path, name=name: _image_checkpoint(path, name) for name in ("gemma3", "mistral3", "kimi_k25")},
 }

@@ -11,6 +11,7 @@ import torch
 
 from helpers.checkpoints_image import make_image_checkpoint, publish, tensor_names
 from helpers.engine_oracle import check, engine, prompt, run
+from helpers.families import MAKERS
 from pagerunner.errors import CheckpointError
 
 pytest.importorskip("transformers")
@@ -19,8 +20,8 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("old_names", [True, False], ids=["makers' names", "transformers' names"])
 @pytest.mark.parametrize(
     ("family", "text"),
-    [("gemma3", {}), ("mistral3", {}), ("gemma3", {"tie_word_embeddings": False})],
-    ids=["gemma3", "mistral3", "gemma3 with its own output weights"],
+    [("gemma3", {}), ("mistral3", {}), ("gemma3", {"tie_word_embeddings": False}), ("kimi_k25", {})],
+    ids=["gemma3", "mistral3", "gemma3 with its own output weights", "kimi_k25"],
 )
 def test_tokens_are_those_of_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, text: dict[str, Any], old_names: bool
@@ -37,6 +38,17 @@ def test_tokens_are_those_of_transformers(
     check(model, outputs)
     passed = [record.getMessage() for record in caplog.records if "not used by text" in record.getMessage()]
     assert len(passed) == 1 and "tensors such as" in passed[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "llama4"])
+def test_other_wrappers_load_and_their_vision_part_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    made = MAKERS[family](tmp_path)
+    with caplog.at_level(logging.INFO):
+        engine(made)
+    [line] = [record.getMessage() for record in caplog.records if "not used by text" in record.getMessage()]
+    assert "tensors such as" in line
 
 
 def test_a_tensor_of_nobody_is_still_an_error(tmp_path: Path) -> None:

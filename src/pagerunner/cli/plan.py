@@ -64,10 +64,10 @@ def run(namespace: argparse.Namespace) -> int:
 
         resolved = resolve(args, namespace.memory, plan_only=True)
     plan, quantization = resolved.plan, resolved.model.quantization
-    state = packed_state(plan)
-    if namespace.svg is not None:
+    state = packed_state(plan) if namespace.svg is not None or not namespace.json else None
+    if namespace.svg is not None and state is not None:
         _write(namespace.svg, arena_svg(plan, state))
-    if namespace.json:
+    if namespace.json or state is None:
         config = resolved.config
         planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization}
         print(json.dumps({**plan_json(plan), **planned}, indent=2))

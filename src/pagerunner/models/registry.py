@@ -23,7 +23,7 @@ class Family:
 
     `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. `defaults` are
     fields that published files leave out. `quantised`: its checkpoints are read in the formats of a quantization_config. The config.json of a `nested` family describes a model of text and images, of
-    which the text part, in text_config, is run; its model_type there is `text_type` (default: the family's with `_text`).
+    which the text part, in text_config, is run; its model_type there is one of `text_types` (default: the family's with `_text`).
     """
 
     read: Callable[[Fields, dict[str, Any]], ModelConfig]
@@ -31,7 +31,7 @@ class Family:
     model: str
     nested: bool = False
     quantised: bool = True
-    text_type: str = ""
+    text_types: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -48,6 +48,14 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(read_bamba, "pagerunner.models.bamba", "BambaForCausalLM"),
     "deepseek_v2": Family(read_deepseek_v2, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v3": Family(read_deepseek_v3, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
+    "kimi_k2": Family(read_deepseek_v3, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
+    "kimi_k25": Family(
+        read_deepseek_v3,
+        "pagerunner.models.deepseek",
+        "DeepseekForCausalLM",
+        nested=True,
+        text_types=("kimi_k2", "deepseek_v3"),
+    ),
     "deepseek_v32": Family(read_deepseek_v32, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
     "deepseek_v4": Family(read_deepseek_v4, "pagerunner.models.deepseek_v4", "DeepseekV4ForCausalLM", quantised=False),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
@@ -55,7 +63,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM", nested=True, defaults=GEMMA3_DEFAULTS
     ),
-    "mistral3": Family(read_mistral3, "pagerunner.models.llama", "LlamaForCausalLM", nested=True, text_type="mistral"),
+    "mistral3": Family(
+        read_mistral3, "pagerunner.models.llama", "LlamaForCausalLM", nested=True, text_types=("mistral",)
+    ),
     "llama4_text": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM"),
     "llama4": Family(read_llama4_text, "pagerunner.models.llama4", "Llama4ForCausalLM", nested=True),
     "gpt_oss": Family(read_gpt_oss, "pagerunner.models.gpt_oss", "GptOssForCausalLM"),

@@ -46,7 +46,11 @@ _TEXT_NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-_IMAGE_NAMES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGE_NAMES = tuple(
+    before + part
+    for before in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
+)
 
 
 class Model(Protocol):

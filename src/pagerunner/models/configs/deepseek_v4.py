@@ -89,6 +89,7 @@ class DeepseekV4Config(ModelConfig):
 def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config:
     """DeepSeek-V4, as transformers writes it and as published."""
     heads, head_dim = fields.integer("num_attention_heads"), fields.integer("head_dim", 512)
+    fields.choice("expert_dtype", ("fp4", "fp8"), "fp4")  # of a published file; its quantization_config leaves it out
     hidden = fields.integer("hidden_size")
     if (kv_heads := fields.integer("num_key_value_heads", 1)) != 1:
         raise fields.error("num_key_value_heads", f"is {kv_heads}; all heads share one vector in this family.")

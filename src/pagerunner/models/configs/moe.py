@@ -30,6 +30,9 @@ def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
     used, window = fields.flag("use_sliding_window", False), fields.take("sliding_window", 4096)
     fields.take("max_window_layers")  # the reference reads it in no layer of this family
     bias = fields.flag("attention_bias", False)
+    fields.take("use_qk_norm")  # the reference norms heads whatever it says; a file without these norms isn't loaded
+    if shared := fields.integer("shared_expert_intermediate_size", 0, least=0):
+        raise fields.error("shared_expert_intermediate_size", f"is {shared}; this family has no shared expert.")
     experts, active = read_expert_counts(fields)
     dense = fields.layers("mlp_only_layers", layers) or []
     step = fields.integer("decoder_sparse_step", 1)

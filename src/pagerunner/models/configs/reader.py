@@ -42,6 +42,12 @@ _IMAGE_FIELDS = (
     "projector_hidden_act",
     "spatial_merge_size",
     "vision_feature_layer",
+    "media_placeholder_token_id",
+    "projection_hidden_size",
+    "projection_layer_norm_eps",
+    "use_unified_vision_chunk",
+    "video_placeholder",
+    "ignore_index",  # a label of training
 )
 
 
@@ -160,10 +166,12 @@ def _overridden(values: dict[str, Any], overrides: dict[str, Any], where: str) -
 
 def _text_values(outer: Fields, family: Family, text_type: str) -> dict[str, Any]:
     """The text model's fields of a config.json that also describes how images become tokens."""
-    text_type = family.text_type or text_type
+    text_types = family.text_types or (text_type,)
     text = outer.take("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != text_type:
-        raise outer.error("text_config", f"must be an object of model_type {text_type}, got {text!r:.80}.")
+    if not isinstance(text, dict) or text.get("model_type") not in text_types:
+        raise outer.error(
+            "text_config", f"must be an object of model_type {' or '.join(text_types)}, got {text!r:.80}."
+        )
     shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
     found = {name: value for name in shared if (value := outer.take(name)) is not None}
     tied = outer.take("tie_word_embeddings")
