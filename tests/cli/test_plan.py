@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.published import all_published
 from pagerunner.cli.main import main
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
-CORPUS = Path(__file__).parents[1] / "models" / "published"
-GIB = 2**30
+PUBLISHED = all_published()
+# Formats that are planned in the config's dtype as long as no form keeps them as they are.
+UNPACKED = (
+    "deepseek-ai/DeepSeek-V4-Flash",
+    "deepseek-ai/DeepSeek-V4-Pro",
+    "moonshotai/Kimi-K2.5",
+    "nvidia/DeepSeek-V3.1-NVFP4",
+    "nvidia/Llama-3.1-70B-Instruct-FP8",
+    "nvidia/Qwen3-235B-A22B-NVFP4",
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic",
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8",
+)
 
 
 def place(tmp_path: Path, repository: str, **changes: Any) -> str:
-    directory = tmp_path / repository.rpartition("/")[2]
-    directory.mkdir()
-    values = json.loads((CORPUS / f"{repository.replace('/', '--')}.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**values, **changes}))
-    return str(directory)
+    return str(PUBLISHED[repository].place(tmp_path, **changes))
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -101,11 +107,12 @@ def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
         read_model_config(model)
 
 
-@pytest.mark.parametrize("file", sorted(CORPUS.glob("*.json")), ids=lambda file: file.stem)
-def test_every_published_config_plans(tmp_path, capsys, file) -> None:
-    shutil.copy(file, tmp_path / "config.json")
-    plan = planned(capsys, str(tmp_path / "config.json"), "--memory", "1TiB", "--max-model-len", "auto")
-    assert plan["device"] == "cuda" and plan["tokens"] > 0 and weights(plan) > 0
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
+def test_every_published_config_plans_and_its_weights_take_the_published_bytes(tmp_path, capsys, published) -> None:
+    plan = planned(capsys, str(published.place(tmp_path)), "--memory", "4TiB", "--max-model-len", "auto")
+    assert plan["device"] == "cuda" and plan["tokens"] > 0
+    if published.repository not in UNPACKED:
+        assert weights(plan) == pytest.approx(published.bytes, rel=0.01)
 
 
 def test_the_table_begins_with_what_a_person_asks_for(tmp_path, capsys) -> None:
