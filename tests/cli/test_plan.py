@@ -14,17 +14,8 @@ from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
 PUBLISHED = all_published()
-# Formats that are planned in the config's dtype as long as no form keeps them as they are.
-UNPACKED = (
-    "deepseek-ai/DeepSeek-V4-Flash",
-    "deepseek-ai/DeepSeek-V4-Pro",
-    "moonshotai/Kimi-K2.5",
-    "nvidia/DeepSeek-V3.1-NVFP4",
-    "nvidia/Llama-3.1-70B-Instruct-FP8",
-    "nvidia/Qwen3-235B-A22B-NVFP4",
-    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic",
-    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8",
-)
+# DeepSeek-V4 mixes two formats, which no reader knows yet: it is planned as if all of it were in fp8.
+MISCOUNTED = ("deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Pro")
 
 
 def place(tmp_path: Path, repository: str, **changes: Any) -> str:
@@ -111,7 +102,7 @@ def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
 def test_every_published_config_plans_and_its_weights_take_the_published_bytes(tmp_path, capsys, published) -> None:
     plan = planned(capsys, str(published.place(tmp_path)), "--memory", "4TiB", "--max-model-len", "auto")
     assert plan["device"] == "cuda" and plan["tokens"] > 0
-    if published.repository not in UNPACKED:
+    if published.repository not in MISCOUNTED:
         assert weights(plan) == pytest.approx(published.bytes, rel=0.01)
 
 

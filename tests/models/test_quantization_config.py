@@ -11,13 +11,13 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_compressed import make_compressed_checkpoint
+from helpers.published import config_files
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.quant.formats import Scheme
+from pagerunner.quant.formats import Names, Scheme
 
 LAYER = "model.layers.3.mlp.down_proj"
-PUBLISHED = Path(__file__).parent / "published"
 
 
 def compressed(
@@ -249,7 +249,24 @@ def test_a_family_with_a_format_of_its_own_is_refused(tmp_path: Path) -> None:
         read_model_config(path)
 
 
-@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.json")), ids=lambda file: file.stem)
+def test_wildcards_of_model_optimizer_stand_for_whole_names() -> None:
+    entries = ("lm_head", "model.layers.3.linear_attn*", "*.shared_expert.*", "model.language_model.layers.0.mlp.gate")
+    names = Names("wildcard", entries)
+    for module in (
+        "lm_head",
+        "layers.3.linear_attn.out_proj",
+        "layers.7.mlp.shared_expert.up_proj",
+        "layers.0.mlp.gate",
+    ):
+        assert names.match(module) and names.match(f"model.{module}") and names.match(f"model.language_model.{module}")
+    for module in ("layers.30.linear_attn.out_proj", "layers.0.mlp.gate_proj", "layers.1.mlp.gate"):
+        assert not names.match(module) and not names.match(f"model.{module}")
+    assert Names("wildcard", ("*",)).match("model.layers.0.mlp.gate") and Names("wildcard", ("model.*",)).match(
+        "model.x"
+    )
+
+
+@pytest.mark.parametrize("file", sorted(config_files()), ids=lambda file: file.stem)
 def test_what_published_files_say_is_read(file: Path) -> None:
     values = json.loads(file.read_text()).get("quantization_config")
     if values is not None:

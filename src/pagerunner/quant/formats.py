@@ -19,6 +19,7 @@ Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
+_WILD = re.compile(r"[*?\[]")
 _SPELLINGS = ("model.", "", "language_model.", "model.language_model.", "language_model.model.")
 
 
@@ -71,6 +72,8 @@ class Names:
         inner = _AROUND.sub("", module)
         if self._modules and not self._modules.isdisjoint(itertools.accumulate(inner.split("."), "{}.{}".format)):
             return True
+        if inner in self._names or inner.startswith(self._beginnings):
+            return True
         return any(pattern.match(before + inner) for pattern in self._patterns for before in _SPELLINGS)
 
     @functools.cached_property
@@ -82,17 +85,36 @@ class Names:
         return frozenset(_AROUND.sub("", name) for name in whole)
 
     @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        """Whole names among wildcards."""
+        names = [name for name in self.entries if self.rule == "wildcard" and not _WILD.search(name)]
+        return frozenset(_AROUND.sub("", name) for name in names)
+
+    @functools.cached_property
+    def _beginnings(self) -> tuple[str, ...]:
+        """What stands before the star of wildcards such as `model.layers.3.linear_attn*`."""
+        names = [name for name in self.entries if self.rule == "wildcard" and _ends_in_star(name)]
+        return tuple(_AROUND.sub("", name[:-1]) for name in names)
+
+    @functools.cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
         """The other entries, to be matched from the start of a name."""
         if self.rule == "part":
             return tuple(re.compile(".*" + re.escape(entry)) for entry in self.entries)
         if self.rule == "wildcard":
-            return tuple(re.compile(fnmatch.translate(entry)) for entry in self.entries)
+            wild = [entry for entry in self.entries if _WILD.search(entry) and not _ends_in_star(entry)]
+            return tuple(re.compile(fnmatch.translate(entry)) for entry in wild)
         own = [entry[3:] for entry in self.entries if entry.startswith("re:")]
         layers = [entry for entry in self.entries if "*" in entry and not entry.startswith("re:")]
         return tuple(map(re.compile, own)) + tuple(
             re.compile(re.escape(entry).replace(r"\*", r"\d+") + r"(\.|$)") for entry in layers
         )
+
+
+def _ends_in_star(name: str) -> bool:
+    """Whether a wildcard is the beginning of names and a star; `*` and `model.*` are left to patterns."""
+    inner = _AROUND.sub("", name[:-1])
+    return name.endswith("*") and bool(inner) and not _WILD.search(inner)
 
 
 @dataclass(frozen=True, slots=True)
