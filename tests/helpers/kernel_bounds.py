@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class OutOfBounds(AssertionError):
@@ -30,7 +31,8 @@ def checked() -> Iterator[None]:
     def prepared(self: Any, args: Any, kwargs: Any) -> Any:
         found = prepare(self, args, kwargs)
         ranges[:] = []
-        for arg in (*found[0], *found[1].values()):
+        for given in (*found[0], *found[1].values()):
+            arg = given.base if isinstance(given, TensorDescriptor) else given
             if isinstance(arg, torch.Tensor):
                 storage = arg.untyped_storage()
                 ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
@@ -51,9 +53,9 @@ def checked() -> Iterator[None]:
         if not allowed.all():
             raise OutOfBounds(f"a {kind} of {int((~allowed).sum())} elements outside of every tensor")
 
-    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         check("load", pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **named)
 
     def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         check("store", pointers, mask)

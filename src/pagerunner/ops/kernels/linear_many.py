@@ -1,6 +1,11 @@
 """Products of many tokens with a stored matrix; see `ops/linear.py`. `kernels/linear.py` has those of few.
 
-A matrix is unpacked, some of its output features at a time, and multiplied by cuBLAS. What is unpacked at a time stays in the device's second-level cache.
+Three ways, by the weights and by what was measured (docs/performance.md):
+
+* The input is rounded to 8 bits, as the weights are, where the checkpoint's writer means it so (`kernels/linear_rounded.py`).
+* The weights are converted in registers (`kernels/linear_tiles.py`).
+* A matrix is unpacked, some of its output features at a time, and multiplied by cuBLAS. What is unpacked at a time stays in the device's
+  second-level cache.
 
 Shape letters: T tokens, I input features, O output features.
 """
@@ -12,11 +17,14 @@ from collections.abc import Iterator
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.stored import Stored
+from pagerunner.ops.quantize import Quantized, quantize
+from pagerunner.ops.stored import Stored, Stored8
 
 UNPACKED_BYTES = 2**25  # unpacked at a time, at most
+ROUNDED_TOKENS = 65  # with fewer, reading the weights takes the time, and no input is rounded
 STEP = 128  # output features: a multiple of every format's blocks
 
 
@@ -30,8 +38,18 @@ def _parts(weight_OI: Stored, dtype: torch.dtype) -> Iterator[slice]:
     return (slice(first, min(first + size, features)) for first in range(0, features, size))
 
 
+def _rounding(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
+    """How the product may round its input; None if it must not."""
+    if not isinstance(weight_OI, Stored8) or x_TI.shape[0] < ROUNDED_TOKENS or x_TI.dtype == torch.float32:
+        return None
+    return rounding(weight_OI)
+
+
 def linear(x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
+    rounded = _rounding(x_TI, weight_OI)
+    if rounded is not None:
+        return _rounded_product(quantize(x_TI, rounded.dtype, grouped=rounded.grouped), weight_OI, bias_O, x_TI.dtype)
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
     _product(x_TI, weight_OI, bias_O, out_TO)
     return out_TO
@@ -41,6 +59,9 @@ def linear_add_(
     x_TI: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
+    if _rounding(x_TI, weight_OI) is not None:
+        residual_TO.add_(linear(x_TI, weight_OI, bias_O))
+        return
     _product(x_TI, weight_OI, None, residual_TO, add=True)
     if bias_O is not None:
         residual_TO.add_(bias_O)
@@ -48,7 +69,11 @@ def linear_add_(
 
 def norm_linear(x_TI: torch.Tensor, norm: Norm, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    return linear(norm(x_TI), weight_OI, bias_O)
+    rounded = _rounding(x_TI, weight_OI)
+    if rounded is None:
+        return linear(norm(x_TI), weight_OI, bias_O)
+    x = quantize(x_TI, rounded.dtype, grouped=rounded.grouped, norm=norm)
+    return _rounded_product(x, weight_OI, bias_O, x_TI.dtype)
 
 
 def norm_linear_silu(
@@ -56,6 +81,12 @@ def norm_linear_silu(
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     return silu_and_mul(norm_linear(x_TI, norm, weight_2OI, bias_2O))
+
+
+def _rounded_product(x: Quantized, weight_OI: Stored, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    assert isinstance(weight_OI, Stored8)
+    out_TO = product(x, weight_OI, dtype)
+    return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
 def _product(
