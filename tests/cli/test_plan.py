@@ -57,8 +57,27 @@ def test_weights_that_do_not_fit_alone_get_advice_that_helps(tmp_path, capsys) -
     said = refused(capsys, place(tmp_path, "meta-llama/Llama-3.1-70B-Instruct"), "--memory", "80GiB")
     assert "131.42 GiB in bfloat16" in said and "59.42 GiB more than" in said
     assert "a device with at least" in said
+    assert "whose weights are in fp8 (67.69 GiB) or int4 (36.79 GiB)" in said
+    assert "2 such devices would hold the weights, but a model can't be divided" in said
     for useless in ("max_num_seqs", "max_model_len", "larger gpu_memory_utilization", 'bfloat16", which'):
         assert useless not in said
+
+
+def test_weights_that_fit_in_no_form_hear_how_many_devices_would_hold_them(tmp_path, capsys) -> None:
+    said = refused(capsys, place(tmp_path, "meta-llama/Llama-3.1-405B"), "--memory", "141GiB")
+    assert "whose weights are in" not in said
+    assert "6 such devices would hold the weights (4 in fp8, 2 in int4), but" in said
+
+
+def test_weights_in_few_bits_are_told_of_still_fewer_if_there_are(tmp_path, capsys) -> None:
+    said = refused(capsys, place(tmp_path, "Qwen/Qwen3-32B-FP8"), "--memory", "24GiB")
+    assert (
+        "The weights (fp8, as stored) alone take 31.97 GiB" in said and "in int4 (" in said and "in fp8 (" not in said
+    )
+    said = refused(capsys, place(tmp_path, "openai/gpt-oss-120b"), "--memory", "48GiB")
+    assert "whose weights are in" not in said and "2 such devices would hold the weights, but" in said
+    on_cpu = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "24GiB", "--device", "cpu")
+    assert "whose weights are in" not in on_cpu and 'dtype="bfloat16"' in on_cpu
 
 
 def test_weights_that_fit_with_less_or_with_more_of_the_device_hear_so(tmp_path, capsys) -> None:

@@ -13,7 +13,7 @@ from pagerunner import limits
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
-from pagerunner.engine.startup.stored_weights import stored_bytes
+from pagerunner.engine.startup.weights import count_weights, too_large
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
@@ -21,7 +21,7 @@ from pagerunner.memory.specs import Spec
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
-from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.models.checkpoint.loader import checkpoint_files
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
@@ -189,18 +189,12 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    keep_forms = wish.device == "cuda"
-    built = build_model(model, wish.dtype, keep_forms=keep_forms)
-    weights, format_name = weights_bytes(built), ""
-    if model.format is not None:
-        format_name = f" ({model.format.writer}, {'as stored' if keep_forms else f'unpacked to {wish.dtype}'})"
-    elif model.quantization is not None:
-        weights, format_name = stored_bytes(build_model(replace(model, format=None), wish.dtype), model, weights)
+    weights = count_weights(model, wish.dtype, wish.device)
     num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
-            (f"weights{format_name}", weights),
+            weights,
             ("page tables", 8 * max_num_seqs * table_width),
             ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
@@ -226,37 +220,16 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
 
     if args.num_gpu_blocks_override is not None:
         made = plan(None)
-        _check_fixed(made, "num_gpu_blocks_override", args.num_gpu_blocks_override, weights, memory_bytes)
+        _check_fixed(made, "num_gpu_blocks_override", args.num_gpu_blocks_override, weights[1], memory_bytes)
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
         if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
-            _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights, memory_bytes)
+            _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights[1], memory_bytes)
     else:
         widest = num_groups * -(-longest // args.block_size)
-        made = _plan_in(
-            memory_bytes, card, args.gpu_memory_utilization, other(longest, widest), longest, plan, wish.dtype
-        )
+        made = _plan_in(memory_bytes, card, wish, other(longest, widest), longest, plan)
     width = sum(group.table_width for group in made.groups)
     return replace(made, other=other(made.max_model_len, width))
-
-
-def _weights_too_large(
-    weights: tuple[str, int], needed: int, total: int, free: str, utilization: float, dtype: Dtype
-) -> str:
-    """The sentence for a user whose weights alone are larger than the memory. It names only knobs that can help."""
-    name, size = weights
-    form = f" in {dtype}" if name == "weights" else ""
-    limit = int(total * utilization)
-    said = (
-        f"The {name} alone take {human_bytes(size)}{form}. That is {human_bytes(size - limit)} more than "
-        f"gpu_memory_utilization={utilization} of the {human_bytes(total)} there are{free.rstrip(',')}, which is {human_bytes(limit)}."
-    )
-    advice = [f"a device with at least {human_bytes(int(needed / utilization))} and room for pages", "a smaller model"]
-    if dtype == "float32" and size // 2 < limit:
-        advice.insert(0, 'dtype="bfloat16", which halves them')
-    if size < total:
-        advice.insert(0, "a larger gpu_memory_utilization")
-    return f"{said} What helps: {', or '.join(advice)}. A model can't be divided among several devices yet."
 
 
 def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_bytes: int | None) -> None:
@@ -276,21 +249,21 @@ def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_b
 def _plan_in(
     memory_bytes: int | None,
     card: DeviceMemory | None,
-    utilization: float,
+    wish: _Wish,
     other: Sequence[tuple[str, int]],
     longest: int,
     plan: Callable[[int | None], MemoryPlan],
-    dtype: Dtype,
 ) -> MemoryPlan:
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
     total = available_memory() if memory_bytes is None else memory_bytes
+    utilization = wish.args.gpu_memory_utilization
     needed = sum(size for _, size in other)
     room, free = int(total * utilization) - needed, ""
     if card is not None:  # the free memory limits it too, but the share is a share of the whole card
         room = min(card.free, int(card.total * utilization)) - needed
         total, free = card.total, f", {human_bytes(card.free)} of which are free,"
     if other[0][1] > min(int(total * utilization), memory_bytes or total):
-        raise CapacityError(_weights_too_large(other[0], needed, total, free, utilization, dtype))
+        raise CapacityError(too_large(other[0], total, free, utilization, wish.model, wish.dtype, wish.device))
     if room <= 0:
         raise CapacityError(
             f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "

@@ -1,0 +1,90 @@
+"""What weights take in memory, counted from a config alone, and what helps where they alone are too large.
+
+The model is built without memory, with the forms that its weights are kept in. Its tensors are what will be allocated, so a plan, a
+start and another machine's plan can't differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pagerunner.config import Dtype
+from pagerunner.errors import ConfigError
+from pagerunner.memory.units import human_bytes
+from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.quantization import ALL
+from pagerunner.quant.formats import Format, Names, Scheme
+
+_NONE = Names("module")
+_SMALLER = {
+    "fp8": (Scheme("fp8", "channel"),),
+    "int4": tuple(Scheme("int4", "group", (1, group), packed=True) for group in (128, 32)),
+}
+"""Forms in fewer bits, as most checkpoints have them: fp8 with a scale for each output feature; int4 with one for each 128 input
+features, or for 32 where a matrix is not a multiple of 128 wide."""
+
+
+def count_weights(model: ModelConfig, dtype: Dtype, device: str) -> tuple[str, int]:
+    """How a plan calls the weights of `model`, computing in `dtype` on `device`, and their bytes.
+
+    Weights whose format isn't known count as the checkpoint's files if they are there, else as if they were in `dtype`; the name says so.
+    """
+    keep = device == "cuda"
+    if model.format is not None:
+        kept = "as stored" if keep else f"unpacked to {dtype}"
+        return f"weights ({model.format.writer}, {kept})", weights_bytes(build_model(model, dtype, keep_forms=keep))
+    if model.quantization is None:
+        return "weights", weights_bytes(build_model(model, dtype))
+    method = str(model.quantization.get("quant_method", "quantised"))
+    directory = Path(model.path)
+    if any(directory.glob("model*.safetensors")):
+        return f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
+    return f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype))
+
+
+def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:
+    """Forms in which the same weights take less than `size` bytes on a CUDA device, and the bytes that they take."""
+    for name, schemes in _SMALLER.items():
+        for scheme in schemes:
+            form = Format("compressed-tensors", ((ALL, scheme),), _NONE)
+            try:
+                taken = weights_bytes(build_model(replace(model, format=form), dtype, keep_forms=True))
+            except ConfigError:  # sizes that don't suit the form
+                continue
+            if taken < 0.95 * size:
+                yield name, taken
+            break
+
+
+def too_large(
+    weights: tuple[str, int], total: int, free: str, utilization: float, model: ModelConfig, dtype: Dtype, device: str
+) -> str:
+    """The sentence for a user whose weights alone are larger than the memory. It names only what can help.
+
+    `total` are the device's bytes, `free` what to say of them.
+    """
+    name, size = weights
+    form = f" in {dtype}" if name == "weights" else ""
+    limit = int(total * utilization)
+    said = (
+        f"The {name} alone take {human_bytes(size)}{form}. That is {human_bytes(size - limit)} more than "
+        f"gpu_memory_utilization={utilization} of the {human_bytes(total)} there are{free.rstrip(',')}, which is {human_bytes(limit)}."
+    )
+    advice = [f"a device with at least {human_bytes(int(size / utilization))} and room for pages", "a smaller model"]
+    smaller = dict(in_fewer_bits(model, dtype, size)) if device == "cuda" else {}
+    if fitting := [f"{bits} ({human_bytes(taken)})" for bits, taken in smaller.items() if taken <= limit]:
+        advice.insert(0, f"a checkpoint of this model whose weights are in {' or '.join(fitting)}")
+    if dtype == "float32" and size // 2 < limit:
+        advice.insert(0, 'dtype="bfloat16", which halves them')
+    if size < total:
+        advice.insert(0, "a larger gpu_memory_utilization")
+    several = {bits: math.ceil(taken / limit) for bits, taken in smaller.items() if taken > limit}
+    fewer = f" ({', '.join(f'{devices} in {bits}' for bits, devices in several.items())})" if several else ""
+    return (
+        f"{said} What helps: {', or '.join(advice)}. {math.ceil(size / limit)} such devices would hold the weights{fewer}, but a model "
+        "can't be divided among several devices yet."
+    )
