@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_turns, effort
 from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -92,7 +92,7 @@ def test_siblings_and_a_pool_too_small(models: Any) -> None:
     check(reference, run(engine(path, max_num_batched_tokens=48), [prompt(5, 70), prompt(6, 33)], n=3))
     llm = engine(path, max_num_batched_tokens=40, max_model_len=128, kv_cache_memory_bytes=400_000)
     shared = prompt(7, 64)
-    texts = [shared[: 16 * (i % 5)] + prompt(20 + i, 4 + 5 * (i % 9)) for i in range(24)]
+    texts = [shared[: 16 * (i % 5)] + prompt(20 + i, 4 + 5 * (i % 9)) for i in range(effort(12, 24))]
     assert tokens_of(llm, texts) == [greedy(reference, text) for text in texts]
     assert llm.stats().preemptions_total or sum(group.evictions for group in llm.stats().groups)
 

@@ -18,7 +18,7 @@ from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import as_on_cuda
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from helpers.once import made_once
@@ -77,9 +77,9 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize(("family", "condition", "mode"), by_turns(FAMILIES, CONDITIONS, ["graphs", "eager"]))
+@pytest.mark.parametrize(("family", "mode", "condition"), by_days(FAMILIES, ["graphs", "eager"], CONDITIONS))
 def test_tokens_are_those_of_the_reference(
-    checkpoint: Callable[[str], str], family: str, condition: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], str], family: str, mode: str, condition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, graphs = checkpoint(family), mode == "graphs"
     settings = {"max_num_seqs": 10, "max_num_batched_tokens": 64, **CONDITIONS[condition]}

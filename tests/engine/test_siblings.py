@@ -14,6 +14,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import by_days
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.memory.grant import Grant
@@ -64,8 +65,7 @@ def alone(path: str, **options: Any) -> list[list[list[int]]]:
     return [[list(run[number].outputs[0].token_ids) for run in runs] for number in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS, each=2))
 def test_siblings_get_the_tokens_of_lone_requests(
     checkpoint: Callable[[str], str], family: str, condition: str
 ) -> None:

@@ -53,8 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5", {}),
     "qwen3.5-moe": ("qwen3_5_moe", {}),
     "qwen3.5-windowed": ("qwen3_5_windowed", {}),
-    # transformers computes whole chunks of prompts, 256 tokens by default: most of its time
-    "bamba": ("bamba", {"num_key_value_heads": 3, "mamba_d_state": 4, "mamba_chunk_size": 16}),
+    "bamba": ("bamba", {"num_key_value_heads": 3, "mamba_d_state": 4}),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
     "defaults": {},

@@ -43,6 +43,7 @@ _BAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 10,
+    "mamba_chunk_size": 16,  # transformers computes whole ones, and the usual one of 256 tokens is most of its time
     "max_position_embeddings": 2048,
 }
 # Three kinds of memory in one model; the window is longer than a page and shorter than most prompts.

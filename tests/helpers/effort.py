@@ -39,8 +39,8 @@ def share_of_the_day(count: int, days: int, first: int = 0) -> range:
     return range(count) if THOROUGH else range((TEST_DAY + first) % days, count, days)
 
 
-def by_days(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Every combination of the axes but the last, each with one value of the last one, and with the next one on the next day.
+def by_days(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
+    """Every combination of the axes but the last, each with `each` values of the last one, and with the next ones on the next day.
 
     Example: `by_days("ab", [1, 7])` is [(a, 1), (b, 7)] on one day and [(a, 7), (b, 1)] on the next. `make test-thorough` gets
     all.
@@ -48,9 +48,9 @@ def by_days(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     *first, last = (list(axis) for axis in axes)
     outer = list(itertools.product(*first))
     return [
-        (*one, last[turn])
+        (*one, last[turn % len(last)])
         for number, one in enumerate(outer)
-        for turn in (range(len(last)) if THOROUGH else [(TEST_DAY + number) % len(last)])
+        for turn in (range(len(last)) if THOROUGH else range(TEST_DAY * each + number, (TEST_DAY + 1) * each + number))
     ]
 
 
