@@ -13,25 +13,28 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels import activation as kinds
-from pagerunner.ops.kernels.activation import gated
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.moe_routing import order_pairs
-from pagerunner.ops.linear import matrix
+from pagerunner.ops.kernels.moe_tiles import (
+    STEP,
+    add_step,
+    find_tile,
+    finish,
+    kind_of,
+    row_factors,
+    serves,
+    stored_args,
+)
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored
-
-_KINDS = {
-    "silu": kinds.SILU,
-    "clamped_swiglu": kinds.CLAMPED_SWIGLU,
-    "limited_silu": kinds.LIMITED_SILU,
-}
+from pagerunner.ops.stored import Stored, dense
 
 
 @triton.jit(do_not_specialize=["active"])
-def _grouped_kernel(x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, w_expert, w_feature,
-                    limit, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr,
+                    out_ptr, active, limit, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+                    G: tl.constexpr, BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+                    FACTORS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
                     WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BM pairs of one expert times BN of its N features.
 
@@ -43,57 +46,41 @@ def _grouped_kernel(x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, 
         gdc_wait()
     step: tl.constexpr = 2 if KIND == 2 else 1
     ups: tl.constexpr = 1 if KIND == 2 else N
+    outputs: tl.constexpr = 2 * N if GATED else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    experts = tl.arange(0, BE)
-    starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
-    ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
-    tiles = (ends - starts + BM - 1) // BM
-    tiles_end = tl.cumsum(tiles, 0)
-    tile = tl.program_id(0)
-    expert = tl.sum(((tiles_end <= tile) & (experts < E)).to(tl.int32), 0)
+    FOUR: tl.constexpr = FORM == 2 or FORM == 3
+    expert, first_row, last_row = find_tile(starts_ptr, tl.program_id(0), E, BE, BM)
     if expert < E:
-        own = experts == expert
-        tile -= tl.sum(tl.where(own, tiles_end - tiles, 0), 0)
-        last_row = tl.sum(tl.where(own, ends, 0), 0)
-        rows = tl.sum(tl.where(own, starts, 0), 0) + tile * BM + tl.arange(0, BM)
+        rows = first_row + tl.arange(0, BM)
         valid = rows < last_row
         pairs = tl.load(order_ptr + rows, mask=valid, other=0)
-        source = (pairs // active).to(tl.int64) if GATED else rows.to(tl.int64)
+        source = (pairs // active if GATED else rows).to(tl.int64)
         features = tl.program_id(1) * BN + tl.arange(0, BN)
         live = features < N
         w_rows = features * step if GATED else features
-        cols = tl.arange(0, BK)
+        wide = expert.to(tl.int64)
+        w, s, z, r = w_ptr + wide * w_expert, s_ptr + wide * s_expert, z_ptr + wide * s_expert, r_ptr + expert * outputs
+        i = tl.arange(0, BK // 2 if FOUR else BK)
+        cols = i // 16 * 32 + i % 16 if FOUR else i
         x_place = x_ptr + source[:, None] * K + cols[None, :]
-        w_place = w_ptr + expert.to(tl.int64) * w_expert + w_rows[None, :].to(tl.int64) * w_feature + cols[:, None]
-        up_place = w_place + ups * w_feature
         acc = tl.zeros((BM, BN), tl.float32)
         up = acc
         for first in range(0, K, BK):
-            inside = cols < K - first
-            x = tl.load(x_place + first, mask=valid[:, None] & inside[None, :], other=0.0)
-            w = tl.load(w_place + first, mask=inside[:, None] & live[None, :], other=0.0)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
+            x = tl.load(x_place + first, mask=valid[:, None] & (cols < K - first)[None, :], other=0.0)
+            x_high = x
+            if FOUR:
+                x_high = tl.load(x_place + first + 16, mask=valid[:, None] & (cols < K - first)[None, :], other=0.0)
+            acc = add_step(acc, x, x_high, w, s, z, w_rows, live, first, K, G, BO, BK, FORM, WORDS, SCALES, ZEROS)
             if GATED:
-                u = tl.load(up_place + first, mask=inside[:, None] & live[None, :], other=0.0)
-                up = tl.dot(x, u, up, input_precision="ieee")
-        if WEIGH:
-            weights = tl.load(weights_ptr + pairs, mask=valid, other=0.0)
-        if GATED and WEIGH:
-            acc *= weights[:, None]
-            up *= weights[:, None]
-        if BIAS:
-            bias_place = bias_ptr + expert * (2 * N if GATED else N) + w_rows
-            acc += tl.load(bias_place, mask=live, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias_place + ups, mask=live, other=0.0).to(tl.float32)[None, :]
+                up = add_step(
+                    up, x, x_high, w, s, z, w_rows + ups, live, first, K, G, BO, BK, FORM, WORDS, SCALES, ZEROS
+                )
+        acc = row_factors(acc, s, r, w_rows, live, BO, FORM, SCALES, FACTORS)
         if GATED:
-            y = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit, KIND, dtype)
-            target = rows.to(tl.int64)
-        else:
-            if WEIGH:
-                acc *= weights[:, None]
-            y = acc.to(dtype)
-            target = pairs.to(tl.int64)
+            up = row_factors(up, s, r, w_rows + ups, live, BO, FORM, SCALES, FACTORS)
+        y = finish(acc, up, bias_ptr + expert * outputs, weights_ptr, pairs, valid, w_rows, live, ups, limit, dtype,
+                   BIAS, GATED, KIND, WEIGH)  # fmt: skip
+        target = (rows if GATED else pairs).to(tl.int64)
         tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
 
 
@@ -126,7 +113,7 @@ def _sum_kernel(pairs_ptr, experts_ptr, out_ptr, features, out_stride, A: tl.con
 
 def _product(
     x: torch.Tensor,
-    w_EOK: torch.Tensor,
+    w_EOK: torch.Tensor | Stored,
     bias_EO: torch.Tensor | None,
     routes: Routes,
     activation: GatedActivation | None,
@@ -140,18 +127,20 @@ def _product(
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     per_expert = pairs / experts
     bm = 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
-    bn, bk = {16: (64, 128), 64: (128, 64), 128: (256, 64)}[bm]
-    if activation is not None:
+    bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
+    tensors, constants = stored_args(w_EOK, x.dtype)
+    if not isinstance(w_EOK, torch.Tensor):
+        bn, bk = 64, STEP
+    elif activation is not None and bm > 16:
         bn //= 2
     tiles = min(pairs, pairs // bm + min(experts, pairs))
     out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
     _grouped_kernel[(tiles, blocks(features, bn))](
-        x, w_EOK, x if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out,
-        active, w_EOK.stride(0), w_EOK.stride(1), 0.0 if activation is None else activation.limit, E=experts,
-        N=features, K=inputs, BE=padded(experts), BM=bm, BN=min(bn, max(16, padded(features))),
-        BK=min(bk, max(16, padded(inputs))), BIAS=bias_EO is not None, GATED=activation is not None,
-        KIND=0 if activation is None else _KINDS[activation.kind], WEIGH=weigh,
-        num_warps=8 if bm == 128 else 4, num_stages=4 if bm == 16 else 3, **dependent(x.device),
+        x, *tensors, x if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out,
+        active, 0.0 if activation is None else activation.limit, E=experts, N=features, K=inputs, BE=padded(experts),
+        BM=bm, BN=min(bn, max(16, padded(features))), BK=min(bk, max(32, padded(inputs))), BIAS=bias_EO is not None,
+        GATED=activation is not None, KIND=kind_of(activation), WEIGH=weigh, num_warps=warps, num_stages=stages,
+        **constants, **dependent(x.device),
     )  # fmt: skip
     return out
 
@@ -173,12 +162,10 @@ def moe_experts(
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
     if not tokens:
         return out_TD
-    gate_up_E2ID, down_EDI = matrix(gate_up_E2ID, x_TD.dtype), matrix(down_EDI, x_TD.dtype)
-    if gate_up_E2ID.stride(2) != 1 or down_EDI.stride(2) != 1 or out_TD.stride(1) != 1:
-        raise ValueError(
-            "The experts' matrices must be dense in their input features, and the residual in its features."
-        )
+    if out_TD.stride(1) != 1:
+        raise ValueError("The residual must be dense in its features.")
     x_TD, routes = x_TD.contiguous(), _ordered(routes, gate_up_E2ID.shape[0])
+    gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
     inner_PI = _product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
     out_PD = _product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
     features = x_TD.shape[1]
@@ -188,6 +175,13 @@ def moe_experts(
         ADD=residual_TD is not None, **dependent(x_TD.device),
     )  # fmt: skip
     return out_TD
+
+
+def _readable(weights: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor | Stored:
+    """The weights, unpacked in the rare forms that the kernels don't read."""
+    if serves(weights):
+        return weights
+    return weights.contiguous() if isinstance(weights, torch.Tensor) else dense(weights, dtype)
 
 
 def _ordered(routes: Routes, experts: int) -> Routes:
