@@ -25,7 +25,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pagerunner.bench.workloads import SHAPES, write_model
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import write_model
 
 VOCAB = SHAPES["tiny"]["vocab_size"]
 

@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pagerunner.bench.workloads import SHAPES, WORKLOADS, workload
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import WORKLOADS, workload
 
 WARM_UP_SALT = 1_000
 POSITIONS = 4096

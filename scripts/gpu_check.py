@@ -153,7 +153,8 @@ def throughput(shape: str, kv_cache_dtype: str, names: list[str], repetitions: i
     """All workloads through one engine, one line each: the best of `repetitions` after one that isn't counted."""
     from pagerunner import LLM
     from pagerunner.bench import runner
-    from pagerunner.bench.workloads import SHAPES, workload, write_model
+    from pagerunner.bench.shapes import SHAPES
+    from pagerunner.bench.workloads import workload, write_model
 
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(shape, Path(directory))

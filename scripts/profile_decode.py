@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from pagerunner import LLM, SamplingParams
-from pagerunner.bench.workloads import SHAPES, workload, write_model
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import workload, write_model
 
 
 @dataclass(frozen=True)

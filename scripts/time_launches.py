@@ -29,7 +29,8 @@ from triton.runtime.jit import JITFunction
 
 import pagerunner.engine.startup.build as build
 from pagerunner import LLM, SamplingParams
-from pagerunner.bench.workloads import SHAPES, write_model
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import write_model
 from pagerunner.ops.dispatch import Op
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.types import EngineRequest, SlotInit, StepPlan, StepRow

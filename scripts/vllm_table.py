@@ -45,6 +45,8 @@ DIFFERS = {
     "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
     "--gpu-memory-utilization": "the share of the whole card that the engine takes in all, measured at start; on a CPU of the available memory",
     "--num-gpu-blocks-override": "pages of the largest memory group; other groups get their share beside it",
+    "--quantization": "names a checkpoint's format, with which it must agree; floats are rounded to 8 bits by `fp8`, `fp8_per_block` and "
+    "`int8_per_channel_weight_only`",
     "--kv-cache-dtype": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, `float32`, `bfloat16`, `float16`; fp8 pages carry their own scales",
     "--block-size": "1, 2, 4, 8 or a multiple of 16; 16 by default on every device",
     "--load-format": "`auto`, `safetensors` or `dummy`; other formats may run code when they are read",

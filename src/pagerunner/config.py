@@ -34,6 +34,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
     `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
+    `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
+    "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/supported-checkpoints.md).
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
@@ -57,6 +59,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     block_size: int = 16
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -7,7 +7,10 @@ import json
 import pytest
 
 from pagerunner.bench.runner import Draws, latency, throughput
-from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import WORKLOADS, BenchRequest, uniform_workload, workload, write_model
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.types import CompletionOutput, RequestOutput
 
@@ -138,3 +141,26 @@ def test_latency_reports_percentiles_in_order():
     assert values == sorted(values) and len(report.seconds) == 5
     assert (report.batch_size, report.input_len, report.output_len) == (2, 2, 3)
     assert min(report.seconds) <= report.percentiles[50] <= max(report.seconds)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "gigabytes"),
+    [
+        ("qwen3-8b", None, 16.38),
+        ("qwen3-8b", "fp8", 9.44),
+        ("qwen3-8b", "compressed-tensors", 6.09),
+        ("gpt-oss-20b", "mxfp4", 13.76),
+        ("qwen3-30b-a3b", "fp8", 31.23),
+        ("deepseek-v2-lite", None, 31.41),
+    ],
+)
+def test_random_weights_of_a_shape_take_what_a_checkpoint_in_that_format_takes(
+    tmp_path, monkeypatch, shape, quantization, gigabytes
+):
+    monkeypatch.setattr("pagerunner.engine.startup.resolve.resolve_device", lambda asked: asked)
+    path = write_model(shape, tmp_path / "m", quantization)
+    args = EngineArgs(
+        model=str(path), device="cuda", quantization=quantization, load_format="dummy", max_model_len=1024
+    )
+    plan = resolve(args, 80 * 2**30, plan_only=True).plan
+    assert plan.other[0][1] / 1e9 == pytest.approx(gigabytes, rel=0.01)

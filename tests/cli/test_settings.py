@@ -131,7 +131,7 @@ def test_a_missing_file(parse):
             "unknown variable PAGERUNNER_MAX_MODEL_LENGTH; did you mean PAGERUNNER_MAX_MODEL_LEN?",
         ),
         ("PAGERUNNER_PORT", "x", "the environment: argument --port: 'x' is not a whole number"),
-        ("PAGERUNNER_QUANTIZATION", "fp8", "the environment: --quantization is vLLM's flag for quantised weights"),
+        ("PAGERUNNER_ENABLE_LORA", "1", "the environment: --enable-lora is vLLM's flag for LoRA"),
     ],
 )
 def test_bad_variables(parse, name, value, sentence):

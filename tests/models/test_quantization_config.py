@@ -163,7 +163,11 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("AWQ", {"version": "gemv"}, "version is 'gemv'"),
         ("AWQ", {"bits": 3}, "bits is 3"),
         ("GPTQ", {"bits": 3}, "bits is 3"),
-        ("GPTQ", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        ("GPTQ", {"dynamic": {"+:.*": {"bits": 3}}}, r"dynamic.\+:\.\*: bits is 3"),
+        ("GPTQ", {"dynamic": {"+:.*": {"odd": 1}}}, r"dynamic.\+:\.\*: odd is 1"),
+        ("GPTQ", {"dynamic": ["-:.*"]}, "dynamic must be an object"),
+        ("AWQ", {"zero_point": False}, "zero_point is false"),
+        ("modelopt NVFP4", {"group_size": 32}, "group_size is 32"),
         ("GPTQ", {"lm_head": True}, "lm_head is true"),
     ],
 )
@@ -239,6 +243,14 @@ def test_groups_by_name_come_before_the_class_of_all_linears() -> None:
     found = read_format(values, "config.json")
     assert found.scheme(LAYER) == Scheme("fp8", "channel")
     assert found.scheme("model.layers.3.mlp.up_proj") == Scheme("fp8", "tensor")
+
+
+def test_gptq_has_settings_by_module() -> None:
+    values = {**CASES["GPTQ"][0], "dynamic": {r"-:.*\.up_proj": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 64}}}
+    found = read_format(values, "config.json")
+    assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, packed=True)
+    assert found.scheme("model.layers.3.mlp.up_proj") is None
+    assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
 
 
 def test_a_family_with_a_format_of_its_own_is_refused(tmp_path: Path) -> None:

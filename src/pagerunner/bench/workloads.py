@@ -14,53 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagerunner.bench.shapes import QUANTIZED, SHAPES
 from pagerunner.errors import ConfigError
 
-_QWEN3: dict[str, Any] = {  # what the released Qwen3 models have in common
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "intermediate_size": 768,
-        "vocab_size": 4096,
-    },
-    "small": {
-        "hidden_size": 768,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 2304,
-        "vocab_size": 32000,
-    },
-    "qwen3-0.6b": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-8b": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-}
 WORKLOADS: dict[str, str] = {
     "W1": "one request, 128 tokens in, 128 out",
     "W2": "32 requests, 16 to 256 tokens in, 32 to 128 out",
@@ -165,31 +121,38 @@ class _Ids:
         return [self._random.randrange(_FIRST_ID, self._vocab_size) for _ in range(count)]
 
 
-def write_model(shape: str, directory: Path) -> Path:
-    """Write the `config.json` of a Qwen3 model of this shape, for `load_format="dummy"`; returns `directory`.
+def write_model(shape: str, directory: Path, quantization: str | None = None) -> Path:
+    """Write the `config.json` of a model of this shape, for `load_format="dummy"`; returns `directory`.
+
+    `quantization` is one of QUANTIZED, the format of the checkpoint that it would have; any other leaves weights in floats.
 
     Raises:
         ConfigError: the shape is unknown.
     """
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}.")
-    return write_config(directory, **SHAPES[shape])
+    said = {} if quantization not in QUANTIZED else {"quantization_config": QUANTIZED[quantization]}
+    return write_config(directory, **SHAPES[shape], **said)
 
 
 def write_config(directory: Path, **fields: Any) -> Path:
-    """Write the `config.json` of a Qwen3 model with these fields; returns `directory`."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 4096,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        **fields,
-    }
+    """Write the `config.json` of a model with these fields; returns `directory`. Without a model_type it is a Qwen3 model."""
+    config = (
+        fields
+        if "model_type" in fields
+        else {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 4096,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            **fields,
+        }
+    )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return directory

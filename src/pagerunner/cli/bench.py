@@ -14,9 +14,10 @@ import msgspec
 from pagerunner.bench.ceilings import measure_ceilings
 from pagerunner.bench.floors import Ceilings, DenseModel
 from pagerunner.bench.runner import Draws, LatencyReport, ThroughputReport, latency, throughput
+from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.sleep import SleepReport, device_free_bytes, measure_sleep
 from pagerunner.bench.startup import StartupReport, measure_startup
-from pagerunner.bench.workloads import SHAPES, WORKLOADS, BenchRequest, uniform_workload, workload, write_model
+from pagerunner.bench.workloads import WORKLOADS, BenchRequest, uniform_workload, workload, write_model
 from pagerunner.cli.options import (
     BENCH_EXCLUDED,
     Parser,
@@ -181,7 +182,7 @@ def _with_floor(
     config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
     token_bytes = sum(part.spec.page_bytes(16) for group in llm.memory_plan.groups for part in group.layers) // 16
     dense = DenseModel.read(config, DTYPE_BYTES[llm.dtype], token_bytes)
-    if dense is None:
+    if dense is None or args.quantization is not None or "quantization_config" in config:
         return report
     ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
     floor = dense.floor(requests, report.cached_tokens, ceilings, report.best)
@@ -221,7 +222,7 @@ def _requests(namespace: argparse.Namespace) -> tuple[str, Callable[[int, int], 
 def _engine_args(namespace: argparse.Namespace, directory: Path) -> EngineArgs:
     if namespace.model is not None:
         return fetched(namespace, engine_args(namespace, find_model(namespace.model)[0], skip_tokenizer_init=True))
-    model = write_model(namespace.shape, directory)
+    model = write_model(namespace.shape, directory, getattr(namespace, "quantization", None))
     return engine_args(namespace, str(model), load_format="dummy", skip_tokenizer_init=True)
 
 

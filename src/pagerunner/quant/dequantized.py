@@ -50,7 +50,7 @@ class DequantizedExperts(UnquantizedExperts):
         experts, outputs, inputs = target.shape
         single = form.create(outputs, inputs, target.dtype)
         packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
-        return Unpacking(form.dense, packed, functools.partial(form.together), target).sinks()
+        return Unpacking(form.dense, packed, functools.partial(form.together, transposed=transposed), target).sinks()
 
 
 class _Everywhere(Dequantized):

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Writer = Literal["fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4"]
+Writer = Literal["fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4", "online"]
 Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]
@@ -120,6 +120,8 @@ def _ends_in_star(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Format:
     """What a `quantization_config` says: who wrote it, which modules stay as they were, and how the others are stored.
+
+    The writer "online" is nobody: a checkpoint in floats is rounded while it is loaded, as its user asks.
 
     `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all.
     """

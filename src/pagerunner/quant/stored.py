@@ -26,8 +26,11 @@ class StoredMethod(WeightMethod):
         """The input feature of each of the stored matrix's columns, int32 [I]; None if columns are in their order."""
         return None
 
-    def together(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
-        """What a checkpoint holds for one matrix of all experts together, by what stands behind the matrix's name."""
+    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+        """What a checkpoint holds for one matrix of all experts together, by what stands behind the matrix's name.
+
+        `transposed`: in floats, input features come before output features.
+        """
         return {}
 
     def joins(self, starts: tuple[int, ...]) -> bool:
@@ -71,7 +74,7 @@ class StoredExperts(ExpertMethod):
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
         """See ExpertMethod."""
-        return self.linear.together(weights)
+        return self.linear.together(weights, transposed=transposed)
 
     def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""

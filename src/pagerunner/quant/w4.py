@@ -159,7 +159,7 @@ class W4(StoredMethod):
         """See WeightMethod."""
         return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows))
 
-    def together(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """As gpt-oss has it."""
         if self.packing.layout != "mxfp4":
             return {}

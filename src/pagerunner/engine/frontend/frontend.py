@@ -52,7 +52,7 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
     Raises:
         ConfigError, CheckpointError: the directory's config or tokenizer is missing, broken or unsupported.
     """
-    model = read_model_config(args.model, max_model_len, args.hf_overrides)
+    model = read_model_config(args.model, max_model_len, args.hf_overrides, quantization=args.quantization)
     tokenizer = (
         None if args.skip_tokenizer_init else Tokenizer.from_path(args.tokenizer or args.model, args.chat_template)
     )

@@ -35,8 +35,11 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str) -> tuple[str, i
     """
     keep = device == "cuda"
     if model.format is not None:
-        kept = "as stored" if keep else f"unpacked to {dtype}"
-        return f"weights ({model.format.writer}, {kept})", weights_bytes(build_model(model, dtype, keep_forms=keep))
+        online = model.format.writer == "online"
+        name = model.format.schemes[0][1].number if online else model.format.writer
+        as_stored = "made while loading" if online else "as stored"
+        kept = as_stored if keep else f"unpacked to {dtype}"
+        return f"weights ({name}, {kept})", weights_bytes(build_model(model, dtype, keep_forms=keep))
     if model.quantization is None:
         return "weights", weights_bytes(build_model(model, dtype))
     method = str(model.quantization.get("quant_method", "quantised"))

@@ -15,6 +15,7 @@ from pagerunner.layers.moe import Experts
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme
+from pagerunner.quant.online import Online
 from pagerunner.quant.packed8 import Packed8
 from pagerunner.quant.stored import Beside, StoredExperts, StoredMethod
 from pagerunner.quant.w4 import SCALES, W4, Layout, Packing
@@ -55,6 +56,8 @@ class Forms:
     def _scheme(self, owner: Module, name: str) -> Scheme | None:
         if self.checkpoint.writer == "mxfp4" and not isinstance(owner, Experts):
             return None  # it is made for experts alone
+        if self.checkpoint.writer == "online" and isinstance(owner, Linear) and owner.needs_dense:
+            return None  # unpacked, it would take no less memory
         return self.checkpoint.scheme(name)
 
     def _store_experts(self, owner: Experts, schemes: Mapping[str, Scheme | None]) -> None:
@@ -91,6 +94,8 @@ class Forms:
 
     def _form(self, scheme: Scheme, starts: tuple[int, ...] = ()) -> StoredMethod:
         assert scheme.is_w8 or scheme.is_packed, "the config reader lets no other format through"
+        if self.checkpoint.writer == "online":
+            return Online(self.checkpoint, scheme, self.dtype, starts)
         if scheme.is_w8:
             return W8(self.checkpoint, scheme, self.dtype, starts)
         layout = self._layout(scheme)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pagerunner.errors import ConfigError
 from pagerunner.models.configs.fields import Fields
-from pagerunner.quant.formats import Format, Names, Number, Rounding, Scales, Scheme
+from pagerunner.quant.formats import Format, Names, Number, Rounding, Scales, Scheme, Writer
 
 ALL = Names("module", ("re:.*",))
 _INSTEAD = {
@@ -19,6 +20,25 @@ _INSTEAD = {
     "bitsandbytes": "bitsandbytes quantises while it loads; use the model's bfloat16 files, or a compressed-tensors checkpoint",
     "torchao": "torchao stores pickled tensors, which are never read; use a compressed-tensors checkpoint",
 }
+# What `quantization` may say of a checkpoint that is quantised, by its writer: vLLM's names.
+_ALIASES: dict[Writer, str] = {
+    "fp8": "fp8 deepseek_v4_fp8",
+    "modelopt": "modelopt modelopt_fp4 modelopt_mixed",
+    "compressed-tensors": "compressed-tensors compressed_tensors",
+    "awq": "awq awq_marlin auto_awq",
+    "gptq": "gptq gptq_marlin auto_gptq",
+    "mxfp4": "mxfp4 gpt_oss_mxfp4",
+}
+_WRITERS: dict[str, Writer] = {name: writer for writer, names in _ALIASES.items() for name in names.split()}
+# What it may say of a checkpoint in floats, which is then rounded while it is loaded.
+_ONLINE = {
+    "fp8": Scheme("fp8", "channel"),
+    "fp8_per_tensor": Scheme("fp8", "channel"),  # a scale of each output feature is never coarser
+    "fp8_per_channel": Scheme("fp8", "channel"),
+    "fp8_per_block": Scheme("fp8", "block", (128, 128)),
+    "int8_per_channel_weight_only": Scheme("int8", "channel"),
+}
+QUANTIZATIONS = tuple(sorted({*_WRITERS, *_ONLINE}))
 # What tools note of how they quantised; none of it changes what the stored numbers mean.
 _NOTES = {
     "fp8": "dequantize kv_cache_scheme",
@@ -47,6 +67,32 @@ def read_format(values: Mapping[str, Any], where: str, path: tuple[str, ...] = (
         )
     found = _READERS[method](fields)
     fields.finish(_NOTES[method].split())
+    return found
+
+
+def asked_format(quantization: str | None, found: Format | None, where: str) -> Format | None:
+    """The format that a user's `quantization` and the one that the checkpoint is in come to; `where` names the checkpoint's.
+
+    Raises:
+        ConfigError: they contradict each other, or the name is not known; the message names both.
+    """
+    if quantization is None or quantization.lower() == "none":
+        return found
+    if instead := _INSTEAD.get(quantization):
+        raise ConfigError(f"quantization={quantization!r}: {instead}.")
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}.")
+    if found is None:
+        if quantization in _ONLINE:
+            return Format("online", ((ALL, _ONLINE[quantization]),), Names("module"))
+        raise ConfigError(
+            f"quantization={quantization!r}, but {where} has no quantization_config: its weights are floats. Such weights can be "
+            f"rounded while they are loaded, by quantization={' or '.join(map(repr, _ONLINE))}."
+        )
+    if _WRITERS.get(quantization) != found.writer:
+        raise ConfigError(
+            f"quantization={quantization!r}, but {where} says quant_method {found.writer!r}. Leave quantization out."
+        )
     return found
 
 
@@ -104,6 +150,8 @@ def _read_fp8(fields: Fields) -> Format:
 def _read_modelopt(fields: Fields) -> Format:
     algorithm = fields.choice("quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4"))
     group = fields.integer("group_size", 16)
+    if group != 16 and algorithm != "FP8":
+        raise fields.error("group_size", f"is {group}; NVFP4 has groups of 16.")
     groups = fields.take("config_groups")  # newer files say the same twice
     if groups is not None and not isinstance(groups, dict):
         raise fields.error("config_groups", f"must be an object, got {groups!r:.80}.")
@@ -187,6 +235,9 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         if type(group) is not int or group <= 0:
             raise weights.error("group_size", f"must be a whole number above 0, got {group!r}.")
         block = (1, group)
+    wanted = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}.get(layout)
+    if wanted is not None and block != (1, wanted):
+        raise fields.error("weights", f"has the group_size {group!r} in {layout}, whose groups have {wanted} numbers.")
     number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
     rounding = _compressed_rounding(fields)
     packed = layout == "pack-quantized"
@@ -230,9 +281,10 @@ def _read_awq(fields: Fields) -> Format:
         raise fields.error("bits", f"is {bits}; AWQ is read with 4.")
     fields.choice("version", ("gemm", "GEMM"), "gemm")  # gemv and gemv_fast pack their words in other orders
     group = fields.integer("group_size", old_group if type(old_group) is int else 128, least=-1)
-    zeros = fields.flag("zero_point", True)
+    if not fields.flag("zero_point", True):
+        raise fields.error("zero_point", "is false, which no tool writes for gemm.")
     scheme = Scheme(
-        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros, packed=True
+        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros=True, packed=True
     )
     return Format("awq", ((ALL, scheme),), Names("part", _list(fields, "modules_to_not_convert")))
 
@@ -245,15 +297,37 @@ def _read_gptq(fields: Fields) -> Format:
     if fields.flag("lm_head", False):
         raise fields.error("lm_head", "is true; output weights in int4 are not supported yet.")
     group = fields.integer("group_size", 128, least=-1)
-    permuted, symmetric = fields.flag("desc_act", False) and group > 0, fields.flag("sym", True)
-    if overrides := fields.take("dynamic"):
-        raise fields.error("dynamic", f"is {overrides!r:.120}; settings by module are not supported yet.")
-    number: Number = "int4" if bits == 4 else "int8"
-    block = (1, group) if group > 0 else (0, 0)
-    scales: Scales = "group" if group > 0 else "channel"
-    offset = 1 if version == "gptq" else 0
-    scheme = Scheme(number, scales, block, not symmetric, permuted, offset, packed=True)
-    return Format("gptq", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert")))
+    permuted, symmetric = fields.flag("desc_act", False), fields.flag("sym", True)
+    usual = {"bits": bits, "group_size": group, "desc_act": permuted, "sym": symmetric}
+    overrides = fields.take("dynamic") or {}
+    if not isinstance(overrides, dict):
+        raise fields.error("dynamic", f"must be an object of patterns, got {overrides!r:.80}.")
+    kept, schemes = list(_list(fields, "modules_to_not_convert")), []
+    for pattern, changes in overrides.items():
+        if pattern.startswith("-:"):
+            kept.append(f"re:{pattern[2:]}")
+            continue
+        own = fields.inside(f"dynamic.{pattern}", {**usual, **changes} if isinstance(changes, dict) else {})
+        schemes.append((Names("module", (f"re:{pattern.removeprefix('+:')}",)), _gptq_scheme(own, version)))
+        own.finish(_NOTES["gptq"].split())
+    schemes.append((ALL, _gptq_scheme(fields.inside("gptq", usual), version)))
+    return Format("gptq", tuple(schemes), Names("module", tuple(kept)))
+
+
+def _gptq_scheme(fields: Fields, version: str) -> Scheme:
+    """How one module is stored, from the settings for all and those of its own."""
+    bits, group = fields.integer("bits"), fields.integer("group_size", 128, least=-1)
+    if bits not in (4, 8):
+        raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8.")
+    return Scheme(
+        "int4" if bits == 4 else "int8",
+        "group" if group > 0 else "channel",
+        (1, group) if group > 0 else (0, 0),
+        zeros=not fields.flag("sym", True),
+        permuted=fields.flag("desc_act", False) and group > 0,
+        zero_offset=1 if version == "gptq" else 0,
+        packed=True,
+    )
 
 
 def _read_mxfp4(fields: Fields) -> Format:

@@ -12,7 +12,7 @@ from pagerunner.config import DTYPE_BYTES
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
-from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
+from pagerunner.models.configs.quantization import asked_format, read_format, with_hf_quant_config
 from pagerunner.models.registry import FAMILIES, Family
 from pagerunner.quant.formats import Format
 
@@ -57,12 +57,14 @@ def read_model_config(
     hf_overrides: str | dict[str, Any] | None = None,
     *,
     quantised: bool = False,
+    quantization: str | None = None,
 ) -> ModelConfig:
     """Read the configuration of the model directory (or of the config.json) at `path`.
 
     `max_model_len` is the longest sequence that will be run, if the user has set one: a sliding window of at least that
     has no effect and is accepted. `hf_overrides`, a mapping or JSON, replaces fields of config.json; objects are merged,
     and null stands for a field that is not there. `quantised`: weights may be stored in any format, as nobody will load them.
+    `quantization` is what the user says of how they are, or shall be, quantised.
 
     Raises:
         CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
@@ -81,9 +83,11 @@ def read_model_config(
         path_inside = ("text_config",)
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    quantization, layout = _take_quantization(fields, directory, FAMILIES[family], quantised)
-    common = _read_common(fields, values, directory, family, "float32" if quantization is None else "bfloat16")
-    common["quantization"], common["format"] = quantization, layout
+    said, layout = _take_quantization(fields, directory, FAMILIES[family], quantised)
+    if said is None or layout is not None:
+        layout = asked_format(quantization, layout, str(file))
+    common = _read_common(fields, values, directory, family, "float32" if said is None else "bfloat16")
+    common["quantization"], common["format"] = said, layout
     fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)
     fields.finish()
