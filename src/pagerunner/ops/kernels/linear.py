@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_many
+from pagerunner.ops.kernels import linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
@@ -288,7 +288,9 @@ def _run(
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        return linear_many.linear(x_TI, weight_OI, bias_O)
+        if not linear_stored.fits(x_TI, weight_OI):
+            return linear_many.linear(x_TI, weight_OI, bias_O)
+        return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
     if not _fits(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
@@ -299,9 +301,11 @@ def linear_add_(
 ) -> None:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
-        return
-    if _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
+        if linear_stored.fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
+            linear_stored.run(x_TI, weight_OI, bias_O, residual_TO, add=True)
+        else:
+            linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
+    elif _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
         _run(x_TI, weight_OI, bias_O, residual_TO, add=True)
     elif bias_O is None:
         residual_TO.addmm_(x_TI, weight_OI.t())
@@ -314,7 +318,9 @@ def norm_linear(
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        return linear_many.norm_linear(x_TI, norm, weight_OI, bias_O)
+        if not linear_stored.fits(x_TI, weight_OI):
+            return linear_many.norm_linear(x_TI, norm, weight_OI, bias_O)
+        return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
     if not _fits(x_TI, weight_OI):
         return F.linear(norm(x_TI), weight_OI, bias_O)
     return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
@@ -325,7 +331,10 @@ def norm_linear_silu(
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_2OI, torch.Tensor):
-        return linear_many.norm_linear_silu(x_TI, norm, weight_2OI, bias_2O)
+        if not linear_stored.fits(x_TI, weight_2OI):
+            return linear_many.norm_linear_silu(x_TI, norm, weight_2OI, bias_2O)
+        out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
+        return linear_stored.run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)
     if not _fits(x_TI, weight_2OI):
         return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)

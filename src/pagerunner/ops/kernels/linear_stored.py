@@ -1,0 +1,366 @@
+"""Products of up to 16 tokens with a stored matrix (`ops/stored.py`), whose codes are converted in registers.
+
+`_few_kernel` multiplies with matrix units. The input features are divided into segments, each of which lies in one group of every row. So a
+segment's sums are multiplied by a row's scale once, in float32, and codes are converted exactly. Scales of whole rows multiply at the end.
+A zero point z of a group takes `(z - 8) * x` off each number, before the product.
+
+Norm, gate, addition and early start are those of `kernels/linear.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.stored import RUN, Stored, Stored8
+
+ROWS, GROUPS, HALF_RUNS = 0, 1, 2
+"""Where scales are applied: to a row's sum, to each segment's, or to those of the low and of the high nibbles of one run."""
+
+
+@triton.jit
+def _inputs(
+    x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr
+):
+    """Inputs `k` [B, C] of a piece of a token each, [B, C, M], times the norm's weights; and the sums of their squares [B, M]."""
+    columns = k[:, :, None] + (pieces * KP)[None, None, :]
+    inside = (tokens < num_tokens)[None, None, :] & (EVEN | (k < KP))[:, :, None]
+    x = tl.load(x_ptr + tokens[None, None, :] * x_stride + columns, mask=inside, other=0.0)
+    square = tl.zeros((k.shape[0], tokens.shape[0]), tl.float32)
+    if NORM != 0:
+        wide = x.to(tl.float32)
+        square = tl.sum(wide * wide, 1)
+        x = (wide * norm_weight(norm_ptr, columns, inside, NORM)).to(x.dtype)
+    return x, square
+
+
+@triton.jit
+def _halves(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+            FOUR: tl.constexpr):  # fmt: skip
+    """What stands opposite the low nibbles of bytes and opposite the high ones; twice the same where a byte is one code."""
+    x, square = _inputs(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM)
+    x_high = x
+    if FOUR:
+        x_high, more = _inputs(x_ptr, norm_ptr, k + 16, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM)
+        square += more
+    return x, x_high, square
+
+
+@triton.jit
+def _group_values(ptr, first, rows, pieces, column, COLUMNS: tl.constexpr, P: tl.constexpr, BO: tl.constexpr):
+    """Scales or zero points of pieces of rows [N] in some columns [B], [B, N]."""
+    LAST: tl.constexpr = max(COLUMNS // P, 1) - 1
+    column = tl.minimum(column, LAST)  # in place of a mask: what is read twice is multiplied by inputs of 0
+    place = ((first + rows) // BO) * COLUMNS + pieces * (COLUMNS // P)
+    return tl.load(ptr + place[None, :] + column[:, None])
+
+
+@triton.jit
+def _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr,
+             BK: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr,
+             ZEROS: tl.constexpr):  # fmt: skip
+    """Bytes `at` [B, C] of pieces of rows [N] from `first` on, [B, N, C]; their scales and zero points, [B, N] where there are some.
+
+    With HALF_RUNS those of the low nibbles come before those of the high ones.
+    """
+    COLUMNS: tl.constexpr = (K + G - 1) // G
+    place = (w_ptr + first.to(tl.int64) * ROW) + (rows * ROW + pieces * (ROW // P))[None, :, None] + at[:, None, :]
+    if EVEN:
+        codes = tl.load(place)
+    else:
+        codes = tl.load(place, mask=(at < ROW // P)[:, None, :], other=0)
+    column = segment * BK // G
+    scales, zeros = column, column
+    if SCALES != 0:
+        scales = _group_values(s_ptr, first, rows, pieces, column, COLUMNS, P, BO)
+    if ZEROS:
+        zeros = _group_values(z_ptr, first, rows, pieces, column, COLUMNS, P, BO)
+    high_scales, high_zeros = scales, zeros
+    if SCALES == 2:
+        high_scales = _group_values(s_ptr, first, rows, pieces, column + 1, COLUMNS, P, BO)
+        if ZEROS:
+            high_zeros = _group_values(z_ptr, first, rows, pieces, column + 1, COLUMNS, P, BO)
+    return codes, scales, high_scales, zeros, high_zeros
+
+
+@triton.jit
+def _nibbles(
+    codes, zeros, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr
+):
+    """Numbers of one half of bytes [B, N, C], less what zero points [B, N] are above 8."""
+    numbers = numbers4(codes, HIGH, dtype, FORM, WORDS)
+    if ZEROS:
+        numbers -= (zeros.to(tl.float32) - 8.0).to(dtype)[:, :, None]
+    return numbers
+
+
+@triton.jit
+def _add_product(
+    acc, weights, x, x_high, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr
+):
+    """`acc` [B, N, M] and the products of some segments [B]."""
+    codes, scales, high_scales, zeros, high_zeros = weights
+    if FORM < 2:
+        numbers = numbers8(codes, x.dtype, FORM, WORDS)
+        if SCALES == 0:
+            acc = tl.dot(numbers, x, acc, input_precision="ieee")
+        else:
+            acc += tl.dot(numbers, x, input_precision="ieee") * scale_numbers(scales)[:, :, None]
+    else:
+        low = _nibbles(codes, zeros, False, x.dtype, FORM, WORDS, ZEROS)
+        high = _nibbles(codes, high_zeros, True, x.dtype, FORM, WORDS, ZEROS)
+        if SCALES == 0:
+            acc = tl.dot(high, x_high, tl.dot(low, x, acc, input_precision="ieee"), input_precision="ieee")
+        else:
+            product = tl.dot(low, x, input_precision="ieee")
+            if SCALES == 1:
+                product = tl.dot(high, x_high, product, input_precision="ieee")
+                acc += product * scale_numbers(scales)[:, :, None]
+            else:
+                acc += product * scale_numbers(scales)[:, :, None]
+                product = tl.dot(high, x_high, input_precision="ieee")
+                acc += product * scale_numbers(high_scales)[:, :, None]
+    return acc
+
+
+@triton.jit
+def _factor(s_ptr, r_ptr, rows, SCALES: tl.constexpr, FACTORS: tl.constexpr):
+    """What multiplies rows' sums."""
+    factor = tl.full((rows.shape[0],), 1.0, tl.float32)
+    if SCALES == 0:
+        factor = scale_numbers(tl.load(s_ptr + rows))
+    if FACTORS:
+        factor *= tl.load(r_ptr + rows)
+    return factor
+
+
+@triton.jit
+def _own_pieces(acc, P: tl.constexpr):
+    """Sums [N / P, M / P] of `acc` [B, N, M], where a piece of a row met the same piece of a token."""
+    B: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    M: tl.constexpr = acc.shape[2]
+    if P > 1:
+        own = (tl.arange(0, N) % P)[:, None] == (tl.arange(0, M) % P)[None, :]
+        acc = tl.where(own[None, :, :], acc, 0.0)
+        acc = tl.sum(tl.reshape(acc, (B, N, M // P, P)), 3)
+    acc = tl.sum(acc, 0)
+    if P > 1:
+        acc = tl.sum(tl.reshape(acc, (N // P, P, M // P)), 1)
+    return acc
+
+
+@triton.jit
+def _finished(acc, factor, scale, bias_ptr, rows, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
+    """Outputs [N / P, M / P] of sums [B, N, M]: times the rows' factors and the norm's scales, and the bias."""
+    y = _own_pieces(acc, P) * factor[:, None]
+    if NORM != 0:
+        y *= scale[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_features"])
+def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride, eps,
+                K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+                ZEROS: tl.constexpr, FACTORS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                BIAS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN / P output features of up to BM / P tokens.
+
+    With GATED they are gates, and the features of the up projection that belong to them come with them.
+
+    Rows of weights and tokens are cut into P pieces of the input features, each of which is a row or a column of the product.
+    A step takes B segments of BK input features, which the warps divide between them: a product with three dimensions, the
+    first of which is summed up at the end.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    FOUR: tl.constexpr = FORM >= 2
+    PER: tl.constexpr = 2 if FOUR else 1  # codes in a byte
+    KP: tl.constexpr = K // P
+    w_ptr = w_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    EVEN: tl.constexpr = KP % (B * BK) == 0
+    first_row = tl.program_id(0) * (BN // P)
+    pieces, piece_M = tl.arange(0, BN) % P, tl.arange(0, BM) % P
+    features = first_row + tl.arange(0, BN // P)
+    rows, rows_O, live = tl.arange(0, BN) // P, features, features < num_features
+    if not WHOLE:  # rows beyond the last are read as the last: their sums aren't stored
+        rows = tl.minimum(rows, num_features - 1 - first_row)
+        rows_O = tl.minimum(features, num_features - 1)
+    tokens_M, tokens_T = tl.arange(0, BM) // P, tl.arange(0, BM // P)
+    segment = tl.arange(0, B)
+    at = segment[:, None] * (BK // PER) + tl.arange(0, BK // PER)[None, :]  # bytes of a piece
+    weights = _weights(
+        w_ptr, s_ptr, z_ptr, first_row, rows, pieces, at, segment, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+    )
+    factor = _factor(s_ptr, r_ptr, rows_O, SCALES, FACTORS)
+    if GATED:
+        first_up, ups_O = first_row + num_features, rows_O + num_features
+        ups = _weights(
+            w_ptr, s_ptr, z_ptr, first_up, rows, pieces, at, segment, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+        )
+        up_factor = _factor(s_ptr, r_ptr, ups_O, SCALES, FACTORS)
+    place = y_ptr + tokens_T[None, :] * y_stride + features[:, None]
+    inside_y = live[:, None] & (tokens_T < num_tokens)[None, :]
+    if PDL:
+        gdc_wait()
+    if ADD:
+        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
+    k = at // 16 * 32 + at % 16 if FOUR else at
+    acc = tl.zeros((B, BN, BM), tl.float32)
+    up = acc
+    x, x_high, square = _halves(x_ptr, norm_ptr, k, tokens_M, piece_M, num_tokens, x_stride, KP, EVEN, NORM, FOUR)
+    acc = _add_product(acc, weights, x, x_high, FORM, WORDS, SCALES, ZEROS)
+    if GATED:
+        up = _add_product(up, ups, x, x_high, FORM, WORDS, SCALES, ZEROS)
+    for done in range(B * BK, KP, B * BK):
+        now, there = at + done // PER, segment + done // BK
+        weights = _weights(
+            w_ptr, s_ptr, z_ptr, first_row, rows, pieces, now, there, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+        )
+        x, x_high, more = _halves(
+            x_ptr, norm_ptr, k + done, tokens_M, piece_M, num_tokens, x_stride, KP, EVEN, NORM, FOUR
+        )
+        square += more
+        acc = _add_product(acc, weights, x, x_high, FORM, WORDS, SCALES, ZEROS)
+        if GATED:
+            ups = _weights(
+                w_ptr, s_ptr, z_ptr, first_up, rows, pieces, now, there, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+            )
+            up = _add_product(up, ups, x, x_high, FORM, WORDS, SCALES, ZEROS)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    scale = tl.sum(tl.reshape(tl.sum(square, 0), (BM // P, P)), 1)
+    if NORM != 0:
+        scale = 1.0 / tl.sqrt_rn(scale * (1.0 / K) + eps)
+    y = _finished(acc, factor, scale, bias_ptr, rows_O, P, NORM, BIAS)
+    if GATED:
+        u = _finished(up, up_factor, scale, bias_ptr, ups_O, P, NORM, BIAS)
+        y = silu_gate(y, u, dtype)
+    y = y.to(dtype)
+    if ADD:
+        y = (old + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=inside_y)
+
+
+class FewConfig(NamedTuple):
+    """A block: output features, input features of a step, its warps, and how many blocks are in flight."""
+
+    features: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+MAX_TOKENS, MAX_TOKENS_FLOAT32 = 16, 1
+
+
+class Layout(NamedTuple):
+    """How kernels find a stored matrix's scales: input features and output features that share one, where it is applied, and
+    the longest segment, a power of two, that lies in one group."""
+
+    group: int
+    rows: int
+    scales: int
+    segment: int
+
+
+@functools.cache
+def layout(stored_8: bool, inputs: int, group: int, rows: int) -> Layout | None:
+    """The layout of such a matrix; None for one that these kernels don't read."""
+    if group >= inputs and rows == 1:
+        return Layout(inputs, 1, ROWS, 128)
+    if group == RUN // 2 and not stored_8:
+        return Layout(group, rows, HALF_RUNS, RUN)
+    segment = min(128, group & -group)
+    return Layout(group, rows, GROUPS, segment) if segment >= RUN else None
+
+
+def layout_of(stored: Stored) -> Layout | None:
+    """See `layout`."""
+    inputs = stored.shape[-1]
+    if isinstance(stored, Stored8):
+        return layout(True, inputs, stored.block[1], stored.block[0])
+    return layout(False, inputs, stored.group, 1)
+
+
+@functools.cache
+def pieces_of(inputs: int, found: Layout, tokens: int) -> int:
+    """Into how many pieces input features are cut, so that pieces of tokens fill the 8 columns of the smallest product."""
+    unit = RUN if found.scales != GROUPS else math.lcm(RUN, found.group)
+    return next(count for count in (8, 4, 2, 1) if count == 1 or (count * tokens <= 8 and inputs % (count * unit) == 0))
+
+
+@functools.cache
+def few_config(inputs: int, features: int, tokens: int, stored_8: bool, gated: bool) -> FewConfig:
+    """The block for `_few_kernel`, by measurement (docs/performance.md)."""
+    return FewConfig(32 if gated or tokens > 8 else 64, 512, 4, 3)
+
+
+def run_few(
+    x_TI: torch.Tensor,
+    stored: Stored,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    config: FewConfig | None = None,
+) -> torch.Tensor:
+    """Launch `_few_kernel`."""
+    tokens, inputs = x_TI.shape
+    features, found = out_TO.shape[1], layout_of(stored)
+    assert found is not None
+    is_8 = isinstance(stored, Stored8)
+    block = max(8, padded(tokens))
+    config = config or few_config(inputs, features, block, is_8, gated)
+    zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
+    segment = min(found.segment, config.inputs)
+    pieces = pieces_of(inputs, found, padded(tokens))
+    _few_kernel[(blocks(features * pieces, config.features),)](
+        x_TI, x_TI if norm is None else norm.weight_I, stored.codes, stored.scales, x_TI if zeros is None else zeros,
+        x_TI if factors is None else factors, x_TI if bias_O is None else bias_O, out_TO, tokens, features, x_TI.stride(0),
+        out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, G=found.group, BO=found.rows, P=pieces, B=config.inputs // segment,
+        BM=block, BN=config.features, BK=segment, FORM=form_of(stored), WORDS=uses_words(x_TI.dtype), SCALES=found.scales,
+        ZEROS=zeros is not None, FACTORS=factors is not None, NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
+        GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, num_stages=config.stages, **dependent(x_TI.device),
+    )  # fmt: skip
+    return out_TO
+
+
+def fits(x_TI: torch.Tensor, stored: Stored) -> bool:
+    """Whether the kernels of this file serve this number of tokens, this dtype and this form. `linear_many` serves all others."""
+    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not stored.codes.is_contiguous() or not stored.scales.is_contiguous():
+        return False
+    tokens = x_TI.shape[0]
+    return (
+        0 < tokens <= (MAX_TOKENS_FLOAT32 if x_TI.dtype == torch.float32 else MAX_TOKENS)
+        and layout_of(stored) is not None
+    )
+
+
+def run(
+    x_TI: torch.Tensor,
+    stored: Stored,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> torch.Tensor:
+    """Write the product into `out`, or add it."""
+    return run_few(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)

@@ -1,0 +1,144 @@
+"""Products with stored matrices against their twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops.kernels import linear_stored as kernels
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
+
+
+def stored_8(
+    outputs: int, inputs: int, dtype: torch.dtype = torch.float8_e4m3fn, block: tuple[int, int] = (1, 0)
+) -> Stored8:
+    codes = (torch.randn(outputs, inputs) * 40).clamp(-127, 127).to(dtype)
+    block = (block[0], block[1] or inputs)
+    scales = torch.rand(-(-outputs // block[0]), -(-inputs // block[1])) * 0.02 + 0.01
+    return Stored8(codes, scales, block)
+
+
+def stored_4(
+    outputs: int,
+    inputs: int,
+    group: int,
+    numbers: str = "int4",
+    scale: str = "float16",
+    *,
+    zeros: bool = False,
+    rows: bool = False,
+) -> Stored4:
+    codes = pack4(torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8))
+    shape = (outputs, inputs // group)
+    if scale == "e8m0":
+        scales = torch.randint(120, 126, shape, dtype=torch.uint8)
+    else:
+        scales = (torch.rand(shape) * 0.2 + 0.1).to(getattr(torch, scale))
+    own = torch.randint(0, 16, shape, dtype=torch.uint8) if zeros else None
+    return Stored4(codes, scales, group, numbers, own, torch.rand(outputs) if rows else None)
+
+
+FORMS = {
+    "e4m3 rows": lambda o, i: stored_8(o, i),
+    "int8 rows": lambda o, i: stored_8(o, i, torch.int8),
+    "e4m3 blocks": lambda o, i: stored_8(o, i, block=(128, 128)),
+    "e4m3 small blocks": lambda o, i: stored_8(o, i, block=(8, 32)),
+    "int4 g32": lambda o, i: stored_4(o, i, 32),
+    "int4 g64": lambda o, i: stored_4(o, i, 64, scale="bfloat16"),
+    "int4 g96": lambda o, i: stored_4(o, i, 96),
+    "int4 whole": lambda o, i: stored_4(o, i, i),
+    "int4 zeros": lambda o, i: stored_4(o, i, 64, zeros=True),
+    "int4 g16 zeros": lambda o, i: stored_4(o, i, 16, zeros=True),
+    "int4 whole zeros": lambda o, i: stored_4(o, i, i, zeros=True),
+    "mxfp4": lambda o, i: stored_4(o, i, 32, "e2m1", "e8m0"),
+    "nvfp4": lambda o, i: stored_4(o, i, 16, "e2m1", "float8_e4m3fn", rows=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Several blocks in each direction, the last ones partly empty."""
+    monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 128, 2, 2))
+    monkeypatch.setattr(kernels, "MAX_TOKENS", 64)
+    monkeypatch.setattr(kernels, "MAX_TOKENS_FLOAT32", 64)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert (got.float() - want.float()).norm() < bound * want.float().norm()
+
+
+SIZES = [(1, 40, 192), (2, 17, 576), (3, 9, 192), (17, 20, 192)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SIZES)
+def test_products(form, tokens, outputs, inputs):
+    torch.manual_seed(tokens)
+    stored = FORMS[form](outputs, inputs)
+    x, bias = torch.randn(tokens, inputs + 5)[:, 1:-4], torch.randn(outputs)
+    want = linear.twin(x, stored, bias)
+    close(linear.kernel(x, stored, bias), want, 1e-5)
+    residual = torch.randn(tokens, outputs + 1)[:, 1:]
+    expected = residual + want
+    linear_add_.kernel(x, stored, residual, bias)
+    close(residual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_norm_before_and_a_gate_behind(form, offset, tokens):
+    torch.manual_seed(3)
+    stored, x = FORMS[form](40, 192), torch.randn(tokens, 192)
+    norm, bias = Norm(torch.randn(192), 1e-2, offset), torch.randn(40)
+    close(norm_linear.kernel(x, norm, stored), norm_linear.twin(x, norm, stored), 1e-5)
+    got = norm_linear_silu.kernel(x, norm, stored, bias)
+    close(got, norm_linear_silu.twin(x, norm, stored, bias), 1e-5)
+    assert got.shape == (tokens, 20)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_half_precision_stays_within_a_rounding(form, tokens):
+    torch.manual_seed(4)
+    stored, x = FORMS[form](40, 192), torch.randn(tokens, 192).half()
+    norm = Norm(torch.rand(192).half(), 1e-6)
+    exact = Norm(norm.weight_I.float(), 1e-6)
+    close(linear.kernel(x, stored), linear.twin(x.float(), stored).half(), 1e-3)
+    got = norm_linear_silu.kernel(x, norm, stored)
+    close(got, norm_linear_silu.twin(x.float(), exact, stored).half(), 3e-3)
+
+
+def test_columns_that_no_block_divides():
+    torch.manual_seed(5)
+    x = torch.randn(2, 2880)
+    for stored in (stored_4(6, 2880, 32, "e2m1", "e8m0"), stored_8(6, 2880, block=(128, 128)), stored_8(6, 2880)):
+        close(kernels.run_few(x, stored, None, torch.empty(2, 6)), linear.twin(x, stored), 1e-5)
+
+
+@pytest.mark.parametrize("numbers", ["int4", "e2m1"])
+def test_every_code_and_every_scale_byte(numbers):
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2).expand(256, 32)
+    stored = Stored4(pack4(codes), torch.arange(256, dtype=torch.uint8)[:, None], 32, numbers)
+    got = kernels.run_few(torch.eye(32)[:16], stored, None, torch.empty(16, 256)).double()
+    assert torch.equal(got[:, :255].t(), dense(stored, torch.float64)[:255, :16])
+    assert got[:, 255].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_every_code_of_eight_bits(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 32).contiguous().view(dtype)
+    stored = Stored8(codes, torch.ones(256, 1), (1, 32))
+    got = kernels.run_few(torch.eye(32)[:1], stored, None, torch.empty(1, 256))[0]
+    want = dense(stored, torch.float32)[:, 0]
+    assert torch.equal(got[~want.isnan()], want[~want.isnan()])
+
+
+def test_more_tokens_and_other_layouts_are_unpacked(monkeypatch):
+    monkeypatch.setattr(kernels, "run_few", lambda *_, **__: 1 / 0)
+    stored, x = stored_8(9, 64), torch.randn(65, 64)
+    close(linear.kernel(x, stored), linear.twin(x, stored), 1e-5)
+    odd = stored_8(9, 64, block=(3, 20))
+    close(linear.kernel(x[:1], odd), linear.twin(x[:1], odd), 1e-5)
