@@ -23,7 +23,7 @@ from triton.testing import do_bench_cudagraph
 from pagerunner.batch import StepRows
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
-from pagerunner.ops.latent_attention import BLOCK_QUERIES, Pieces, expanded_attention, latent_attention
+from pagerunner.ops.latent_attention import BLOCK_QUERIES, Pieces, expanded_attention, latent_values
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.state_rows import StateRows
 
@@ -113,19 +113,19 @@ def peer_lines(lengths: list[int], what: str) -> list[Timed]:
 
 
 def latent_line(heads: int, count: int, length: int) -> Timed:
-    """Absorbed decode of `count` rows of `length` tokens, pages in random order."""
+    """Absorbed decode of `count` rows of `length` tokens, pages in random order, and its way back to values."""
     pages_each = -(-length // 64)
     pages = rand(count * pages_each, 64, 576)
     table = torch.randperm(count * pages_each, device="cuda").view(count, pages_each)
     rows = StepRows.of([1] * count, [length] * count, range(count), "cuda")
     q, q_rope = rand(heads, count, 512).transpose(0, 1), rand(count, heads, 192)[..., 128:]
-    work = count * length
+    work, up, scratch = count * length, rand(heads, 256, 512)[:, 128:], {}
     return Timed(
         f"latent, {heads} heads",
         f"{count} x {length}",
-        lambda: latent_attention(q, q_rope, pages, table, rows, 0.07),
-        work * 1152e-9,
-        work * heads * 2 * (576 + 512) * 1e-9,
+        lambda: latent_values(q, q_rope, pages, table, rows, 0.07, up, scratch),
+        work * 1152e-9 + up.numel() * 2e-9,
+        (work * (576 + 512) + count * 128 * 512) * heads * 2e-9,
     )
 
 

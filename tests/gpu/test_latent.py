@@ -24,12 +24,28 @@ MIXED = Case((RowCase(300, 1), RowCase(0, 300), RowCase(500, 90), RowCase(130, 3
 def test_decode(dtype: torch.dtype, heads: int, in_graph: bool) -> None:
     case = replace(DECODE, heads=heads, dtype=dtype, compute=dtype, in_graph=in_graph, padding=4 * in_graph)
     check(case, dtype)
+    check(replace(case, raw=True), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64, 300])
+def test_numbers_of_rows(rows: int) -> None:
+    lengths = [97 * i % 1400 for i in range(rows)]
+    case = replace(DECODE, rows=tuple(RowCase(length, 1) for length in lengths), heads=16, raw=True, page_tokens=16)
+    check(replace(case, dtype=torch.bfloat16, compute=torch.bfloat16), torch.bfloat16)
+    check(case, torch.float32)
+
+
+def test_one_long_row() -> None:
+    case = replace(DECODE, rows=(RowCase(40_000, 1),), heads=16, raw=True, page_tokens=16)
+    check(replace(case, dtype=torch.bfloat16, compute=torch.bfloat16), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_mixed(dtype: torch.dtype, in_graph: bool) -> None:
-    check(replace(MIXED, heads=16, dtype=dtype, compute=dtype, in_graph=in_graph, padding=7 * in_graph), dtype)
+    case = replace(MIXED, heads=16, dtype=dtype, compute=dtype, in_graph=in_graph, padding=7 * in_graph)
+    check(case, dtype)
+    check(replace(case, raw=True), dtype)
 
 
 def test_long_rows_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ from helpers.attention_cases import padded
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows
+from pagerunner.ops.latent_heads import LatentPrep
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.rope import RopeAngles, rope_angles
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Case:
     compute: torch.dtype = torch.float32
     padding: int = 0  # rows and tokens that a graph has beyond the step's own
     in_graph: bool = False
+    raw: bool = False  # the backend also norms and rotates
+    pairs: bool = True
 
 
 def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,14 +80,27 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
     weight = weight.to(case.compute)
     up = UpProjection(weight.to(device), case.heads, case.key_dim, case.value_dim)
     new = torch.cat([x[r.start :] for x, r in zip(vectors, case.rows, strict=True)]).to(case.compute)
+    given, stored, prep = q.clone(), new.clone(), None
+    if case.raw:
+        prep = _prep(case, torch.cat([torch.arange(r.start, r.start + r.queries) for r in case.rows]))
+        prep.apply_(q, new)
+        for own, r, ready in zip(vectors, case.rows, new.split(query_lens), strict=True):
+            own[r.start :] = ready.to(case.dtype).float()
+        for own, held in zip(vectors[1:], tables[1:], strict=True):
+            count = sum(a == b for a, b in zip(held, tables[0], strict=False)) * size
+            own[:count] = vectors[0][:count]
+        prep = _on(prep, case.padding, device)
     pool = pool.to(device)
     pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
     layer, more = LatentPages(0, pages), case.padding
     batch = _batch(case, backend, device, tables, query_lens, seq_lens, entries, offsets, layer)
-    given = torch.cat((q, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
-    stored = torch.cat((new, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
+    given = torch.cat((given, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
+    stored = torch.cat((stored, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
     for _ in range(2):  # a second layer of the same step reuses the plan
-        out = backend.run(LatentCall(given, stored, up, layer, batch.groups[0], batch.rows, 0.4))
+        inputs = torch.cat((given.flatten(1), stored), -1)  # as one projection makes them
+        q_THD, vectors_TL = inputs[:, : given[0].numel()].unflatten(-1, given.shape[1:]), inputs[:, given[0].numel() :]
+        call = LatentCall(q_THD, vectors_TL, up, layer, batch.groups[0], batch.rows, 0.4, prep)
+        out = backend.run(call)
     assert out.isfinite().all()
     start = torch.tensor([0, *query_lens]).cumsum(0)
     weight, q = weight.double(), q.double()
@@ -95,6 +113,19 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         later = torch.arange(own.shape[0]) > row.start + torch.arange(row.queries).unsqueeze(-1)
         want.append(torch.einsum("hql,lhv->qhv", scores.masked_fill(later, float("-inf")).softmax(-1), values))
     return out[:tokens].double().cpu(), torch.cat(want)
+
+
+def _prep(case: Case, positions: torch.Tensor) -> LatentPrep:
+    frequencies = torch.rand(case.rope_dim // 2)
+    norm = Norm((1 + 0.2 * torch.randn(case.latent_dim)).to(case.compute), 1e-6)
+    return LatentPrep(norm, rope_angles(positions, frequencies, 1.0, case.compute), case.pairs)
+
+
+def _on(prep: LatentPrep, padding: int, device: str) -> LatentPrep:
+    """For a step with more tokens."""
+    angles = (torch.cat((x, x[:1].expand(padding, -1, -1))).to(device) for x in prep.angles)
+    norm = prep.norm._replace(weight_I=prep.norm.weight_I.to(device))
+    return prep._replace(norm=norm, angles=RopeAngles(*angles))
 
 
 def _batch(

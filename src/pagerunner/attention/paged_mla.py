@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     Pieces,
     expanded_attention,
-    latent_attention,
+    latent_values,
     store_latent_,
 )
+from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
@@ -47,18 +49,20 @@ class ExpandedCall:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """`short_T`: the tokens that are queries in the latent space, each of them a row of `short`."""
+    """`short_T`: the tokens that are queries in the latent space, each of them a row of `short`, whose layers share `scratch`."""
 
     short_T: torch.Tensor
     short: StepRows
     calls: tuple[ExpandedCall, ...]
+    scratch: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class LatentPlan:
-    """How an eager step is divided. The first layer that asks makes the division."""
+    """How an eager step is divided. The first layer that asks makes the division. `scratch` is what the layers' kernels share."""
 
     inputs: PlanInputs | None
+    scratch: dict[Any, Any] = field(default_factory=dict)
     _made: dict[int, Division] = field(default_factory=dict)
 
     def divide(self, elements: int) -> Division | None:
@@ -133,6 +137,7 @@ class PagedLatentBackend:
         forms=frozenset({"latent"}),
         compute_dtypes=FLOATS,
         page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        projection=True,
         graphs=True,
         triton=True,
         shared_memory=(SHARED_MEMORY, SHARED_MEMORY),
@@ -148,42 +153,53 @@ class PagedLatentBackend:
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, rows, scale, _ = call
-        pages = memory.latent
+        q_THD, vectors_TL, up, memory, group, rows, scale, prep = call
+        pages, table = memory.latent, group.page_table
         plan: LatentPlan = group.plan
-        store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
+        write = pages, group.write_entry, group.write_offset
         division = plan.divide(up.weight.shape[0])
         if division is None:
-            return _absorbed(q_THD, up, pages, group.page_table, rows, scale)
-        out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in division.calls:
-            vectors_SL = pages[part.entries_S, part.offsets_S].to(q_THD.dtype)
-            both_SHU = F.linear(vectors_SL[:, : up.latent_dim], up.weight).unflatten(-1, (up.num_heads, -1))
-            rope_SP = vectors_SL[:, up.latent_dim :]
-            expanded_attention(q_THD, both_SHU, rope_SP, part.pieces, scale, out_THV, lse_TH, part.more)
-        short_T = division.short_T
-        if short_T.numel():
-            out_THV[short_T] = _absorbed(q_THD[short_T], up, pages, group.page_table, division.short, scale)
-        return out_THV
+            if prep is None:
+                store_latent_(vectors_TL, *write)
+                q_THC = absorb(q_THD, up)
+            else:
+                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, *write)
+            q_THP = q_THD[..., up.key_dim :]
+            return latent_values(q_THC, q_THP, pages, table, rows, scale, up.values_HVC, plan.scratch)
+        if prep is None:
+            store_latent_(vectors_TL, *write)
+        else:
+            prepare_latent_heads_(q_THD, vectors_TL, prep, *write)
+        return _divided(call, division)
+
+
+def _divided(call: LatentCall, division: Division) -> torch.Tensor:
+    """Attention once all vectors are in pages: of long rows over expanded keys, of short ones in the latent space."""
+    q_THD, up, pages, scale = call.q_THD, call.up, call.pages.latent, call.scale
+    out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    for part in division.calls:
+        vectors_SL = pages[part.entries_S, part.offsets_S].to(q_THD.dtype)
+        both_SHU = F.linear(vectors_SL[:, : up.latent_dim], up.weight).unflatten(-1, (up.num_heads, -1))
+        rope_SP = vectors_SL[:, up.latent_dim :]
+        expanded_attention(q_THD, both_SHU, rope_SP, part.pieces, scale, out_THV, lse_TH, part.more)
+    short_T = division.short_T
+    if short_T.numel():
+        q_SHD, table = q_THD[short_T], call.group.page_table
+        q_SHP = q_SHD[..., up.key_dim :]
+        out_THV[short_T] = latent_values(
+            absorb(q_SHD, up), q_SHP, pages, table, division.short, scale, up.values_HVC, division.scratch
+        )
+    return out_THV
 
 
 def absorb(q_THD: torch.Tensor, up: UpProjection) -> torch.Tensor:
     """Queries without their rotary parts in the latent space, [T, H, C]; in memory one head after another."""
-    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
-    return torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up_HUC[:, : up.key_dim]).transpose(0, 1)
+    return torch.bmm(q_THD[..., : up.key_dim].transpose(0, 1), up.keys_HNC).transpose(0, 1)
 
 
 def to_values(latent_THC: torch.Tensor, up: UpProjection) -> torch.Tensor:
     """Weighted latents as values, [T, H, V], contiguous."""
-    up_HUC = up.weight.view(up.num_heads, up.key_dim + up.value_dim, up.latent_dim)
     out_THV = latent_THC.new_empty(*latent_THC.shape[:2], up.value_dim)
-    torch.bmm(latent_THC.transpose(0, 1), up_HUC[:, up.key_dim :].transpose(1, 2), out=out_THV.transpose(0, 1))
+    torch.bmm(latent_THC.transpose(0, 1), up.values_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
     return out_THV
-
-
-def _absorbed(
-    q_THD: torch.Tensor, up: UpProjection, pages: torch.Tensor, table_SW: torch.Tensor, rows: StepRows, scale: float
-) -> torch.Tensor:
-    latent_THC = latent_attention(absorb(q_THD, up), q_THD[..., up.key_dim :], pages, table_SW, rows, scale)
-    return to_values(latent_THC, up)

@@ -9,7 +9,7 @@ size, L vector size (C + P), V value head size, E page table entries, S keys, B 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
 BLOCK_QUERIES = 128
 
 
-@gpu_kernel("latent_attention")
+@gpu_kernel("latent_store")
 def store_latent_(
     vectors_TL: torch.Tensor, pages_EXL: torch.Tensor, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
@@ -40,8 +40,27 @@ def store_latent_(
     pages_EXL[write_entry_T[tokens], write_offset_T[tokens]] = vectors_TL[tokens].to(pages_EXL.dtype)
 
 
-@gpu_kernel("latent_attention")
-def latent_attention(
+@gpu_kernel("latent_decode")
+def latent_values(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    scale: float,
+    up_HVC: torch.Tensor,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
+    """Attention of queries carried into the latent space over every slot up to their own, carried back to values, [T, H, V].
+
+    `q_THP` are the rotary parts, `table_SW` the group's page table of all slots, `up_HVC` makes values of latents. `scratch` holds
+    what the layers of one step share; it is empty at first. Padding gets zeros.
+    """
+    out_THC = _latents(q_THC, q_THP, pages_EXL, table_SW, rows, scale)
+    return torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+def _latents(
     q_THC: torch.Tensor,
     q_THP: torch.Tensor,
     pages_EXL: torch.Tensor,
@@ -49,9 +68,7 @@ def latent_attention(
     rows: StepRows,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of queries carried into the latent space over every slot up to their own; weighted latents [T, H, C] in
-    q's dtype, zeros for padding. `q_THP` are the rotary parts, `table_SW` the group's page table of all slots.
-    """
+    """Weighted latents [T, H, C] in q's dtype, zeros for padding."""
     out_THC = torch.zeros_like(q_THC)
     size, latent = pages_EXL.shape[1], q_THC.shape[-1]
     q_THL = torch.cat((q_THC, q_THP), -1).float()

@@ -1,6 +1,7 @@
-"""From a projection's raw output to latent attention: norms and rotary positions.
+"""From a projection's raw output to latent attention: norms, rotary positions, the latents' place in pages, absorbed queries.
 
-Shape letters: T tokens, H heads, D query head size (P rotary elements come last), C latent size, L vector size (C + P).
+Shape letters: T tokens, H heads, D query head size (N without rotary positions, then P rotary ones), C latent size, L vector
+size (C + P), E page table entries, X slots of a page.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
 
@@ -35,3 +38,35 @@ class LatentPrep(NamedTuple):
         turn = rope_pairs_ if self.pairs else rope_
         turn(q_THD[..., -self.rotary_dim :], self.angles)
         turn(vectors_TL[:, None, latent:], self.angles)
+
+
+@gpu_kernel("latent_heads")
+def prepare_latent_heads_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    pages_EXL: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """Make queries and vectors of raw ones, in place, and store the vectors in pages. Tokens whose entry is -1 are not stored."""
+    prep.apply_(q_THD, vectors_TL)
+    store_latent_(vectors_TL, pages_EXL, write_entry_T, write_offset_T)
+
+
+@gpu_kernel("latent_heads")
+def absorb_latent_heads_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    keys_HNC: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> torch.Tensor:
+    """As `prepare_latent_heads_`; the result is q's first N elements in the latent space, `q @ keys`, [T, H, C].
+
+    The vectors are undefined afterwards. The result's memory is one head after another.
+    """
+    prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write_entry_T, write_offset_T)
+    return torch.bmm(q_THD[..., : keys_HNC.shape[1]].transpose(0, 1), keys_HNC).transpose(0, 1)

@@ -2,49 +2,115 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from helpers.effort import effort
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import paged_mla
 from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.batch import StepRows
 
 pytest.importorskip("triton")
+from pagerunner.ops.kernels import latent_decode  # noqa: E402
+
+KERNELS = ("store_latent_", "prepare_latent_heads_", "absorb_latent_heads_", "latent_values", "expanded_attention")
 ROWS = (RowCase(37, 1), RowCase(0, 9), RowCase(20, 5, 1), RowCase(200, 1))
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("store_latent_", "latent_attention", "expanded_attention"):
+    for name in KERNELS:
         monkeypatch.setattr(paged_mla, name, getattr(paged_mla, name).kernel)
 
 
 # Each value, and each of heads and dtypes in a graph and outside; tests/gpu has the cross product.
 @pytest.mark.parametrize(
-    ("dtype", "heads", "in_graph"),
-    [(torch.float32, 3, False), (torch.float32, 20, True), (torch.float16, 3, True), (torch.float16, 20, False)],
+    ("dtype", "heads", "in_graph", "raw"),
+    [
+        (torch.float32, 3, False, True),
+        (torch.float32, 20, True, False),
+        (torch.float16, 3, True, True),
+        (torch.float16, 20, False, True),
+    ],
 )
-def test_queries_in_the_latent_space(dtype: torch.dtype, heads: int, in_graph: bool) -> None:
+def test_queries_in_the_latent_space(dtype: torch.dtype, heads: int, in_graph: bool, raw: bool) -> None:
     case = Case(ROWS, heads=heads, gap=4, dtype=dtype, compute=torch.float32, in_graph=in_graph, padding=2 * in_graph)
+    got, want = run(replace(case, raw=raw), PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+# The interpreter counts as 4 multiprocessors, so there are 4 slices.
+@pytest.mark.parametrize("least", [1, 2, 9])
+def test_keys_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    tiles = latent_decode.decode_tiles
+    monkeypatch.setattr(latent_decode, "decode_tiles", lambda *of: tiles(*of)._replace(keys=16, least=least))
+    case = Case((RowCase(300, 1), RowCase(5, 1), RowCase(140, 1)), in_graph=True, padding=1, raw=True)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
-def test_keys_are_split_over_programs() -> None:
-    case = Case((RowCase(300, 1), RowCase(5, 1), RowCase(140, 1)), in_graph=True, padding=1)
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64])
+def test_numbers_of_rows(rows: int) -> None:
+    """Programs take 1, 2 or 16 tokens; results are whole and in parts."""
+    case = Case(tuple(RowCase(7 * i % 61 + 300 * (i == 1), 1) for i in range(rows)), raw=True, pairs=rows % 2 == 0)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+def test_more_tokens_than_the_schedule_looks_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_decode, "BLOCK", 4)
+    case = Case((RowCase(150, 6), RowCase(0, 3), RowCase(90, 4)), in_graph=True, padding=2)
+    got, want = run(case, PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@settings(max_examples=effort(20, 200), deadline=None)
+@given(
+    st.lists(st.one_of(st.just(0), st.integers(1, 9), st.integers(1, 4000)), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
+def test_every_tile_is_in_one_slice_and_every_part_is_found(lengths: list[int], slices: int, least: int) -> None:
+    tiles = latent_decode.Tiles(16, 32, 4, 1, 1, least)
+    count = len(lengths)
+    rows = StepRows.of([1] * count, lengths, range(count))
+    rows = replace(rows, row_T=torch.where(rows.positions_T < 0, -1, rows.row_T), positions_T=rows.positions_T.clamp(0))
+    schedule = latent_decode.run_schedule(rows, slices, tiles)
+    unit = schedule.unit.view(-1, 4).tolist()
+    part = schedule.part[: 2 * count].view(-1, 2).tolist()
+    cut = schedule.slice.view(-1, 2).tolist()
+    assert [x[1] for x in unit[:-1]] == lengths
+    assert cut[0][0] == 0 and cut[-1][0] == unit[-1][0] == sum(-(-length // 32) for length in lengths)
+    found: dict[int, list[int]] = {token: [] for token in range(count)}
+    for number, ((tile, token), (stop, _)) in enumerate(pairwise(cut)):
+        while tile < stop:
+            upto = min(stop, unit[token + 1][0])
+            if upto > tile:
+                assert unit[token][0] <= tile
+                found[token].append(number)
+                tile = upto
+            token += 1
+    for token, (first, pieces) in enumerate(part):
+        assert pieces == len(found[token])
+        if pieces > 1:
+            assert found[token] == list(range(first, first + pieces))
 
 
 def test_half_precision() -> None:
-    got, want = run(Case(ROWS, dtype=torch.float16, compute=torch.float16), PagedLatentBackend())
-    assert (got - want).norm() < 2e-3 * want.norm()
+    got, want = run(Case(ROWS, dtype=torch.float16, compute=torch.float16, raw=True), PagedLatentBackend())
+    assert (got - want).norm() < 3e-3 * want.norm()
 
 
 @pytest.mark.parametrize("limit", [2**25, 22 * 30])
 def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
     monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)
-    case = Case((RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40)), page_tokens=3)
+    case = Case((RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40)), page_tokens=3, raw=True)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)

@@ -1,0 +1,350 @@
+"""Attention of single queries in the latent space, and its way back to values. Twin: `ops.latent_attention.latent_values`.
+
+All heads share a token's vector. So a block of heads takes part in one matrix product, and the tile of vectors that a program
+holds serves both products.
+
+All (query, key tile) pairs of a step, in order, are cut into slices of about equal length, one for each program. So one row of
+40,000 tokens and 256 rows of different lengths keep the device equally busy, and the grid suits every step of a graph. A cut close
+to the border of two queries moves to that border. A query that lies in one slice is finished by it; of other queries each slice
+leaves a part. The kernel that carries results back to values merges the parts first.
+
+Scores are in units of log2. Shape letters: see the twin; S slices, BN keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+
+LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
+SNAP = 4  # tiles by which a cut may move to a border
+BLOCK = 256  # tokens that the schedule looks at together
+SLICES = 32  # slices that it looks at together
+
+
+@triton.jit(do_not_specialize=["num_tokens", "slices"])
+def _schedule_kernel(
+    row_ptr, slots_ptr, position_ptr, unit_ptr, part_ptr, slice_ptr, num_tokens, slices,
+    BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """One program. A slice has at least LEAST tiles, before its ends move.
+
+    `unit` [T + 1, 4]: a token's first tile, its number of keys (0: padding), and its slot. `slice` [S + 1, 2]: a slice's first tile,
+    and the token that it belongs to. `part` [T, 2]: the first slice with tiles of the token, and how many there are.
+    """
+    tiles = 0
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < num_tokens
+        row = tl.load(row_ptr + token, mask=there, other=-1)
+        length = tl.load(position_ptr + token, mask=row >= 0, other=-1).to(tl.int32) + 1
+        count = tl.cdiv(length, BN)
+        ends = tiles + tl.cumsum(count, 0)
+        tl.store(unit_ptr + token * 4, ends - count, mask=there)
+        tl.store(unit_ptr + token * 4 + 1, length, mask=there)
+        tl.store(unit_ptr + token * 4 + 2, tl.load(slots_ptr + row, mask=row >= 0, other=0), mask=there)
+        tiles += tl.sum(count, 0)
+    tl.store(unit_ptr + num_tokens * 4, tiles)
+    per = tl.maximum(tl.cdiv(tiles, slices), LEAST)
+    most = tl.minimum(SNAP, per // 2)
+    tl.debug_barrier()  # units are read back below
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < num_tokens
+        begin = tl.load(unit_ptr + token * 4, mask=there, other=0)
+        end = tl.load(unit_ptr + token * 4 + 4, mask=there, other=0)
+        first_cut = tl.cdiv(begin + most + 1, per)  # the first that is inside the token
+        cuts = tl.maximum((end - most - 1) // per - first_cut + 1, 0)
+        # where no cut is inside, the slice is one of those that begin by the token's middle; nobody asks which
+        tl.store(part_ptr + token * 2, first_cut - 1, mask=there)
+        tl.store(part_ptr + token * 2 + 1, tl.where(end > begin, cuts + 1, 0), mask=there)
+    for start in range(0, slices + 1, BS):
+        at = start + tl.arange(0, BS)
+        cut = tl.minimum(at * per, tiles)
+        token = tl.zeros((BS,), tl.int32)
+        for first in range(0, num_tokens, BLOCK):
+            other = first + tl.arange(0, BLOCK)
+            ends = tl.load(unit_ptr + other * 4 + 4, mask=other < num_tokens, other=0x7FFFFFFF)
+            token += tl.sum((ends[None, :] <= cut[:, None]).to(tl.int32), 1)
+        inside = token < num_tokens
+        begin = tl.load(unit_ptr + token * 4, mask=inside, other=0)
+        end = tl.load(unit_ptr + token * 4 + 4, mask=inside, other=0)
+        to_end = inside & (cut - begin > most) & (end - cut <= most)
+        moved = tl.where(inside & (cut - begin <= most), begin, tl.where(to_end, end, cut))
+        tl.store(slice_ptr + at * 2, moved, mask=at <= slices)
+        tl.store(slice_ptr + at * 2 + 1, token + to_end.to(tl.int32), mask=at <= slices)
+
+
+@triton.jit
+def _tiles(
+    qc, qp, pages, row_table, first, last, length, scale, page_stride, slot_stride,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and weighted latents [BH, BC]."""
+    n, c, p = tl.arange(0, BN), tl.arange(0, BC), tl.arange(0, BP)
+    most = tl.full((BH,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((BH,), dtype=tl.float32)
+    sums = tl.zeros((BH, BC), dtype=tl.float32)
+    # a tile's entries are on their way while the tile before is computed
+    entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < length, other=0)
+    for at in range(first, last, BN):
+        key = at + n
+        live = key < length
+        base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
+        entry = tl.load(row_table + (key + BN) // PAGE, mask=key + BN < length, other=0)
+        kc = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0).to(qc.dtype)
+        kp = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0).to(qc.dtype)
+        scores = tl.dot(qc, tl.trans(kc), input_precision=PRECISION)
+        scores = tl.dot(qp, tl.trans(kp), scores, input_precision=PRECISION)
+        scores = tl.where(live[None, :], scores * scale, LOWEST)
+        larger = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - larger)
+        weights = tl.exp2(scores - larger[:, None])
+        sums = tl.dot(weights.to(kc.dtype), kc, sums * shrink[:, None], input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        most = larger
+    return most + tl.log2(total), sums / total[:, None]
+
+
+@triton.jit
+def _slices_kernel(
+    q_latent, q_rope, pages, whole, parts, found, unit_ptr, slice_ptr, table,
+    num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, table_stride,
+    whole_token, whole_head,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One slice of BH heads.
+
+    `parts` [S, 2, H, C] float32 and `found` [S, 2, H] are what the slice leaves of the query that began before it, and of
+    the query that goes on after it. `whole` are the queries that lie in one slice. Each is normalised.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    piece = tl.program_id(0)
+    heads = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = heads < num_heads
+    c, p = tl.arange(0, BC), tl.arange(0, BP)
+    tile = tl.load(slice_ptr + piece * 2)
+    token = tl.load(slice_ptr + piece * 2 + 1)
+    stop = tl.load(slice_ptr + piece * 2 + 2)
+    while tile < stop:
+        first_tile = tl.load(unit_ptr + token * 4)
+        length = tl.load(unit_ptr + token * 4 + 1)
+        slot = tl.load(unit_ptr + token * 4 + 2).to(tl.int64)
+        end = first_tile + tl.cdiv(length, BN)
+        upto = tl.minimum(stop, end)
+        if upto > tile:
+            wide = token.to(tl.int64)
+            qc = tl.load(
+                q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :],
+                mask=in_h[:, None] & (c < C)[None, :], other=0.0,
+            )  # fmt: skip
+            qp = tl.load(
+                q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :],
+                mask=in_h[:, None] & (p < P)[None, :], other=0.0,
+            )  # fmt: skip
+            lse, sums = _tiles(
+                qc, qp, pages, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
+                length, scale, page_stride, slot_stride, PAGE, C, P, BC, BP, BH, BN, PRECISION,
+            )  # fmt: skip
+            mask = in_h[:, None] & (c < C)[None, :]
+            if (tile == first_tile) & (upto == end):
+                out = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
+                tl.store(out, sums.to(whole.dtype.element_ty), mask=mask)
+            else:
+                place = (piece * 2 + (tile == first_tile)).to(tl.int64) * num_heads + heads
+                tl.store(parts + place[:, None] * C + c[None, :], sums, mask=mask)
+                tl.store(found + place, lse, mask=in_h)
+            tile = upto
+        token += 1
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _values_kernel(
+    whole, parts, found, part_ptr, up, out, num_tokens, num_heads, whole_token, whole_head, up_head, out_token, out_head,
+    C: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BV value elements of one head of BT tokens: their slices' parts, merged BS at a time, times the up-projection."""
+    if PDL:
+        gdc_launch_dependents()
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    head = tl.program_id(1)
+    tokens = tl.program_id(2) * BT + tl.arange(0, BT)
+    there = tokens < num_tokens
+    c = tl.arange(0, BC)
+    up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
+    weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    first = tl.load(part_ptr + tokens * 2, mask=there, other=0)
+    count = tl.load(part_ptr + tokens * 2 + 1, mask=there, other=0)
+    at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
+    x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    several = tl.where(count > 1, count, 0)
+    highest = tl.full((BT,), LOWEST, tl.float32)
+    total = tl.zeros((BT,), tl.float32)
+    for start in range(0, tl.max(several, 0), BS):
+        piece = start + tl.arange(0, BS)
+        live = piece[None, :] < several[:, None]
+        place = ((first[:, None] + piece[None, :]) * 2 + (piece == 0)[None, :]).to(tl.int64) * num_heads + head
+        lse = tl.load(found + place, mask=live, other=LOWEST)
+        some = tl.load(
+            parts + place[:, :, None] * C + c[None, None, :], mask=live[:, :, None] & (c < C)[None, None, :], other=0.0
+        )
+        larger = tl.maximum(highest, tl.max(lse, 1))
+        weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
+        shrink = tl.exp2(highest - larger)
+        x = tl.where((several > 0)[:, None], x * shrink[:, None] + tl.sum(some * weights[:, :, None], 1), x)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = larger
+    x = (x / tl.where(several > 0, total, 1.0)[:, None]).to(whole.dtype.element_ty)
+    if BT < 16:
+        y = tl.sum(x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
+    else:
+        y = tl.dot(x, tl.trans(weight), input_precision=PRECISION)
+    target = out + tokens.to(tl.int64)[:, None] * out_token + head.to(tl.int64) * out_head + v[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=there[:, None] & (v < V)[None, :])
+
+
+class Tiles(NamedTuple):
+    """Heads and keys of a tile, its warps and stages, programs a multiprocessor, and the fewest tiles of a slice."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+
+
+class ValuesConfig(NamedTuple):
+    """Value elements and tokens of a program, parts that it merges at a time, and its warps."""
+
+    values: int
+    tokens: int
+    parts: int
+    warps: int
+
+
+def decode_tiles(heads: int, tokens: int, exact: bool) -> Tiles:
+    """By measurement (docs/performance.md). Few tokens get more and shorter slices, because their parts are merged faster."""
+    least = 4 if tokens <= 2 else 8
+    if exact:
+        return Tiles(16, 32, 8, 1, 1, least)
+    block = min(64, max(16, padded(heads)))
+    if block == 16:
+        return Tiles(16, 32, 4, 3, 2, least)
+    return Tiles(block, 32, 8, 3, 1, least)
+
+
+def values_config(tokens: int) -> ValuesConfig:
+    """By measurement (docs/performance.md)."""
+    if tokens <= 8:
+        return ValuesConfig(16, 1, 16, 4)
+    return ValuesConfig(128, 16, 1, 8)
+
+
+class Schedule(NamedTuple):
+    """What `_schedule_kernel` computed for a step, for layers of one shape."""
+
+    unit: torch.Tensor
+    part: torch.Tensor
+    slice: torch.Tensor
+
+
+class Partial(NamedTuple):
+    """What `_slices_kernel` leaves to `_values_kernel`."""
+
+    whole_THC: torch.Tensor
+    parts: torch.Tensor
+    found: torch.Tensor
+
+
+def run_schedule(rows: StepRows, slices: int, tiles: Tiles) -> Schedule:
+    """Divide the step's queries."""
+    tokens = rows.num_tokens
+    sizes = [4 * (tokens + 1), -(-2 * tokens // 4) * 4, 2 * (slices + 1)]
+    schedule = Schedule(*torch.empty(sum(sizes), dtype=torch.int32, device=rows.row_T.device).split(sizes))
+    _schedule_kernel[(1,)](
+        rows.row_T, rows.slots_R, rows.positions_T, *schedule, tokens, slices,
+        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, BLOCK=BLOCK, BS=SLICES, num_warps=4,
+    )  # fmt: skip
+    return schedule
+
+
+def run_slices(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    table_SW: torch.Tensor,
+    scale: float,
+    schedule: Schedule,
+    tiles: Tiles,
+) -> Partial:
+    """Launch `_slices_kernel`."""
+    tokens, heads, latent = q_THC.shape
+    device, rope = q_THC.device, q_THP.shape[-1]
+    slices = schedule.slice.shape[0] // 2 - 1
+    whole_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
+    parts = torch.empty(slices, 2, heads, latent, dtype=torch.float32, device=device)
+    found = torch.empty(slices, 2, heads, dtype=torch.float32, device=device)
+    _slices_kernel[(slices, blocks(heads, tiles.heads))](
+        q_THC, q_THP, pages_EXL, whole_THC, parts, found, schedule.unit, schedule.slice, table_SW,
+        heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
+        table_SW.stride(0), *whole_THC.stride()[:2],
+        PAGE=pages_EXL.shape[1], C=latent, P=rope, BC=max(16, padded(latent)), BP=max(16, padded(rope)),
+        BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(device),
+    )  # fmt: skip
+    return Partial(whole_THC, parts, found)
+
+
+def run_values(
+    partial: Partial, schedule: Schedule, up_HVC: torch.Tensor, config: ValuesConfig | None = None
+) -> torch.Tensor:
+    """Launch `_values_kernel`."""
+    tokens, heads, latent = partial.whole_THC.shape
+    value_dim = up_HVC.shape[1]
+    config = config or values_config(tokens)
+    out_THV = partial.whole_THC.new_empty(tokens, heads, value_dim)
+    _values_kernel[(blocks(value_dim, config.values), heads, blocks(tokens, config.tokens))](
+        *partial, schedule.part, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
+        up_HVC.stride(0), *out_THV.stride()[:2],
+        C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values, BT=config.tokens, BS=config.parts,
+        PRECISION="tf32x3" if out_THV.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        **dependent(out_THV.device),
+    )  # fmt: skip
+    return out_THV
+
+
+def latent_values(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    scale: float,
+    up_HVC: torch.Tensor,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
+    """See the twin."""
+    tokens, heads = q_THC.shape[:2]
+    tiles = decode_tiles(heads, tokens, q_THC.dtype == torch.float32)
+    slices = max(1, multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads))
+    schedule = scratch.get((slices, tiles))
+    if schedule is None:
+        schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
+    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles)
+    return run_values(partial, schedule, up_HVC)

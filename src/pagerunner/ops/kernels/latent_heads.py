@@ -1,0 +1,245 @@
+"""From a projection's raw output to latent attention's queries and stored vectors, in one launch. Twins: `ops/latent_heads.py`.
+
+Rounding is that of separate kernels: each step's result is rounded to the model's dtype. Shape letters: see the twins; BT tokens
+and BC latent elements of a program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.latent_heads import LatentPrep
+
+
+@triton.jit
+def _turn(row, cos_ptr, sin_ptr, tokens, mask, half_P, angle_token, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotated rotary parts at `row` [X, 1] of `tokens` [X]: the places of their pairs' elements [1, P / 2], and what these
+    become, [X, P / 2].
+    """
+    dtype = row.dtype.element_ty
+    angle = tokens.to(tl.int64)[:, None] * angle_token + half_P[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0).to(tl.float32)
+    if PAIRS:
+        first_p, second_p = 2 * half_P[None, :], 2 * half_P[None, :] + 1
+    else:
+        first_p, second_p = half_P[None, :], half_P[None, :] + HALF
+    first = tl.load(row + first_p, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row + second_p, mask=mask, other=0.0).to(tl.float32)
+    crossed = second * sin
+    if PAIRS:
+        crossed = crossed.to(dtype).to(tl.float32)
+    new_first = ((first * cos).to(dtype).to(tl.float32) - crossed).to(dtype)
+    new_second = ((second * cos).to(dtype).to(tl.float32) + first * sin).to(dtype)
+    return first_p, second_p, new_first, new_second
+
+
+@triton.jit
+def _absorb(
+    q_ptr, keys_ptr, out_ptr, cos_ptr, sin_ptr, program, num_tokens, num_heads, q_token, q_head, keys_head, out_token,
+    out_head, angle_token,
+    N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BC latent elements of BT tokens' queries of one head. The first such program also rotates these queries."""
+    parts: tl.constexpr = (C + BC - 1) // BC
+    part, head = program % parts, (program // parts) % num_heads
+    tokens = program // (parts * num_heads) * BT + tl.arange(0, BT)
+    there = tokens < num_tokens
+    n, c, half_P = tl.arange(0, NP), part * BC + tl.arange(0, BC), tl.arange(0, HP)
+    keys_at = keys_ptr + head.to(tl.int64) * keys_head + n[:, None] * C + c[None, :]
+    keys = tl.load(keys_at, mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    row = q_ptr + tokens.to(tl.int64)[:, None] * q_token + head * q_head
+    q = tl.load(row + n[None, :], mask=there[:, None] & (n < N)[None, :], other=0.0)
+    if BT < 16:
+        carried = tl.sum(q.to(tl.float32)[:, :, None] * keys.to(tl.float32)[None, :, :], 1)
+    else:
+        carried = tl.dot(q, keys, input_precision=PRECISION)
+    out = out_ptr + tokens.to(tl.int64)[:, None] * out_token + head.to(tl.int64) * out_head + c[None, :]
+    tl.store(out, carried.to(out_ptr.dtype.element_ty), mask=there[:, None] & (c < C)[None, :])
+    if part == 0:
+        mask = there[:, None] & (half_P < HALF)[None, :]
+        first_p, second_p, first, second = _turn(
+            row + N, cos_ptr, sin_ptr, tokens, mask, half_P, angle_token, HALF, PAIRS
+        )
+        tl.debug_barrier()  # the whole program has read them
+        tl.store(row + N + first_p, first, mask=mask)
+        tl.store(row + N + second_p, second, mask=mask)
+
+
+@triton.jit
+def _vector(
+    vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, token, vector_token, page_stride,
+    slot_stride, angle_token, eps,
+    C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
+    KEEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's vector into its page. KEEP: it also replaces the raw one."""
+    c, half_P, one = tl.arange(0, CP), tl.arange(0, HP), tl.arange(0, 1)
+    weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    dtype = vectors_ptr.dtype.element_ty
+    row = vectors_ptr + token.to(tl.int64) * vector_token
+    x = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
+    x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / C) + eps)
+    if OFFSET:
+        x = (x + x * weight).to(dtype)
+    else:
+        x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
+    mask = (one == 0)[:, None] & (half_P < HALF)[None, :]
+    rotary = row + C + one[:, None]
+    first_p, second_p, first, second = _turn(
+        rotary, cos_ptr, sin_ptr, token + one, mask, half_P, angle_token, HALF, PAIRS
+    )
+    if KEEP:
+        tl.debug_barrier()  # the whole program has read the raw vector
+        tl.store(row + c, x, mask=c < C)
+        tl.store(rotary + first_p, first, mask=mask)
+        tl.store(rotary + second_p, second, mask=mask)
+    entry = tl.load(entry_ptr + token)
+    if entry >= 0:
+        slot = pages_ptr + entry * page_stride + tl.load(offset_ptr + token) * slot_stride
+        held = pages_ptr.dtype.element_ty
+        tl.store(slot + c, x.to(held), mask=c < C)
+        tl.store(slot + C + one[:, None] + first_p, first.to(held), mask=mask)
+        tl.store(slot + C + one[:, None] + second_p, second.to(held), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "absorbing"])
+def _absorb_kernel(
+    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, keys_ptr, out_ptr, pages_ptr, entry_ptr, offset_ptr,
+    num_tokens, num_heads, absorbing, eps, q_token, q_head, vector_token, keys_head, out_token, out_head,
+    page_stride, slot_stride, angle_token,
+    N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`absorbing` programs for queries, then one for each token's vector."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < absorbing:
+        _absorb(
+            q_ptr, keys_ptr, out_ptr, cos_ptr, sin_ptr, program, num_tokens, num_heads, q_token, q_head, keys_head,
+            out_token, out_head, angle_token, N, C, HALF, NP, HP, BT, BC, PAIRS, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        _vector(
+            vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, program - absorbing,
+            vector_token, page_stride, slot_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, False, PDL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _prepare_kernel(
+    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, num_heads, eps, q_token, q_head,
+    vector_token, page_stride, slot_stride, angle_token,
+    N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BH: tl.constexpr,
+    PAIRS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: its vector, and the rotary parts of all its queries, BH heads at a time."""
+    if PDL:
+        gdc_launch_dependents()
+    token = tl.program_id(0)
+    _vector(
+        vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, token, vector_token, page_stride,
+        slot_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, True, PDL,
+    )  # fmt: skip
+    half_P = tl.arange(0, HP)
+    for start in range(0, num_heads, BH):
+        heads = start + tl.arange(0, BH)
+        row = q_ptr + token.to(tl.int64) * q_token + heads[:, None] * q_head + N
+        mask = (heads < num_heads)[:, None] & (half_P < HALF)[None, :]
+        first_p, second_p, first, second = _turn(
+            row, cos_ptr, sin_ptr, token + heads * 0, mask, half_P, angle_token, HALF, PAIRS
+        )
+        tl.debug_barrier()  # the whole program has read them
+        tl.store(row + first_p, first, mask=mask)
+        tl.store(row + second_p, second, mask=mask)
+
+
+class AbsorbConfig(NamedTuple):
+    """Tokens and latent elements of a program, and its warps."""
+
+    tokens: int
+    latents: int
+    warps: int
+
+
+def absorb_config(tokens: int) -> AbsorbConfig:
+    """A program holds 8,192 weights (docs/performance.md). Matrix units want at least 16 tokens."""
+    return AbsorbConfig(tokens if tokens <= 2 else 16, 64, 4)
+
+
+def _sizes(prep: LatentPrep, size: int, latent: int) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    half = prep.rotary_dim // 2
+    return {
+        "N": size - 2 * half,
+        "C": latent,
+        "HALF": half,
+        "CP": padded(latent),
+        "HP": padded(half),
+        "PAIRS": prep.pairs,
+        "OFFSET": prep.norm.offset,
+    }
+
+
+def prepare_latent_heads_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    pages_EXL: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """See the twin."""
+    tokens, heads, size = q_THD.shape
+    if not tokens:
+        return
+    sizes = _sizes(prep, size, prep.norm.weight_I.shape[0])
+    _prepare_kernel[(tokens,)](
+        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, pages_EXL, write_entry_T, write_offset_T,
+        heads, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), *pages_EXL.stride()[:2],
+        prep.angles.cos_T1D.stride(0), **sizes, BH=min(padded(heads), max(1, 1024 // sizes["HP"])),
+        num_warps=4, **dependent(q_THD.device),
+    )  # fmt: skip
+
+
+def absorb_latent_heads_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    keys_HNC: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+    config: AbsorbConfig | None = None,
+) -> torch.Tensor:
+    """See the twin."""
+    tokens, heads, size = q_THD.shape
+    latent = keys_HNC.shape[-1]
+    config = config or absorb_config(tokens)
+    out_THC = torch.empty(heads, tokens, latent, dtype=q_THD.dtype, device=q_THD.device).transpose(0, 1)
+    if not tokens:
+        return out_THC
+    absorbing = heads * blocks(latent, config.latents) * blocks(tokens, config.tokens)
+    sizes = _sizes(prep, size, latent)
+    _absorb_kernel[(absorbing + tokens,)](
+        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, keys_HNC, out_THC, pages_EXL, write_entry_T,
+        write_offset_T, tokens, heads, absorbing, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0),
+        keys_HNC.stride(0), *out_THC.stride()[:2], *pages_EXL.stride()[:2], prep.angles.cos_T1D.stride(0),
+        **sizes, NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents,
+        PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32",
+        num_warps=config.warps, **dependent(q_THD.device),
+    )  # fmt: skip
+    return out_THC
