@@ -45,8 +45,10 @@ figures: $(VENV)/.dev
 	$(BIN)/python scripts/draw_figures.py
 	$(BIN)/python scripts/draw_processes.py
 
+# Prints the tables of docs/memory.md, and writes the table of docs/models-and-formats.md.
 memory-table: $(VENV)/.dev
 	$(BIN)/python scripts/memory_table.py
+	$(BIN)/python scripts/model_table.py
 
 # The flag tables of docs/coming-from-vllm.md, from the code.
 vllm-table: $(VENV)/.dev
