@@ -64,6 +64,7 @@ OWN = {
     "--reasoning-field": "where answers carry reasoning; vLLM has one name a version",
     "--quiet": "no notes and no progress bars",
     "--log-level": "vLLM has the variable `VLLM_LOGGING_LEVEL`",
+    "--activation-quantization": "`auto` or `none`; in vLLM the kernel decides (`VLLM_TEST_FORCE_FP8_MARLIN`, `--linear-backend`)",
     "--device": "`auto`, `cpu` or `cuda`",
     "--max-in-flight": "steps that are scheduled ahead; vLLM's `--async-scheduling` is the same idea",
     "--poison-fresh-pages": "a proof for tests: fresh pages are filled with NaN",

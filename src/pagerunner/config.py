@@ -36,6 +36,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/supported-checkpoints.md).
+    `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 64 tokens, where the checkpoint's format says
+    so; "none" leaves them in `dtype` everywhere, which is slower and closer to the model in floats.
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
     the largest of them in tokens.
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
@@ -60,6 +62,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     num_gpu_blocks_override: int | None = None
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    activation_quantization: str = "auto"
     block_size: int = 16
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -88,6 +91,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         one_of("dtype", self.dtype, ("auto", "half", "float16", "bfloat16", "float", "float32"))
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPE_NAMES))
+        one_of("activation_quantization", self.activation_quantization, ("auto", "none"))
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         one_of("generation_config", self.generation_config, ("auto", "vllm"))

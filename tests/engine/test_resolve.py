@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.quantise import quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError
@@ -48,3 +51,13 @@ def test_unchunked_prompts_need_a_step_that_holds_them(checkpoint: str) -> None:
 def test_cuda_is_refused_by_name(checkpoint: str) -> None:
     with pytest.raises(ConfigError, match="cuda"):
         resolve(EngineArgs(model=checkpoint, device="cuda"))
+
+
+@pytest.mark.parametrize("asked", ["auto", "none"])
+def test_a_user_may_keep_activations_as_they_are(tmp_path: Path, asked: str) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    quantise(path, "compressed-tensors channel")
+    model = resolve(EngineArgs(model=str(path), activation_quantization=asked)).model
+    assert model.format is not None and model.format.rounds is (asked == "auto")
+    with pytest.raises(ConfigError, match="activation_quantization must be one of auto, none, got 'int3'"):
+        EngineArgs(model=str(path), activation_quantization="int3")

@@ -10,6 +10,7 @@ import torch
 from helpers.quantise import unpacked
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import FusedLinear
+from pagerunner.ops.stored import Stored8
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.sinks import ByteSink
@@ -121,6 +122,30 @@ def test_a_layer_may_have_parts_in_forms_and_parts_as_they_are() -> None:
     assert linear.dense_OI[3:].isnan().all()
     sinks["m.b.weight"].put(torch.full((2, 2), 2.0).to(torch.float8_e4m3fn), copy)
     assert linear.dense_OI.tolist() == [[1, 1]] * 3 + [[6, 6]] * 2
+
+
+@pytest.mark.parametrize(
+    ("scales", "rounding", "rounds", "want"),
+    [
+        ("tensor", "static", True, "token"),
+        ("tensor", "tensor", True, "token"),
+        ("channel", "token", True, "token"),
+        ("block", "block", True, "block"),
+        ("block", "token", True, "block"),
+        ("channel", "", True, "none"),
+        ("channel", "token", False, "none"),
+        ("block", "block", False, "none"),
+    ],
+)
+def test_activations_may_be_rounded_where_the_writer_says_so_and_the_user_does_not_forbid_it(
+    scales: str, rounding: str, rounds: bool, want: str
+) -> None:
+    scheme = Scheme("fp8", scales, (128, 128) if scales == "block" else (0, 0), rounding=rounding)  # type: ignore[arg-type]
+    every = Names("module", ("re:.*",))
+    method = W8(Format("fp8", ((every, scheme),), Names("module"), rounds), scheme, torch.float32)
+    weights = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in method.create(256, 256, torch.float32).items()}
+    stored = method.stored(weights)
+    assert isinstance(stored, Stored8) and stored.activations == want
 
 
 def test_codes_are_copied_byte_by_byte() -> None:

@@ -123,12 +123,14 @@ class Format:
 
     The writer "online" is nobody: a checkpoint in floats is rounded while it is loaded, as its user asks.
 
-    `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all.
+    `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all. `rounds`: products may round activations
+    where a scheme says so; an engine's user may forbid it.
     """
 
     writer: Writer
     schemes: tuple[tuple[Names, Scheme], ...]
     ignored: Names
+    rounds: bool = True
 
     @property
     def loadable(self) -> bool:

@@ -34,8 +34,11 @@ class W8(StoredMethod):
     """e4m3 or int8 numbers [O, I] times float32 scales: [O, 1], or one for each block of rows and columns.
 
     A scale of a whole matrix is kept as one of each output feature. So matrices with different scales stand beside each other in one
-    layer without being rounded again. Activations aren't rounded, whatever the checkpoint's writer means them to be: that is
-    closer to the weights, and `input_scale` is taken and not used.
+    layer without being rounded again.
+
+    Where the checkpoint's writer means activations to be rounded, products of many tokens round them, with scales that follow each token
+    (`ops/quantize.py`). That is closer to the activations than one scale from the checkpoint, so `input_scale` is taken and not used. Blocks
+    of weights have blocks of activations; other scales go with one of each token.
 
     `starts` are the output features that parts begin at. Where blocks don't divide them, a block's scale is kept several times, once for
     each `high` rows. Example: with blocks of 128 rows and a part that begins at 192, `high` is 64.
@@ -47,6 +50,7 @@ class W8(StoredMethod):
         self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
         self.static = scheme.rounding == "static"
+        self.activations = "none" if not (scheme.rounding and checkpoint.rounds) else "block" if self.block else "token"
         self.scale_name = (
             "weight_scale_inv" if checkpoint.writer == "fp8" and self.block is not None else "weight_scale"
         )
@@ -79,7 +83,8 @@ class W8(StoredMethod):
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
         """See StoredMethod."""
         codes = weights["weight"]
-        return Stored8(codes, weights["weight_scale"], (self.high, self.block[1] if self.block else codes.shape[-1]))
+        block = (self.high, self.block[1] if self.block else codes.shape[-1])
+        return Stored8(codes, weights["weight_scale"], block, self.activations)
 
     def _published_rows(self, outputs: int) -> tuple[int, int]:
         """Rows of a checkpoint's scales, and how many rows of the scales in memory each of them becomes."""

@@ -76,6 +76,8 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: boo
         raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only, quantization=args.quantization)
+    if model.format is not None and args.activation_quantization == "none":
+        model = replace(model, format=replace(model.format, rounds=False))
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
