@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.linear import Norm
 
 
 class Routing(NamedTuple):
@@ -48,10 +49,28 @@ class Routes(NamedTuple):
     starts_E1: torch.Tensor | None = None
 
 
+class Unrouted(NamedTuple):
+    """Tokens whose experts are still to be chosen: what `route` takes."""
+
+    logits_TE: torch.Tensor
+    routing: Routing
+    bias_E: torch.Tensor | None = None
+    chosen_TA: torch.Tensor | None = None
+
+
 @gpu_kernel("moe_routing")
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` in float32, [T, E]."""
     return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
+
+
+@gpu_kernel("moe_routing")
+def norm_expert_logits(
+    x_TD: torch.Tensor, norm: Norm, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm(x)` [T, D], and `expert_logits` of it [T, E]."""
+    normed_TD = norm(x_TD)
+    return normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
 
 
 @gpu_kernel("moe_routing")

@@ -7,9 +7,16 @@ import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Routing, route
+from pagerunner.ops.routing import Routes, Routing, Unrouted, route
 from pagerunner.ops.stored import Stored4, Stored8, pack4
 
+ROUTINGS = [
+    (Routing(1), False),
+    (Routing(3, normalise=True), False),
+    (Routing(4, "sigmoid", normalise=True, factor=2.5, groups=3, kept_groups=2), True),
+    (Routing(2, "sqrtsoftplus", normalise=True, factor=1.5), True),
+    (Routing(8, factor=16.0), False),
+]
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
 
@@ -104,7 +111,33 @@ def test_stored_experts(form, tokens, features, inner):
     gate_up, down = stored_matrices(form, 3, 2 * inner, features), stored_matrices(form, 3, features, inner)
     biases = torch.randn(3, 2 * inner), torch.randn(3, features)
     x, routes = torch.randn(tokens, features), route.twin(torch.randn(tokens, 3), Routing(2, normalise=True))
+    if tokens == 1:
+        routes = Unrouted(torch.randn(1, 3), Routing(2, normalise=True))
     for activation in (SILU, GatedActivation("clamped_swiglu", 2.0)):
         got = moe_experts.kernel(x, routes, gate_up, down, activation, *biases)
         want = moe_experts.twin(x, routes, gate_up, down, activation, *biases)
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("routing", "bias"), ROUTINGS)
+@pytest.mark.parametrize("weigh_inputs", [False, True])
+def test_one_token_chooses_its_experts_in_the_products(routing, bias, weigh_inputs):
+    torch.manual_seed(0)
+    x, gate_up, down, residual = (
+        torch.randn(1, 36),
+        torch.randn(12, 20, 36),
+        torch.randn(12, 36, 10),
+        torch.randn(1, 36),
+    )
+    unrouted = Unrouted(torch.randn(1, 12) * 3, routing, torch.randn(12) if bias else None)
+    biases = torch.randn(12, 20), torch.randn(12, 36)
+    got, want = residual.clone(), residual.clone()
+    for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
+        op(x, unrouted, gate_up, down, SILU, *biases, weigh_inputs=weigh_inputs, residual_TD=out)
+    torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
+    torch.testing.assert_close(
+        moe_experts.kernel(x, unrouted, gate_up, down, SILU),
+        moe_experts.twin(x, unrouted, gate_up, down, SILU),
+        atol=1e-3,
+        rtol=1e-3,
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from pagerunner.ops.kernels import moe_routing
-from pagerunner.ops.routing import Routes, Routing, expert_logits, route
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 
 ROUTINGS = [
     (Routing(1), False),
@@ -61,6 +64,12 @@ def test_no_tokens_have_no_pairs():
     assert routes.experts_TA.shape == (0, 2) and routes.starts_E1.tolist() == [0] * 6
 
 
-def test_logits():
-    x, weight, bias = torch.randn(3, 40), torch.randn(5, 40), torch.randn(5)
-    torch.testing.assert_close(expert_logits.kernel(x, weight, bias), expert_logits.twin(x, weight, bias))
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+def test_logits(tokens):
+    x, weight, bias = torch.randn(tokens, 40), torch.randn(5, 40), torch.randn(5)
+    close = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+    close(expert_logits.kernel(x, weight, bias), expert_logits.twin(x, weight, bias))
+    for offset in (False, True):
+        norm = Norm(torch.randn(40), 1e-6, offset)
+        got, want = (op(x, norm, weight, bias) for op in (norm_expert_logits.kernel, norm_expert_logits.twin))
+        close(got[0], want[0]), close(got[1], want[1])

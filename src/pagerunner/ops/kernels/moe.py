@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.moe_routing import order_pairs
+from pagerunner.ops.kernels.moe_one import one_token
+from pagerunner.ops.kernels.moe_routing import order_pairs, route
 from pagerunner.ops.kernels.moe_tiles import (
     STEP,
     add_step,
@@ -25,7 +26,7 @@ from pagerunner.ops.kernels.moe_tiles import (
     serves,
     stored_args,
 )
-from pagerunner.ops.routing import Routes
+from pagerunner.ops.routing import Routes, Unrouted
 from pagerunner.ops.stored import Stored, dense
 
 
@@ -147,7 +148,7 @@ def _product(
 
 def moe_experts(
     x_TD: torch.Tensor,
-    routes: Routes,
+    routes: Routes | Unrouted,
     gate_up_E2ID: torch.Tensor | Stored,
     down_EDI: torch.Tensor | Stored,
     activation: GatedActivation,
@@ -158,17 +159,24 @@ def moe_experts(
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops/moe.py`."""
-    tokens, active = routes.experts_TA.shape
+    tokens = x_TD.shape[0]
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
     if not tokens:
         return out_TD
     if out_TD.stride(1) != 1:
         raise ValueError("The residual must be dense in its features.")
-    x_TD, routes = x_TD.contiguous(), _ordered(routes, gate_up_E2ID.shape[0])
+    x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
+    if isinstance(routes, Unrouted):
+        if tokens == 1 and routes.chosen_TA is None:
+            add, biases = residual_TD is not None, (gate_up_bias_E2I, down_bias_ED)
+            own = x_TD, routes, gate_up_E2ID, down_EDI, activation, *biases, out_TD
+            return one_token(*own, weigh_inputs=weigh_inputs, add=add)
+        routes = route(*routes)
+    routes = _ordered(routes, gate_up_E2ID.shape[0])
     inner_PI = _product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
     out_PD = _product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
-    features = x_TD.shape[1]
+    features, active = x_TD.shape[1], routes.experts_TA.shape[1]
     block = min(1024, padded(features))
     _sum_kernel[(tokens, blocks(features, block))](
         out_PD, routes.experts_TA, out_TD, features, out_TD.stride(0), A=active, BA=padded(active), BLOCK=block,

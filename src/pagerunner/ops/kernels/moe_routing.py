@@ -13,11 +13,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import Routes, Routing
 
 _KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _MOST_AT_ONCE = 8192  # scores, of all tokens
 _SCORES = 1024  # of a program where there are more
+_FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
 TAKEN = tl.constexpr(-(2**63))
 
 
@@ -175,6 +178,41 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.const
         tl.store(starts_ptr + expert + 1, place)
 
 
+@triton.jit
+def _logits_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, normed_ptr, logits_ptr, num_experts, x_stride, eps, K: tl.constexpr,
+                   BK: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN experts of one token. The first program of a token stores what the norm makes of it."""
+    if PDL:
+        gdc_launch_dependents()
+    experts = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(1).to(tl.int64)
+    live = experts < num_experts
+    cols = tl.arange(0, BK)
+    inside = cols < K
+    w = tl.load(w_ptr + experts[:, None] * K + cols[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    if NORM != 0:
+        weight = norm_weight(norm_ptr, cols, inside, NORM)
+    bias = tl.zeros((BN,), tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + experts, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM != 0:
+        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / K) + eps)
+        x = (x * weight).to(normed_ptr.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed_ptr + token * K + cols, x, mask=inside)
+        x = x.to(tl.float32)
+    logits = tl.sum(w.to(tl.float32) * x[None, :], 1) + bias
+    tl.store(logits_ptr + token * num_experts + experts, logits, mask=live)
+
+
+def kind_of_scores(routing: Routing) -> int:
+    """The routing's scores as kernels know them."""
+    return _KINDS[routing.scores]
+
+
 def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs of each expert, one expert's behind another's [P], and where each expert's begin [E + 1]."""
     order_P = experts_TA.new_empty(experts_TA.numel(), dtype=torch.int32)
@@ -186,8 +224,40 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     return order_P, starts_E1
 
 
+def _few_logits(
+    x_TD: torch.Tensor, norm: Norm | None, weight_ED: torch.Tensor, bias_E: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (tokens, features), experts = x_TD.shape, weight_ED.shape[0]
+    normed_TD = x_TD if norm is None else torch.empty(tokens, features, dtype=x_TD.dtype, device=x_TD.device)
+    logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
+    block = 2 if tokens == 1 else 4
+    _logits_kernel[(blocks(experts, block), tokens)](
+        x_TD, x_TD if norm is None else norm.weight_I, weight_ED, x_TD if bias_E is None else bias_E, normed_TD, logits_TE,
+        experts, x_TD.stride(0), 0.0 if norm is None else norm.eps, K=features, BK=padded(features), BN=block,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, BIAS=bias_E is not None,
+        num_warps=4, **dependent(x_TD.device),
+    )  # fmt: skip
+    return normed_TD, logits_TE
+
+
+def _few(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
+    return 0 < x_TD.shape[0] <= _FEW_TOKENS and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
+
+
+def norm_expert_logits(
+    x_TD: torch.Tensor, norm: Norm, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops/routing.py`."""
+    if _few(x_TD, weight_ED):
+        return _few_logits(x_TD, norm, weight_ED, bias_E)
+    normed_TD = norm(x_TD)
+    return normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
+
+
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/routing.py`."""
+    if _few(x_TD, weight_ED):
+        return _few_logits(x_TD, None, weight_ED, bias_E)[1]
     if x_TD.dtype == torch.float32:
         return F.linear(x_TD, weight_ED, bias_E)
     logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
@@ -205,7 +275,7 @@ def route(
     active, device = routing.active, logits_TE.device
     logits_TE = logits_TE.float().contiguous()
     weights_TA = logits_TE.new_empty(tokens, active)
-    own = {"E": experts, "BE": padded(experts), "KIND": _KINDS[routing.scores], "NORMALISE": routing.normalise}
+    own = {"E": experts, "BE": padded(experts), "KIND": kind_of_scores(routing), "NORMALISE": routing.normalise}
     own |= dependent(device)
     if chosen_TA is not None:
         chosen_TA = chosen_TA.contiguous()
@@ -222,7 +292,7 @@ def route(
     _route_kernel[(blocks(max(tokens, 1), rows),)](
         logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
-        BG=padded(routing.groups), ORDER=at_once, num_warps=8 if at_once and rows > 8 else 4, **own,
+        BG=padded(routing.groups), ORDER=at_once, num_warps=1 if rows == 1 else 8 if at_once and rows > 8 else 4, **own,
     )  # fmt: skip
     if not at_once:
         order_P, starts_E1 = order_pairs(experts_TA, experts)

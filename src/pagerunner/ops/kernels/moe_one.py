@@ -1,0 +1,270 @@
+"""Experts of one token; see `ops/moe.py`. Two kernels, whose time is that of reading the weights of the token's experts.
+
+`_up_kernel` chooses the experts and computes what their activations make of gates and ups. `_down_kernel` computes the weighted sum of
+their outputs and adds it to the residual stream. Each of its programs chooses the experts once more: so it can read weights while
+`_up_kernel` still runs. Every program multiplies whole rows of weights, and sums in float32 registers.
+
+Shape letters as in `ops/moe.py`; L matrices of a tile (gate and up, or the token's experts), N rows of each, K columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels.activation import gated
+from pagerunner.ops.kernels.codes import numbers4, numbers8
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.moe_routing import choose, kind_of_scores
+from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
+from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.routing import Unrouted
+from pagerunner.ops.stored import Stored
+
+
+@triton.jit
+def _spread(values, G: tl.constexpr):
+    """Every value of [L, N, C] G times, [L, N, C * G]."""
+    wide = tl.broadcast_to(values[:, :, :, None], [values.shape[0], values.shape[1], values.shape[2], G])
+    return tl.reshape(wide, [values.shape[0], values.shape[1], values.shape[2] * G])
+
+
+@triton.jit
+def _group_values(ptr, rows_LN, live_LN, first, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr):
+    """Scales or zero points of the columns `first`, `first` + EACH and so on, up to BK of them, [L, N, BK / EACH]."""
+    columns = first + tl.arange(0, BK // EACH) * EACH
+    mask = live_LN[:, :, None] & (columns < K)[None, None, :]
+    return tl.load(ptr + rows_LN[:, :, None] * ((K + G - 1) // G) + (columns // G)[None, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_codes(w_ptr, rows_LN, live_LN, first, K: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr):
+    """Codes of BK columns from `first` on, [L, N, BK], or half as many bytes. `rows` count over all experts."""
+    PER: tl.constexpr = 2 if FORM == 2 or FORM == 3 else 1  # codes in a byte
+    at = first // PER + tl.arange(0, BK // PER)
+    mask = live_LN[:, :, None] & (at < K // PER)[None, None, :]
+    return tl.load(w_ptr + rows_LN[:, :, None] * (K // PER) + at[None, None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _nibbles(codes, s_ptr, z_ptr, rows_LN, live_LN, first, HIGH: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+             BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """Numbers of the high or the low nibbles in float32, with the scales of groups."""
+    numbers = numbers4(codes, HIGH, tl.bfloat16 if WORDS else tl.float32, FORM, WORDS).to(tl.float32)
+    start = first + 16 if HIGH else first
+    if ZEROS:
+        zeros = _group_values(z_ptr, rows_LN, live_LN, start, K, G, BK, 32).to(tl.float32) - 8.0
+        numbers -= _spread(zeros, 16)
+    if SCALES != 0:
+        scales = scale_numbers(_group_values(s_ptr, rows_LN, live_LN, start, K, G, BK, 32))
+        numbers *= _spread(scales, 16)
+    return numbers
+
+
+@triton.jit
+def add_columns(acc, codes, x_ptr, x_rows_L, s_ptr, z_ptr, rows_LN, scale_rows_LN, live_LN, first, K: tl.constexpr, G: tl.constexpr,
+                BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """`acc` and the products of BK columns' numbers with the inputs that belong to them."""
+    if FORM == 2 or FORM == 3:
+        i = tl.arange(0, BK // 2)
+        cols = first + i // 16 * 32 + i % 16
+        x_place = x_ptr + x_rows_L[:, None] * K + cols[None, :]
+        low = tl.load(x_place, mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+        high = tl.load(x_place + 16, mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+        acc += (
+            _nibbles(codes, s_ptr, z_ptr, rows_LN, live_LN, first, False, K, G, BK, FORM, WORDS, SCALES, ZEROS)
+            * low[:, None, :]
+        )
+        acc += (
+            _nibbles(codes, s_ptr, z_ptr, rows_LN, live_LN, first, True, K, G, BK, FORM, WORDS, SCALES, ZEROS)
+            * high[:, None, :]
+        )
+    else:
+        cols = first + tl.arange(0, BK)
+        x = tl.load(x_ptr + x_rows_L[:, None] * K + cols[None, :], mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+        if FORM == 4:
+            numbers = codes.to(tl.float32)
+        else:
+            numbers = numbers8(codes, tl.float32, FORM, False)
+            if SCALES != 0:
+                numbers *= _spread(_group_values(s_ptr, scale_rows_LN, live_LN, first, K, G, BK, 128), 128)
+        acc += numbers * x[:, None, :]
+    return acc
+
+
+@triton.jit
+def row_products(codes, x_ptr, x_rows_L, w_ptr, s_ptr, z_ptr, r_ptr, experts_L, rows_LN, live_LN, OUTPUTS: tl.constexpr, K: tl.constexpr,
+                 G: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+                 SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr):  # fmt: skip
+    """Rows [L, N] of the experts' matrices times inputs, float32 [L, N]. `codes` are the first BK columns."""
+    all_rows = experts_L[:, None] * OUTPUTS + rows_LN
+    scale_rows = experts_L[:, None] * ((OUTPUTS + BO - 1) // BO) + rows_LN // BO
+    acc = tl.zeros(codes.shape, tl.float32)
+    for step in tl.static_range((K + BK - 1) // BK):
+        if step > 0:
+            codes = load_codes(w_ptr, all_rows, live_LN, step * BK, K, BK, FORM)
+        acc = add_columns(acc, codes, x_ptr, x_rows_L, s_ptr, z_ptr, all_rows, scale_rows, live_LN, step * BK, K, G, BK, FORM,
+                          WORDS, SCALES, ZEROS)  # fmt: skip
+    y = tl.sum(acc, 2)
+    if SCALES == 0 and FORM != 4:
+        y *= scale_numbers(tl.load(s_ptr + scale_rows, mask=live_LN, other=0.0))
+    if FACTORS:
+        y *= tl.load(r_ptr + all_rows, mask=live_LN, other=0.0)
+    return y
+
+
+@triton.jit
+def _chosen(logits_ptr, choice_ptr, pairs, factor, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr,
+            NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr):  # fmt: skip
+    """The experts of the token's `pairs` [L], int64, and their weights."""
+    experts = tl.arange(0, BE)
+    logits = tl.load(logits_ptr + experts, mask=experts < E, other=0.0)[None, :]
+    scores, slots, total = choose(
+        logits, choice_ptr, experts, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
+    )
+    own = tl.reshape(slots, [1, BE]) == pairs[:, None]
+    ids = tl.sum(tl.where(own, experts[None, :], 0), 1).to(tl.int64)
+    weights = tl.sum(tl.where(own, scores / total[:, None], 0.0), 1) * factor
+    return ids, weights
+
+
+@triton.jit
+def _up_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, factor, limit, A: tl.constexpr,
+               E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
+               GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
+               BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
+               KIND: tl.constexpr, WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN of the N inner features of one of the token's experts."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # now, as the next kernel reads the logits before it waits
+    step: tl.constexpr = 2 if KIND == 2 else 1
+    ups: tl.constexpr = 1 if KIND == 2 else N
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    pair = tl.program_id(1)
+    both = tl.arange(0, 2)
+    ids, weights = _chosen(
+        logits_ptr, choice_ptr, pair + both * 0, factor, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
+    )
+    features = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = (features < N)[None, :] & (both >= 0)[:, None]
+    rows = features[None, :] * step + both[:, None] * ups
+    all_rows = ids[:, None] * (2 * N) + rows
+    codes = load_codes(w_ptr, all_rows, live, 0, K, BK, FORM)
+    y = row_products(codes, x_ptr, both * 0, w_ptr, s_ptr, z_ptr, r_ptr, ids, rows, live, 2 * N, K, G, BO, BK, FORM, WORDS,
+                     SCALES, ZEROS, FACTORS)  # fmt: skip
+    if WEIGH:
+        y *= weights[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
+    y = y.to(dtype).to(tl.float32)
+    gate = tl.sum(tl.where((both == 0)[:, None], y, 0.0), 0)
+    up = tl.sum(tl.where((both == 1)[:, None], y, 0.0), 0)
+    tl.store(out_ptr + pair * N + features, gated(gate, up, limit, KIND, dtype), mask=features < N)
+
+
+@triton.jit
+def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, factor, A: tl.constexpr, BA: tl.constexpr,
+                 E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
+                 GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
+                 BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
+                 WEIGH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN of the N features of the weighted sum over the token's experts. ADD: to what `out` holds."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    index = tl.arange(0, BA)
+    ids, weights = _chosen(
+        logits_ptr, choice_ptr, index, factor, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
+    )
+    features = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = (features < N)[None, :] & (index < A)[:, None]
+    rows = tl.broadcast_to(features[None, :], [BA, BN])
+    all_rows = ids[:, None] * N + rows
+    codes = load_codes(w_ptr, all_rows, live, 0, K, BK, FORM)
+    bias = tl.zeros((BA, BN), tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    old = tl.zeros((BN,), tl.float32)
+    if ADD:
+        old = tl.load(out_ptr + features, mask=features < N, other=0.0).to(tl.float32)
+    y = row_products(codes, x_ptr, tl.minimum(index, A - 1), w_ptr, s_ptr, z_ptr, r_ptr, ids, rows, live, N, K, G, BO, BK, FORM,
+                     WORDS, SCALES, ZEROS, FACTORS) + bias  # fmt: skip
+    if WEIGH:
+        y *= weights[:, None]
+    y = tl.sum(tl.where(live, y, 0.0), 0).to(dtype).to(tl.float32)
+    tl.store(out_ptr + features, (old + y).to(dtype), mask=features < N)
+
+
+class OneConfig(NamedTuple):
+    """A block: rows of each matrix, input features, and warps."""
+
+    rows: int
+    inputs: int
+    warps: int
+
+
+@functools.cache
+def up_config(inputs: int, form: int) -> OneConfig:
+    """The block for `_up_kernel`, by measurement (docs/performance.md)."""
+    if form in (2, 3):
+        return OneConfig(4, min(2048, max(32, padded(inputs))), 4)
+    return OneConfig(4 if padded(inputs) == inputs else 2, min(2048, max(32, padded(inputs))), 4)
+
+
+@functools.cache
+def down_config(inputs: int, active: int, form: int) -> OneConfig:
+    """The block for `_down_kernel`, by measurement (docs/performance.md)."""
+    return OneConfig(4 if active > 6 else 2, min(512 if form in (2, 3) else 256, max(32, padded(inputs))), 4)
+
+
+def one_token(
+    x_1D: torch.Tensor,
+    unrouted: Unrouted,
+    gate_up: torch.Tensor | Stored,
+    down: torch.Tensor | Stored,
+    activation: GatedActivation,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    out_1D: torch.Tensor,
+    *,
+    weigh_inputs: bool,
+    add: bool,
+    configs: tuple[OneConfig, OneConfig] | None = None,
+) -> torch.Tensor:
+    """The experts of one token, for which nothing else has chosen them."""
+    logits_1E, routing, choice_bias, _ = unrouted
+    experts, features, inner = down.shape
+    active = routing.active
+    logits_1E = logits_1E.float().contiguous()
+    inner_AI = torch.empty(active, inner, dtype=x_1D.dtype, device=x_1D.device)
+    own = {
+        "A": active, "E": experts, "BE": padded(experts), "SCORES": kind_of_scores(routing), "NORMALISE": routing.normalise,
+        "CHOICE_BIAS": choice_bias is not None, "GROUPS": routing.groups, "KEPT": routing.kept_groups,
+        "BG": padded(routing.groups),
+    }  # fmt: skip
+    choice = logits_1E if choice_bias is None else choice_bias
+    (*tensors, _, _), form = stored_args(gate_up, x_1D.dtype)
+    config = configs[0] if configs else up_config(features, form["FORM"])
+    _up_kernel[(blocks(inner, config.rows), active)](
+        x_1D, logits_1E, choice, *tensors, x_1D if gate_up_bias is None else gate_up_bias, inner_AI, routing.factor,
+        activation.limit, N=inner, K=features, BN=config.rows, BK=config.inputs, BIAS=gate_up_bias is not None,
+        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, **own, **form, **dependent(x_1D.device),
+    )  # fmt: skip
+    (*tensors, _, _), form = stored_args(down, x_1D.dtype)
+    config = configs[1] if configs else down_config(inner, active, form["FORM"])
+    _down_kernel[(blocks(features, config.rows),)](
+        inner_AI, logits_1E, choice, *tensors, x_1D if down_bias is None else down_bias, out_1D, routing.factor,
+        BA=padded(active), N=features, K=inner, BN=config.rows, BK=config.inputs, BIAS=down_bias is not None,
+        WEIGH=not weigh_inputs, ADD=add, num_warps=config.warps, **own, **form, **dependent(x_1D.device),
+    )  # fmt: skip
+    return out_1D
