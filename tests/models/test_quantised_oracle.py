@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers import packers
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
@@ -30,6 +31,7 @@ from pagerunner.models.checkpoint.loader import Model, build_model, load_weights
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.base import UnquantizedExperts
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
+from pagerunner.quant.stored import Beside
 from pagerunner.quant.w8 import W8
 
 transformers = pytest.importorskip("transformers")
@@ -189,6 +191,7 @@ def test_what_contradicts_the_format_is_named(tmp_path: Path) -> None:
 
 def test_experts_of_one_layer_are_stored_in_one_way(tmp_path: Path) -> None:
     path = MAKERS["qwen3_moe"](tmp_path)
+    (path / "model.safetensors").unlink()
     file = path / "config.json"
     config = json.loads(file.read_text())
     listed = {**CONFIGS["fp8 block"], "modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}
@@ -199,6 +202,7 @@ def test_experts_of_one_layer_are_stored_in_one_way(tmp_path: Path) -> None:
 
 def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
     path = MAKERS["qwen3_moe"](tmp_path)
+    (path / "model.safetensors").unlink()
     file = path / "config.json"
     config = json.loads(file.read_text())
     listed = {
@@ -213,6 +217,60 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
     assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.float8_e4m3fn
     kept = [type(m.method) is UnquantizedExperts for m in model.modules() if isinstance(m, Experts)]
     assert kept.count(True) == 1 and kept.count(False) >= 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(tmp_path: Path, keep: bool) -> None:
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    path = FAMILIES["qwen3_next"](folder)
+    meant = quantise(path, "fp8 block")
+    assert (
+        "model.layers.0.linear_attn.in_proj_ba"
+        not in json.loads((path / "config.json").read_text())["quantization_config"]
+    )
+    want = loaded(plain_copy(path, tmp_path / "plain", meant))
+    for left, right in zip(matrices(loaded(path, keep=keep)), matrices(want), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_one_layer_may_have_8_bits_here_4_bits_there_and_floats_elsewhere(tmp_path: Path, keep: bool) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", tokenizer=False)
+    file = path / "model.safetensors"
+    packed, meant = {}, {}
+    for name, weight in load_file(file).items():
+        module = name.removesuffix(".weight")
+        own = {name: weight}
+        if module.endswith(("q_proj", "gate_proj", "down_proj")):
+            own, meant[name] = packers.compressed(weight)
+        elif module.endswith("k_proj"):
+            own, meant[name] = packers.compressed(weight, bits=8, group=0)
+        packed |= own if name in own else {f"{module}.{suffix}": tensor for suffix, tensor in own.items()}
+        meant.setdefault(name, weight)
+    save_file(packed, file)
+    weights4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    weights8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*o_proj", "re:.*v_proj", "re:.*up_proj"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights4},
+            "group_1": {"targets": ["re:.*k_proj"], "weights": weights8},
+        },
+    }
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    found, want = loaded(path, keep=keep), loaded(plain_copy(path, tmp_path / "plain", meant))
+    for left, right in zip(matrices(found), matrices(want), strict=True):
+        assert torch.equal(left, right)
+    x = torch.randn(3, 64)
+    pairs = zip(found.modules(), want.modules(), strict=True)
+    linears = [(a, b) for a, b in pairs if isinstance(a, Linear) and a.in_features == 64]
+    for left, right in linears:
+        torch.testing.assert_close(left(x), right(x))
+    assert any(isinstance(left.method, Beside) for left, _ in linears) is keep
 
 
 def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(

@@ -214,6 +214,10 @@ def test_formats_that_are_never_read_say_what_to_use_instead(method: str, hint: 
         ("fp8 channel", ["re:.*down_proj"], LAYER, True),
         ("fp8 channel", ["language_model.model.layers.3.mlp.down_proj"], LAYER, True),
         ("fp8 channel", [LAYER], "model.language_model.layers.3.mlp.down_proj", True),
+        ("fp8 channel", ["model.layers.3.self_attn.qkv_proj"], "model.layers.3.self_attn.k_proj", True),
+        ("fp8 channel", ["model.layers.3.mlp.gate_up_proj"], "model.layers.3.mlp.up_proj", True),
+        ("fp8 channel", ["model.layers.3.mlp.gate_up_proj"], LAYER, False),
+        ("fp8 channel", ["model.layers.3.linear_attn.in_proj_b"], "model.layers.3.linear_attn.in_proj_ba", True),
         ("fp8 channel", ["re:down_proj"], LAYER, False),  # patterns begin at the name's start
     ],
 )

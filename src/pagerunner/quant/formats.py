@@ -20,6 +20,20 @@ Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
 _WILD = re.compile(r"[*?\[]")
+# Matrices that some programs keep as one; lists of ignored modules have the names of either.
+_FUSED = {
+    "qkv_proj": "q_proj k_proj v_proj",
+    "gate_up_proj": "gate_proj up_proj",
+    "w13": "w1 w3",
+    "in_proj_ba": "in_proj_b in_proj_a",
+    "in_proj_qkvz": "in_proj_qkv in_proj_z",
+    "fused_qkv_a_proj": "q_a_proj kv_a_proj_with_mqa",
+}
+_WHOLES: dict[str, list[str]] = {}
+for _whole, _parts in _FUSED.items():
+    for _part in _parts.split():
+        _WHOLES.setdefault(_part, []).append(_whole)
+        _WHOLES.setdefault(_whole, []).append(_part)
 _SPELLINGS = ("model.", "", "language_model.", "model.language_model.", "language_model.model.")
 
 
@@ -55,6 +69,11 @@ class Scheme:
         return (self.packed or self.number == "fp4") and self.scales in ("group", "channel")
 
 
+def inner_name(module: str) -> str:
+    """A module's name without what tools write before a layer."""
+    return _AROUND.sub("", module)
+
+
 @dataclass(frozen=True)
 class Names:
     """Modules by name, as a writer lists them.
@@ -69,12 +88,17 @@ class Names:
 
     def match(self, module: str) -> bool:
         """Whether an entry stands for the module."""
-        inner = _AROUND.sub("", module)
+        inner = inner_name(module)
         if self._modules and not self._modules.isdisjoint(itertools.accumulate(inner.split("."), "{}.{}".format)):
             return True
         if inner in self._names or inner.startswith(self._beginnings):
             return True
         return any(pattern.match(before + inner) for pattern in self._patterns for before in _SPELLINGS)
+
+    def holds(self, module: str) -> bool:
+        """Whether an entry is the whole name of the module, or of one around it."""
+        parts = itertools.accumulate(inner_name(module).split("."), "{}.{}".format)
+        return bool(self._modules) and not self._modules.isdisjoint(parts)
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
@@ -82,7 +106,7 @@ class Names:
         whole = [
             name for name in self.entries if self.rule == "module" and "*" not in name and not name.startswith("re:")
         ]
-        return frozenset(_AROUND.sub("", name) for name in whole)
+        return frozenset(map(inner_name, whole))
 
     @functools.cached_property
     def _names(self) -> frozenset[str]:
@@ -138,7 +162,8 @@ class Format:
         return all(scheme.is_w8 or scheme.is_packed for _, scheme in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a module's matrix is stored; None for one that isn't quantised."""
-        if self.ignored.match(module):
+        """How a module's matrix is stored; None for one that isn't quantised, or that is a part of a module that isn't."""
+        around, _, own = module.rpartition(".")
+        if self.ignored.match(module) or any(self.ignored.holds(f"{around}.{other}") for other in _WHOLES.get(own, ())):
             return None
         return next((scheme for names, scheme in self.schemes if names.match(module)), None)

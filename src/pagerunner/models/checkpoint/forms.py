@@ -14,25 +14,53 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
-from pagerunner.quant.formats import Format, Scheme
+from pagerunner.quant.formats import Format, Scheme, inner_name
 from pagerunner.quant.online import Online
 from pagerunner.quant.packed8 import Packed8
 from pagerunner.quant.stored import Beside, StoredExperts, StoredMethod
 from pagerunner.quant.w4 import SCALES, W4, Layout, Packing
 from pagerunner.quant.w8 import W8
 
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
+
+    `plain` are modules with nothing but a matrix of floats, without what tools write before a layer. `scales` is the dtype of the scales of
+    4-bit groups.
+    """
+
+    plain: frozenset[str]
+    scales: torch.dtype
+
+    @classmethod
+    def of(cls, dtypes: Mapping[str, str], otherwise: torch.dtype) -> Held:
+        """From the dtypes of all tensors by name; `otherwise` are scales where there is none."""
+        suffixes: dict[str, dict[str, str]] = {}
+        for name, dtype in dtypes.items():
+            module, _, suffix = name.rpartition(".")
+            suffixes.setdefault(inner_name(module), {})[suffix] = dtype
+        plain = (
+            name for name, own in suffixes.items() if own.keys() <= {"weight", "bias"} and own.get("weight") in _FLOATS
+        )
+        groups = (own[suffix] for own in suffixes.values() for suffix in ("scales", "weight_scale") if suffix in own)
+        scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
+        return cls(frozenset(plain), scales)
+
 
 @dataclass(frozen=True, slots=True)
 class Forms:
     """Makes forms of one checkpoint's layers.
 
-    `dtype` is the model's. `scales` is the dtype of the checkpoint's scales, where the format leaves it open. `keep`: weights stay in few
-    bits in memory, as kernels take them; otherwise they are unpacked to `dtype` while they are loaded.
+    `dtype` is the model's. `keep`: weights stay in few bits in memory, as kernels take them; otherwise they are unpacked to `dtype` while
+    they are loaded.
     """
 
     checkpoint: Format
     dtype: torch.dtype
-    scales: torch.dtype
+    held: Held
     keep: bool
 
     def store(self, tensors: Iterable[CheckpointTensor]) -> None:
@@ -58,6 +86,8 @@ class Forms:
             return None  # it is made for experts alone
         if self.checkpoint.writer == "online" and isinstance(owner, Linear) and owner.needs_dense:
             return None  # unpacked, it would take no less memory
+        if self.checkpoint.writer != "online" and inner_name(name) in self.held.plain:
+            return None
         return self.checkpoint.scheme(name)
 
     def _store_experts(self, owner: Experts, schemes: Mapping[str, Scheme | None]) -> None:
@@ -102,7 +132,7 @@ class Forms:
         packing = Packing(
             layout,
             scheme.block[1],
-            SCALES.get(layout, self.scales),
+            SCALES.get(layout, self.held.scales),
             scheme.zeros,
             scheme.zero_offset,
             scheme.permuted,

@@ -25,7 +25,7 @@ from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.module import CheckpointTensor, Module
-from pagerunner.models.checkpoint.forms import Forms
+from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
@@ -87,9 +87,9 @@ def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_
         config, getattr(torch, dtype), torch.device(device)
     )
     if config.format is not None:
-        scales = scale_dtype(Path(config.path)) or getattr(torch, config.dtype)
+        held = Held.of(tensor_dtypes(Path(config.path)), getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
-        Forms(config.format, getattr(torch, dtype), scales, keep).store(model.checkpoint())
+        Forms(config.format, getattr(torch, dtype), held, keep).store(model.checkpoint())
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
@@ -330,28 +330,32 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
     return dict(sorted(found.items()))
 
 
-def scale_dtype(directory: Path) -> torch.dtype | None:
-    """The dtype of the scales of 4-bit groups in the checkpoint in `directory`; None if there are none, or no checkpoint."""
+def tensor_dtypes(directory: Path) -> dict[str, str]:
+    """The dtype of every tensor of the checkpoint in `directory`, such as "BF16" or "F8_E4M3"; empty if there is no checkpoint.
+
+    Only the files' headers are read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
     if not any(directory.glob("*.safetensors")):
-        return None
+        return {}
+    found: dict[str, str] = {}
     for file in checkpoint_files(directory):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no mapping
-                if name.endswith((".scales", ".weight_scale")):
-                    found = tensors.get_slice(name).get_dtype()
-                    return _HALVES.get(found)
-    return None
+        with _opened(file) as tensors:
+            found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118, no mapping
+    return found
 
 
-_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error}.") from None
 
 
 def _tensors(file: Path, expected: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        handle: Any = safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a complete safetensors file: {error}.") from None
-    with handle as tensors:
+    with _opened(file) as tensors:
         names = set(tensors.keys())
         missing = sorted(set(expected) - names)
         if missing:
