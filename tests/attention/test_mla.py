@@ -17,6 +17,7 @@ from pagerunner.attention.calls import UpProjection
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.memory import specs
+from pagerunner.ops import latent_prefill
 
 rows = st.builds(
     RowCase,
@@ -106,3 +107,16 @@ def test_reading_tables_rounds_as_pages_do() -> None:
     case = Case(tuple(RowCase(r.start, r.queries) for r in LONG), dtype=torch.bfloat16)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("limit", [2**27, 90 * 3 * 22, 1])
+@pytest.mark.parametrize("raw", [False, True])
+def test_prompts_with_nothing_before_them(monkeypatch: pytest.MonkeyPatch, limit: int, raw: bool) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(latent_prefill, "MAX_ELEMENTS", limit)
+    monkeypatch.setattr(paged_mla, "library_serves", lambda q, size, lengths: asked.append(lengths) or bool(lengths))
+    case = Case((RowCase(0, 70), RowCase(0, 20)), heads=3, key_dim=8, value_dim=10, raw=raw)
+    got, want = run(case, PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+    run(replace(case, rows=(RowCase(0, 70), RowCase(1, 20))), PagedLatentBackend())
+    assert set(asked) == {(70, 20), ()}

@@ -12,6 +12,7 @@ from pagerunner.attention import paged_mla
 from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.batch import StepRows
+from pagerunner.ops import latent_prefill
 
 SIZES = {"page_tokens": 64, "key_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512, "gap": 64}
 DECODE = Case((RowCase(1500, 1), RowCase(64, 1), RowCase(0, 1), RowCase(700, 1)), **SIZES)
@@ -46,6 +47,14 @@ def test_mixed(dtype: torch.dtype, in_graph: bool) -> None:
     case = replace(MIXED, heads=16, dtype=dtype, compute=dtype, in_graph=in_graph, padding=7 * in_graph)
     check(case, dtype)
     check(replace(case, raw=True), dtype)
+
+
+@pytest.mark.parametrize("limit", [2**27, 2**23])
+def test_prompts_of_cudnn(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(latent_prefill, "MAX_ELEMENTS", limit)
+    monkeypatch.setattr(paged_mla, "expanded_attention", None)
+    case = replace(MIXED, rows=(RowCase(0, 4096), RowCase(0, 4096)), heads=3, raw=True, page_tokens=16)
+    check(replace(case, dtype=torch.bfloat16, compute=torch.bfloat16), torch.bfloat16)
 
 
 def test_long_rows_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

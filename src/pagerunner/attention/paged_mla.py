@@ -31,6 +31,7 @@ from pagerunner.ops.latent_attention import (
     store_latent_,
 )
 from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
+from pagerunner.ops.latent_prefill import fresh_attention, library_serves
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
@@ -59,9 +60,13 @@ class Division:
 
 @dataclass(slots=True)
 class LatentPlan:
-    """How an eager step is divided. The first layer that asks makes the division. `scratch` is what the layers' kernels share."""
+    """How an eager step is divided. The first layer that asks makes the division. `scratch` is what the layers' kernels share.
+
+    `fresh`: the rows' lengths, where the host knows that no row has tokens from earlier steps; otherwise empty.
+    """
 
     inputs: PlanInputs | None
+    fresh: tuple[int, ...] = ()
     scratch: dict[Any, Any] = field(default_factory=dict)
     _made: dict[int, Division] = field(default_factory=dict)
 
@@ -149,7 +154,11 @@ class PagedLatentBackend:
 
     def plan(self, inputs: PlanInputs, state: GraphShape | None) -> LatentPlan:
         """A graph's steps aren't divided, because only the device knows their rows."""
-        return LatentPlan(inputs if state is None else None)
+        if state is not None:
+            return LatentPlan(None)
+        lens = tuple(inputs.query_lens)
+        fresh = lens == tuple(inputs.seq_lens) and inputs.rows.num_tokens == sum(lens)
+        return LatentPlan(inputs, lens if fresh else ())
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
@@ -170,6 +179,8 @@ class PagedLatentBackend:
             store_latent_(vectors_TL, *write)
         else:
             prepare_latent_heads_(q_THD, vectors_TL, prep, *write)
+        if pages.dtype == q_THD.dtype and library_serves(q_THD, up.value_dim, plan.fresh):
+            return fresh_attention(q_THD, vectors_TL, up.keys_HNC, up.values_HVC, plan.fresh, scale)
         return _divided(call, division)
 
 
