@@ -306,7 +306,8 @@ def run_slices(
         table_SW.stride(0), *whole_THC.stride()[:2],
         PAGE=pages_EXL.shape[1], C=latent, P=rope, BC=max(16, padded(latent)), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(device),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, **dependent(device),
     )  # fmt: skip
     return Partial(whole_THC, parts, found)
 
