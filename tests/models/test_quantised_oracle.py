@@ -18,6 +18,7 @@ from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.deepseek_v4 import make_published_checkpoint
 from helpers.effort import by_turns
 from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
@@ -217,6 +218,19 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
     assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.float8_e4m3fn
     kept = [type(m.method) is UnquantizedExperts for m in model.modules() if isinstance(m, Experts)]
     assert kept.count(True) == 1 and kept.count(False) >= 1
+
+
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_a_published_deepseek_v4_has_the_tokens_of_transformers(
+    tmp_path: Path, expert_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = make_published_checkpoint(tmp_path, expert_dtype=expert_dtype)
+    dtypes = {tensor.dtype for tensor in load_file(path / "model.safetensors").values()}
+    assert torch.float8_e8m0fnu in dtypes and (torch.int8 in dtypes) is (expert_dtype == "fp4")
+    prompts = [prompt(1, 20), prompt(2, 50)]
+    check(reference, run(engine(path), prompts))
+    monkeypatch.setattr("pagerunner.engine.startup.build.build_model", functools.partial(build_model, keep_forms=True))
+    check(reference, run(engine(path), prompts[:1]))
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
-from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.published import config_files
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.quant.formats import Names, Scheme
+from pagerunner.quant.formats import Scheme
 
 LAYER = "model.layers.3.mlp.down_proj"
 
@@ -255,31 +254,6 @@ def test_gptq_has_settings_by_module() -> None:
     assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, packed=True)
     assert found.scheme("model.layers.3.mlp.up_proj") is None
     assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
-
-
-def test_a_family_with_a_format_of_its_own_is_refused(tmp_path: Path) -> None:
-    path = make_compressed_checkpoint(tmp_path)[0]
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": CASES["Qwen3-FP8"][0]}))
-    with pytest.raises(ConfigError, match="can't be served yet"):
-        read_model_config(path)
-
-
-def test_wildcards_of_model_optimizer_stand_for_whole_names() -> None:
-    entries = ("lm_head", "model.layers.3.linear_attn*", "*.shared_expert.*", "model.language_model.layers.0.mlp.gate")
-    names = Names("wildcard", entries)
-    for module in (
-        "lm_head",
-        "layers.3.linear_attn.out_proj",
-        "layers.7.mlp.shared_expert.up_proj",
-        "layers.0.mlp.gate",
-    ):
-        assert names.match(module) and names.match(f"model.{module}") and names.match(f"model.language_model.{module}")
-    for module in ("layers.30.linear_attn.out_proj", "layers.0.mlp.gate_proj", "layers.1.mlp.gate"):
-        assert not names.match(module) and not names.match(f"model.{module}")
-    assert Names("wildcard", ("*",)).match("model.layers.0.mlp.gate") and Names("wildcard", ("model.*",)).match(
-        "model.x"
-    )
 
 
 @pytest.mark.parametrize("file", sorted(config_files()), ids=lambda file: file.stem)

@@ -111,9 +111,10 @@ class FusedLinear(Linear):
         *,
         bias: bool = False,
         cut: Axis | Mapping[str, Axis] | None = None,
+        plain: bool = False,
         method: WeightMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, method=method)
+        super().__init__(in_features, sum(parts.values()), dtype, bias=bias, plain=plain, method=method)
         self.parts = parts
         self._cuts = cut if isinstance(cut, Mapping) else dict.fromkeys(parts, cut)
 

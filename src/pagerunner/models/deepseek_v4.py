@@ -47,7 +47,7 @@ class Pooling(Module):
         super().__init__()
         size = 2 * head_dim if overlap else head_dim
         self.weights = {"ape": _float32(ratio, size)}
-        self.proj = FusedLinear(hidden, {"wkv": size, "wgate": size}, dtype)
+        self.proj = FusedLinear(hidden, {"wkv": size, "wgate": size}, dtype, plain=True)
         self.norm = RMSNorm(head_dim, eps, dtype)
 
     @property
@@ -358,7 +358,7 @@ class DeepseekV4ForCausalLM(Module):
         return self.head(hidden_SD)
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
-        """Also under the names of the published files, which differ from transformers' in what stands before the layers."""
+        """Also under the names of the published files, which differ from those that transformers writes."""
         for tensor in super().checkpoint(prefix):
             yield tensor
             name, instead_of = _published(tensor.name), tensor.instead_of or (tensor.name,)
@@ -368,4 +368,10 @@ class DeepseekV4ForCausalLM(Module):
 
 def _published(name: str) -> str:
     """A tensor's name in the published files."""
-    return name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    for saved, published in (
+        ("embed_tokens.", "embed."),
+        ("hc_head.hc_", "hc_head_"),
+        (".attn.norm.", ".attn.kv_norm."),
+    ):
+        name = name.replace(saved, published)
+    return name.removeprefix("model.")

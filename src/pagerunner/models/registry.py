@@ -22,7 +22,7 @@ class Family:
     """One model_type: how its config.json is read, and the module and class of its model.
 
     `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. `defaults` are
-    fields that published files leave out. `quantised`: its checkpoints are read in the formats of a quantization_config. The config.json of a `nested` family describes a model of text and images, of
+    fields that published files leave out.  The config.json of a `nested` family describes a model of text and images, of
     which the text part, in text_config, is run; its model_type there is one of `text_types` (default: the family's with `_text`).
     """
 
@@ -30,7 +30,6 @@ class Family:
     module: str
     model: str
     nested: bool = False
-    quantised: bool = True
     text_types: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,7 +56,7 @@ FAMILIES: dict[str, Family] = {
         text_types=("kimi_k2", "deepseek_v3"),
     ),
     "deepseek_v32": Family(read_deepseek_v32, "pagerunner.models.deepseek", "DeepseekForCausalLM"),
-    "deepseek_v4": Family(read_deepseek_v4, "pagerunner.models.deepseek_v4", "DeepseekV4ForCausalLM", quantised=False),
+    "deepseek_v4": Family(read_deepseek_v4, "pagerunner.models.deepseek_v4", "DeepseekV4ForCausalLM"),
     "qwen3_moe": Family(read_qwen3_moe, "pagerunner.models.qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3_text": Family(read_gemma3_text, "pagerunner.models.gemma3", "Gemma3ForCausalLM", defaults=GEMMA3_DEFAULTS),
     "gemma3": Family(

@@ -6,6 +6,7 @@ A checkpoint's formats (`quant/formats.py`) name the same tensors differently:
 |---|---|---|
 | fp8 | tensor | `weight_scale`; static activations: `input_scale` |
 | fp8 | block | `weight_scale_inv`, which multiplies in spite of its name |
+| deepseek-v4 | block | `scale`, e8m0 or powers of two in float32 |
 | compressed-tensors, modelopt | tensor, channel, block | `weight_scale`; static activations: `input_scale` |
 
 Shape letters: T tokens, I input features, O output features.
@@ -51,9 +52,9 @@ class W8(StoredMethod):
         self.by_tensor = scheme.scales == "tensor"
         self.static = scheme.rounding == "static"
         self.activations = "none" if not (scheme.rounding and checkpoint.rounds) else "block" if self.block else "token"
-        self.scale_name = (
-            "weight_scale_inv" if checkpoint.writer == "fp8" and self.block is not None else "weight_scale"
-        )
+        self.scale_name = "weight_scale"
+        if self.block is not None:
+            self.scale_name = {"fp8": "weight_scale_inv", "deepseek-v4": "scale"}.get(checkpoint.writer, "weight_scale")
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""

@@ -150,7 +150,7 @@ class Forms:
             "gptq": "gptq",
             "modelopt": "nvfp4",
             "mxfp4": "mxfp4",
-            "fp8": "deepseek",
+            "deepseek-v4": "deepseek",
         }
         return layouts[writer]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pagerunner.config import KVDtype
@@ -11,6 +11,7 @@ from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.decoder import read_rope
 from pagerunner.models.configs.deepseek import IndexerConfig, read_indexer
 from pagerunner.models.configs.fields import Fields
+from pagerunner.quant.formats import Format, Names, Scheme
 
 # Training losses, and layers for multi-token prediction, which are not used.
 _UNUSED_FIELDS = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "num_nextn_predict_layers")
@@ -89,7 +90,7 @@ class DeepseekV4Config(ModelConfig):
 def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config:
     """DeepSeek-V4, as transformers writes it and as published."""
     heads, head_dim = fields.integer("num_attention_heads"), fields.integer("head_dim", 512)
-    fields.choice("expert_dtype", ("fp4", "fp8"), "fp4")  # of a published file; its quantization_config leaves it out
+    expert_dtype = fields.choice("expert_dtype", ("fp4", "fp8"), "fp4")  # quantization_config leaves it out
     hidden = fields.integer("hidden_size")
     if (kv_heads := fields.integer("num_key_value_heads", 1)) != 1:
         raise fields.error("num_key_value_heads", f"is {kv_heads}; all heads share one vector in this family.")
@@ -110,7 +111,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
         fields.take(name)
     routing: Any = fields.choice("scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus")
     return DeepseekV4Config(
-        **common,
+        **common | {"format": _published_format(common["format"], expert_dtype)},
         hidden_size=hidden,
         tie_word_embeddings=False,
         num_heads=heads,
@@ -136,6 +137,16 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
         activation_limit=fields.number("swiglu_limit", 10.0, above=0),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
     )
+
+
+def _published_format(found: Format | None, expert_dtype: str) -> Format | None:
+    """The format of published files: fp8 blocks, whose scales are called `scale`, and routed experts in fp4."""
+    if found is None or found.writer != "fp8":
+        return found
+    schemes = found.schemes
+    if expert_dtype == "fp4":
+        schemes = ((Names("module", (r"re:.*\.ffn\.experts\.",)), Scheme("fp4", "group", (1, 32))), *schemes)
+    return replace(found, writer="deepseek-v4", schemes=schemes)
 
 
 def _one_shared(fields: Fields) -> int:

@@ -83,7 +83,7 @@ def read_model_config(
         path_inside = ("text_config",)
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    said, layout = _take_quantization(fields, directory, FAMILIES[family], quantised)
+    said, layout = _take_quantization(fields, directory, quantised)
     if said is None or layout is not None:
         layout = asked_format(quantization, layout, str(file))
     common = _read_common(fields, values, directory, family, "float32" if said is None else "bfloat16")
@@ -94,9 +94,7 @@ def read_model_config(
     return config
 
 
-def _take_quantization(
-    fields: Fields, directory: Path, family: Family, allowed: bool
-) -> tuple[dict[str, Any] | None, Format | None]:
+def _take_quantization(fields: Fields, directory: Path, allowed: bool) -> tuple[dict[str, Any] | None, Format | None]:
     """How the weights are quantised, as the config says it and, where they can be loaded, as a format; None where they aren't.
 
     Raises ConfigError for those that can't be loaded, unless `allowed`.
@@ -112,7 +110,7 @@ def _take_quantization(
             if not allowed:
                 raise
             continue
-        if family.quantised and read.loadable:
+        if read.loadable:
             layout = read
         elif not allowed:
             raise fields.error(
