@@ -225,6 +225,17 @@ def test_a_tokenizer_may_have_a_name_of_its_own(client: Client) -> None:
     assert not (Path(found["tokenizer"]) / "model.safetensors").exists()
 
 
+def test_what_older_tools_say_of_quantisation_beside_the_config_is_fetched_and_planned(client: Client) -> None:
+    said = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": {"quant_algo": "FP8"}}
+    client.hub.repositories["org/tiny"]["hf_quant_config.json"] = json.dumps(said).encode()
+    done = client.verb("plan", "org/tiny", "--memory", "1GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["quantization"]["quant_algo"] == "FP8" and plan["other"][0]["name"] == "weights (modelopt, as stored)"
+    assert client.hub.downloaded() == ["config.json", "hf_quant_config.json"]
+    assert "hf_quant_config.json" in {file.name for file in Path(client.fetch(load_format="dummy")["model"]).iterdir()}
+
+
 def test_plan_fetches_the_config_alone(client: Client) -> None:
     done = client.verb("plan", "org/tiny", "--memory", "1GiB", "--json")
     assert done.returncode == 0, done.stderr

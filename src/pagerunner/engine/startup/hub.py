@@ -1,6 +1,6 @@
 """Models by their names on the Hugging Face Hub: downloaded once into the hub's cache, then read from there.
 
-Config, tokenizer, chat template, pooling and safetensors are fetched. Pickles and Python files are never fetched. The small
+Config (with what older quantising tools write beside it), tokenizer, chat template, pooling and safetensors are fetched. Pickles and Python files are never fetched. The small
 files come first, then the weights that their index names, of the same commit. `huggingface_hub` does the work and is
 imported when a name is used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
 """
@@ -36,7 +36,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _KEPT = "Try again; the next start keeps the files that arrived."
-_MODEL_FILES = ("config.json", "generation_config.json", "modules.json", "?_Pooling/config.json", _INDEX)
+_CONFIG_FILES = ("config.json", "hf_quant_config.json")
+_MODEL_FILES = (*_CONFIG_FILES, "generation_config.json", "modules.json", "?_Pooling/config.json", _INDEX)
 
 
 def is_hub_name(model: str) -> bool:
@@ -55,9 +56,8 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
     """
     found: dict[str, Any] = {}
     if is_hub_name(args.model):
-        directory = _fetch(args.model, args.revision, args.download_dir, (*_MODEL_FILES, *_TOKENIZER_FILES))
-        if not (directory / "config.json").is_file():
-            raise CheckpointError(f"{args.model} on the hub has no config.json, so it is not a model for this engine.")
+        fetched = _fetch(args.model, args.revision, args.download_dir, (*_MODEL_FILES, *_TOKENIZER_FILES))
+        directory = _with_config(args.model, fetched)
         if args.load_format != "dummy":
             _fetch_weights(args, directory, show_progress)
         found |= {"model": str(directory), "served_model_name": args.served_model_name or args.model}
@@ -74,17 +74,20 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
 
 
 def fetch_config(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """The directory of a hub model's config.json, the only file fetched; `model` itself where it isn't a name on the hub.
+    """The directory of a hub model's configuration, of which nothing else is fetched; `model` itself where it isn't a name on the hub.
 
     Raises:
         CheckpointError: as `fetch_checkpoint`.
     """
     if not is_hub_name(model):
         return model
-    from huggingface_hub import hf_hub_download
+    return str(_with_config(model, _fetch(model, revision, download_dir, _CONFIG_FILES)))
 
-    with _said(model, revision, download_dir):
-        return str(Path(hf_hub_download(model, "config.json", **_options(revision, download_dir))).parent)
+
+def _with_config(model: str, directory: Path) -> Path:
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{model} on the hub has no config.json, so it is not a model for this engine.")
+    return directory
 
 
 def _fetch_weights(args: EngineArgs, directory: Path, show_progress: bool) -> None:
