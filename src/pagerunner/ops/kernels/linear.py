@@ -288,7 +288,7 @@ def _run(
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        if not linear_stored.fits(x_TI, weight_OI):
+        if linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI):
             return linear_many.linear(x_TI, weight_OI, bias_O)
         return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
     if not _fits(x_TI, weight_OI):
@@ -301,7 +301,8 @@ def linear_add_(
 ) -> None:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        if linear_stored.fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
+        few = not linear_many.rounds(x_TI, weight_OI) and linear_stored.fits(x_TI, weight_OI)
+        if few and residual_TO.stride(1) == 1:
             linear_stored.run(x_TI, weight_OI, bias_O, residual_TO, add=True)
         else:
             linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
@@ -318,7 +319,7 @@ def norm_linear(
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_OI, torch.Tensor):
-        if not linear_stored.fits(x_TI, weight_OI):
+        if linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI):
             return linear_many.norm_linear(x_TI, norm, weight_OI, bias_O)
         return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
     if not _fits(x_TI, weight_OI):
@@ -331,7 +332,7 @@ def norm_linear_silu(
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     if not isinstance(weight_2OI, torch.Tensor):
-        if not linear_stored.fits(x_TI, weight_2OI):
+        if linear_many.rounds(x_TI, weight_2OI) or not linear_stored.fits(x_TI, weight_2OI):
             return linear_many.norm_linear_silu(x_TI, norm, weight_2OI, bias_2O)
         out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
         return linear_stored.run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)

@@ -24,7 +24,7 @@ from pagerunner.ops.quantize import Quantized, quantize
 from pagerunner.ops.stored import Stored, Stored8
 
 UNPACKED_BYTES = 2**25  # unpacked at a time, at most
-ROUNDED_TOKENS = 65  # with fewer, reading the weights takes the time, and no input is rounded
+ROUNDED_TOKENS = 17  # with fewer, reading the weights takes the time, and no input is rounded
 STEP = 128  # output features: a multiple of every format's blocks
 
 
@@ -36,6 +36,11 @@ def _parts(weight_OI: Stored, dtype: torch.dtype) -> Iterator[slice]:
     count = -(-features // most)
     size = -(-steps // count) * STEP
     return (slice(first, min(first + size, features)) for first in range(0, features, size))
+
+
+def rounds(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
+    """Whether the product rounds its input."""
+    return _rounding(x_TI, weight_OI) is not None
 
 
 def _rounding(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:

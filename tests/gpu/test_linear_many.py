@@ -1,0 +1,103 @@
+"""Products of many tokens with stored matrices on the device, against float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.stored_cases import stored
+from pagerunner.ops.kernels import linear_many as many
+from pagerunner.ops.kernels.stored import unpack
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
+from pagerunner.ops.stored import Stored, Stored8, dense
+
+FORMS = [
+    "fp8 row", "fp8 block", "int8 row", "int8 group 128", "int4 bf16 128", "int4 f16 64 zeros", "int4 f16 32 zeros", "int4 f32 all",
+    "e2m1 e8m0 32", "e2m1 e4m3 16 rows",
+]  # fmt: skip
+SIZES = [(1024, 2048), (576, 1536), (192, 2816)]
+
+
+def on_device(matrix: Stored, **more: str) -> Stored:
+    """The matrix on the device, with other fields."""
+    moved = {name: value.cuda() for name, value in matrix._asdict().items() if isinstance(value, torch.Tensor)}
+    return matrix._replace(**moved, **more)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, within: float = 6e-3) -> None:
+    """By the norm of the difference; NaN never passes."""
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert got.shape == want.shape and error < within, error
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [*SIZES, (2880, 2880)])
+def test_unpacking_is_exact(form: str, outputs: int, inputs: int) -> None:
+    if ("128" in form and inputs % 128) or ("64" in form and inputs % 64):
+        inputs = 2816
+    matrix = on_device(stored(form, outputs, inputs))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        out = torch.full((outputs, inputs), float("nan"), dtype=dtype, device="cuda")
+        unpack(matrix, out)
+        assert torch.equal(out, dense(matrix, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activations", ["none", "rounded"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("tokens", [65, 128, 301, 1024])
+def test_products(form: str, outputs: int, inputs: int, tokens: int, activations: str, dtype: torch.dtype) -> None:
+    matrix = on_device(stored(form, outputs, inputs))
+    if activations == "rounded":
+        if form not in ("fp8 row", "fp8 block", "int8 row"):
+            pytest.skip("activations stay as they are")
+        assert isinstance(matrix, Stored8)
+        matrix = matrix._replace(activations="block" if "block" in form else "token")
+    full = dense(matrix, torch.float32).double()
+    x, norm = (
+        torch.randn(tokens, inputs, device="cuda").to(dtype),
+        Norm(torch.rand(inputs, device="cuda").to(dtype), 1e-6),
+    )
+    bias, residual = (torch.randn(n, outputs, device="cuda").to(dtype) for n in (1, tokens))
+
+    def seen(before: Norm | None = None) -> torch.Tensor:
+        if activations == "rounded":
+            return dequantized(quantize(x, matrix.codes.dtype, grouped="block" in form, norm=before)).double()
+        return (x if before is None else before(x)).double()
+
+    close(linear(x, matrix), seen() @ full.t())
+    close(norm_linear(x, norm, matrix, bias[0]), seen(norm) @ full.t() + bias)
+    gate, up = (seen(norm) @ full.t()).chunk(2, 1)
+    close(norm_linear_silu(x, norm, matrix), torch.nn.functional.silu(gate) * up, 1.2e-2)
+    want = residual.double() + seen() @ full.t()
+    linear_add_(x, matrix, residual)
+    close(residual, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("features", [4096, 12288, 2880, 192])
+def test_rounding(dtype: torch.dtype, grouped: bool, features: int) -> None:
+    x = (torch.randn(37, 2 * features, device="cuda") * torch.logspace(-2, 2, 37, device="cuda")[:, None]).bfloat16()
+    norm = Norm(torch.rand(features, device="cuda").bfloat16(), 1e-6)
+    for got, want in (
+        (quantize(x[:, :features], dtype, grouped=grouped), quantize.twin(x[:, :features], dtype, grouped=grouped)),
+        (
+            quantize(x[:, :features], dtype, grouped=grouped, norm=norm),
+            quantize.twin(x[:, :features], dtype, grouped=grouped, norm=norm),
+        ),
+        (silu_quantize(x, dtype, grouped=grouped), silu_quantize.twin(x, dtype, grouped=grouped)),
+    ):
+        torch.testing.assert_close(
+            got.scales, want.scales, rtol=1e-2, atol=0
+        )  # a rounding of bfloat16 before the largest
+        close(dequantized(got), dequantized(want), 5e-3)
+        assert (got.codes.float() != want.codes.float()).float().mean() < 0.05
+
+
+def test_few_tokens_are_not_rounded() -> None:
+    matrix = on_device(stored("fp8 row", 512, 1024), activations="token")
+    x = torch.randn(many.ROUNDED_TOKENS - 1, 1024, device="cuda").bfloat16()
+    close(linear(x, matrix), x.double() @ dense(matrix, torch.float32).double().t(), 4e-3)
