@@ -30,6 +30,15 @@ KERNEL_TESTS = [
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
 WORKLOADS = ("decode1", "decode64", "prefill8k", "prefix2k", "mixed256")
+COMPARED = ("decode1", "decode64", "prefill8k", "mixed256")
+PUBLISHED = {  # bench shapes in the forms in which people run them
+    "8b-fp8": ("qwen3-8b", "fp8"),
+    "8b-int4": ("qwen3-8b", "compressed-tensors"),
+    "gpt-oss": ("gpt-oss-20b", "mxfp4"),
+    "30b": ("qwen3-30b-a3b", None),
+    "30b-fp8": ("qwen3-30b-a3b", "fp8"),
+    "v2-lite": ("deepseek-v2-lite", None),
+}
 RESULT = "RESULT "  # begins lines for the table
 
 
@@ -89,6 +98,9 @@ def steps() -> dict[str, Step]:
             90,
             26,
         )
+    for name, (shape, quantization) in PUBLISHED.items():
+        command = script("gpu_check.py", "--throughput", shape, "--workloads", ",".join(COMPARED), "--repetitions", "1")
+        found[f"published-{name}"] = Step((*command, *(("--quantization", quantization) if quantization else ())), 150)
     found["sampling"] = Step(script("bench_sampling.py"), 240, 24)
     found["host"] = Step(script("time_steps.py", "--shape", "0.6B", "--batches", "1,64,256"), 60, 4)
     outside_graphs = ("-k", "not graph and not dependent_launches")  # where memory of torch's cache is needed
@@ -149,17 +161,19 @@ def run_steps(chosen: dict[str, Step], budget: float, logs: Path) -> int:
     return int(any(outcome.how != "ok" for outcome in outcomes.values()))
 
 
-def throughput(shape: str, kv_cache_dtype: str, names: list[str], repetitions: int) -> None:
+def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names: list[str], repetitions: int) -> None:
     """All workloads through one engine, one line each: the best of `repetitions` after one that isn't counted."""
     from pagerunner import LLM
     from pagerunner.bench import runner
-    from pagerunner.bench.shapes import SHAPES
+    from pagerunner.bench.shapes import QUANTIZED, SHAPES
     from pagerunner.bench.workloads import workload, write_model
 
     with tempfile.TemporaryDirectory() as directory:
-        model = write_model(shape, Path(directory))
+        stored = quantization if quantization in QUANTIZED else None
+        model = write_model(shape, Path(directory), stored)
         longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
         settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
+        settings["quantization"] = quantization
         llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
         print(llm.startup.text(), flush=True)
         for name in names:
@@ -171,7 +185,7 @@ def throughput(shape: str, kv_cache_dtype: str, names: list[str], repetitions: i
                 warmups=1,
             )
             print(
-                f"{RESULT}{shape} kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
+                f"{RESULT}{shape} {quantization or ''}, kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
                 f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)})",
                 flush=True,
             )
@@ -188,11 +202,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--throughput", metavar="SHAPE", help="one engine's workloads; what the steps of that name run")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantization")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=2)
     args = parser.parse_args()
     if args.throughput:
-        throughput(args.throughput, args.kv_cache_dtype, args.workloads.split(","), args.repetitions)
+        throughput(args.throughput, args.kv_cache_dtype, args.quantization, args.workloads.split(","), args.repetitions)
         return 0
     chosen = steps()
     if args.only:
