@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
+from pagerunner.ops.kernels.moe_many import fits, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_routing import order_pairs, route
 from pagerunner.ops.kernels.moe_tiles import (
@@ -26,8 +28,12 @@ from pagerunner.ops.kernels.moe_tiles import (
     serves,
     stored_args,
 )
+from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes, Unrouted
-from pagerunner.ops.stored import Stored, dense
+from pagerunner.ops.stored import Stored, Stored8, dense
+
+MOST_FEW = 16
+"""Pairs of an expert, on average, up to which reading the weights takes the time."""
 
 
 @triton.jit(do_not_specialize=["active"])
@@ -127,7 +133,7 @@ def _product(
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     per_expert = pairs / experts
-    bm = 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
+    bm = 16 if per_expert <= MOST_FEW else 64 if per_expert <= 128 else 128
     bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
     tensors, constants = stored_args(w_EOK, x.dtype)
     if not isinstance(w_EOK, torch.Tensor):
@@ -144,6 +150,36 @@ def _product(
         **constants, **dependent(x.device),
     )  # fmt: skip
     return out
+
+
+def _any_product(
+    x: torch.Tensor,
+    w_EOK: torch.Tensor | Stored,
+    bias_EO: torch.Tensor | None,
+    routes: Routes,
+    activation: GatedActivation | None,
+    *,
+    weigh: bool,
+) -> torch.Tensor:
+    """`_product`, or for many pairs of each expert the kernel with bulk copies if it serves these weights."""
+    experts = w_EOK.shape[0]
+    own = bias_EO, routes, activation
+    if routes.experts_TA.numel() <= MOST_FEW * experts:
+        return _product(x, w_EOK, *own, weigh=weigh)
+    if isinstance(w_EOK, torch.Tensor):
+        return (many_product if fits(x, w_EOK) else _product)(x, w_EOK, *own, weigh=weigh)
+    rounded = _rounding(x, w_EOK)
+    if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
+        numbers = quantize(x, rounded.dtype, grouped=rounded.grouped)
+        return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
+    return _product(x, w_EOK, *own, weigh=weigh)
+
+
+def _rounding(x: torch.Tensor, weights: Stored) -> Rounded | None:
+    """How products of many tokens may round their input; None if they may not."""
+    if not isinstance(weights, Stored8) or x.dtype == torch.float32:
+        return None
+    return rounding(weights._replace(codes=weights.codes[0], scales=weights.scales[0]))
 
 
 def moe_experts(
@@ -174,8 +210,8 @@ def moe_experts(
             return one_token(*own, weigh_inputs=weigh_inputs, add=add)
         routes = route(*routes)
     routes = _ordered(routes, gate_up_E2ID.shape[0])
-    inner_PI = _product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
-    out_PD = _product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
+    inner_PI = _any_product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
+    out_PD = _any_product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
     features, active = x_TD.shape[1], routes.experts_TA.shape[1]
     block = min(1024, padded(features))
     _sum_kernel[(tokens, blocks(features, block))](

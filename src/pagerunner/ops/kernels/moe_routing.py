@@ -1,7 +1,7 @@
 """Choosing experts, and ordering pairs of token and expert by expert; see `ops/routing.py`.
 
-Up to `_MOST_AT_ONCE` scores are one program: it chooses, counts each expert's pairs and places them. More scores are two launches:
-programs choose for a few tokens each, then a program for each expert places its pairs.
+Up to `_MOST_AT_ONCE` scores are one program: it chooses, counts each expert's pairs and places them. More scores are two launches: each
+program chooses for some tokens and counts, then it places their pairs behind those that other programs have counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import Routes, Routing
 
 _KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
-_MOST_AT_ONCE = 8192  # scores, of all tokens
-_SCORES = 1024  # of a program where there are more
+_MOST_AT_ONCE = 8192  # scores of a program
 _FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
 TAKEN = tl.constexpr(-(2**63))
 
@@ -105,11 +104,11 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, num_tokens, factor,
+def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, num_tokens, factor,
                   A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
                   NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
                   BG: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BT tokens. With ORDER they are all tokens, and their pairs are placed too."""
+    """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -123,14 +122,48 @@ def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, sta
     pairs = tokens[:, None] * A + slots
     tl.store(weights_ptr + pairs, scores / total[:, None] * factor, mask=chosen)
     tl.store(experts_ptr + pairs, tl.broadcast_to(experts[None, :], slots.shape), mask=chosen)
-    if ORDER:
-        own = chosen.to(tl.int32)
-        counts = tl.sum(own, 0)
+    own = chosen.to(tl.int32)
+    counts = tl.sum(own, 0)
+    if not ORDER:
+        tl.store(counts_ptr + tl.program_id(0) * E + experts, counts, mask=experts < E)
+    else:
         starts = tl.cumsum(counts, 0) - counts
         places = starts[None, :] + tl.cumsum(own, 0) - own
         tl.store(order_ptr + places, pairs, mask=chosen)
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
+                  BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(0)
+    experts = tl.arange(0, BE)
+    inside = experts < E
+    index = tl.arange(0, BC)
+    total = tl.zeros((BE,), tl.int32)
+    before = tl.zeros((BE,), tl.int32)
+    for first in range(0, num_blocks, BC):
+        there = (first + index < num_blocks)[:, None] & inside[None, :]
+        counts = tl.load(counts_ptr + (first + index)[:, None] * E + experts[None, :], mask=there, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((first + index < block)[:, None], counts, 0), 0)
+    starts = tl.cumsum(total, 0) - total
+    tokens = block * BT + tl.arange(0, BT)
+    slots = tl.full((BT, BE), -1, tl.int32)
+    for a in range(A):
+        ids = tl.load(experts_ptr + tokens * A + a, mask=tokens < num_tokens, other=-1)
+        slots = tl.where(ids[:, None] == experts[None, :], a, slots)
+    own = (slots >= 0).to(tl.int32)
+    places = (starts + before)[None, :] + tl.cumsum(own, 0) - own
+    tl.store(order_ptr + places, tokens[:, None] * A + slots, mask=slots >= 0)
+    if block == 0:
+        tl.store(starts_ptr + experts, starts, mask=inside)
+        tl.store(starts_ptr + E, tl.sum(total, 0))
 
 
 @triton.jit
@@ -288,12 +321,18 @@ def route(
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
     at_once = tokens * padded(experts) <= _MOST_AT_ONCE
-    rows = padded(max(tokens, 1)) if at_once else max(1, _SCORES // padded(experts))
-    _route_kernel[(blocks(max(tokens, 1), rows),)](
-        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, tokens,
+    rows = padded(max(tokens, 1)) if at_once else max(1, _MOST_AT_ONCE // padded(experts))
+    count = blocks(max(tokens, 1), rows)
+    counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
+    warps = 1 if rows == 1 and at_once else 8 if rows > 8 else 4
+    _route_kernel[(count,)](
+        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
-        BG=padded(routing.groups), ORDER=at_once, num_warps=1 if rows == 1 else 8 if at_once and rows > 8 else 4, **own,
+        BG=padded(routing.groups), ORDER=at_once, num_warps=warps, **own,
     )  # fmt: skip
     if not at_once:
-        order_P, starts_E1 = order_pairs(experts_TA, experts)
+        _place_kernel[(count,)](
+            experts_TA, counts, order_P, starts_E1, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
+            BC=max(1, 4096 // padded(experts)), num_warps=8, **dependent(device),
+        )  # fmt: skip
     return Routes(weights_TA, experts_TA, order_P, starts_E1)

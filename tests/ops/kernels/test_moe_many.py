@@ -1,0 +1,70 @@
+"""The experts' products of many tokens against their twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.kernels import moe
+from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.quantize import dequantized, quantize
+from pagerunner.ops.routing import Routing, route
+from pagerunner.ops.stored import Stored8
+
+
+@pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
+@pytest.mark.parametrize(("tokens", "features", "inner"), [(9, 128, 192), (150, 64, 64)])
+def test_dense_halves(activation, tokens, features, inner, monkeypatch):
+    monkeypatch.setattr(moe, "MOST_FEW", 1)
+    torch.manual_seed(tokens)
+    gate_up, down = torch.randn(5, 2 * inner, features).half() / 8, torch.randn(5, features, inner).half() / 8
+    biases = torch.randn(5, 2 * inner).half(), torch.randn(5, features).half()
+    x, residual = torch.randn(tokens, features).half(), torch.randn(tokens, features).half()
+    routes = route.twin(torch.randn(tokens, 5) + torch.tensor([3.0, 0, 0, 0, -9]), Routing(2, normalise=True))
+    got, want = residual.clone(), residual.clone()
+    for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
+        op(x, routes, gate_up, down, activation, *biases, residual_TD=out)
+    assert (got - want).float().norm() < 3e-3 * want.float().norm()
+
+
+@pytest.mark.parametrize("block", [(1, 256), (128, 128), (1, 128)])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_rounded_inputs(block, grouped, first):
+    torch.manual_seed(0)
+    experts, tokens, inputs, outputs = 3, 20, 256, 192
+    codes = torch.randn(experts, outputs, inputs).to(torch.float8_e4m3fn)
+    scales = torch.rand(experts, -(-outputs // block[0]), -(-inputs // block[1]))
+    stored = Stored8(codes, scales, block, "token")
+    routes = route.kernel(torch.randn(tokens, experts), Routing(2))
+    x = quantize.twin(torch.randn(tokens if first else 2 * tokens, inputs), torch.float8_e4m3fn, grouped=grouped)
+    activation = SILU if first else None
+    config = ManyConfig(16, 32, 128, 4, 3, 1)
+    got = many_product(x, stored, None, routes, activation, weigh=not first, dtype=torch.float32, config=config)
+    wide = dequantized(x)
+    full = (
+        scales.repeat_interleave(block[0], 1)[:, :outputs].repeat_interleave(block[1], 2)[:, :, :inputs] * codes.float()
+    )
+    expert_P = routes.experts_TA.flatten()[routes.order_P]
+    rows = wide[routes.order_P // 2] if first else wide
+    want = torch.einsum("pi,poi->po", rows, full[expert_P])
+    if first:
+        want = SILU(want)
+    else:
+        want = (want * routes.weights_TA.flatten()[routes.order_P].unsqueeze(1))[routes.order_P.argsort()]
+    torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+
+
+def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
+    monkeypatch.setattr(moe, "MOST_FEW", 1)
+    torch.manual_seed(0)
+    x, routes = torch.randn(40, 128).half(), route.twin(torch.randn(40, 3), Routing(2, normalise=True))
+    gate_up = Stored8(torch.randn(3, 256, 128).to(torch.float8_e4m3fn), torch.rand(3, 256, 1) / 8, (1, 128), "token")
+    down = Stored8(torch.randn(3, 128, 128).to(torch.float8_e4m3fn), torch.rand(3, 128, 1) / 8, (1, 128), "token")
+    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU)
+    plain = [weights._replace(activations="none") for weights in (gate_up, down)]
+    exact, rounded = (moe_experts.kernel(x, routes, *own, SILU).float() for own in (plain, (gate_up, down)))
+    assert (exact - want).norm() < 3e-3 * want.norm()
+    assert 3e-3 * want.norm() < (rounded - want).norm() < 6e-2 * want.norm()
