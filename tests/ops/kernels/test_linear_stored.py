@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagerunner.ops.kernels import linear_row
 from pagerunner.ops.kernels import linear_stored as kernels
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
@@ -60,6 +61,7 @@ FORMS = {
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
     monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 128, 2, 2))
+    monkeypatch.setattr(linear_row, "row_config", lambda *shape: linear_row.RowConfig(4, 128, 4))
     monkeypatch.setattr(kernels, "MAX_TOKENS", 64)
     monkeypatch.setattr(kernels, "MAX_TOKENS_FLOAT32", 64)
 
@@ -142,3 +144,19 @@ def test_more_tokens_and_other_layouts_are_unpacked(monkeypatch):
     close(linear.kernel(x, stored), linear.twin(x, stored), 1e-5)
     odd = stored_8(9, 64, block=(3, 20))
     close(linear.kernel(x[:1], odd), linear.twin(x[:1], odd), 1e-5)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith(("e4m3", "int8"))])
+def test_one_token_of_eight_bits_has_a_kernel_of_its_own(form, monkeypatch):
+    monkeypatch.setattr(kernels, "run_few", lambda *_, **__: 1 / 0)
+    stored, x = FORMS[form](40, 192), torch.randn(1, 192)
+    close(linear.kernel(x, stored), linear.twin(x, stored), 1e-5)
+
+
+def test_one_token_whose_rows_lie_in_two_blocks(monkeypatch):
+    monkeypatch.setattr(linear_row, "run_row", lambda *_, **__: 1 / 0)
+    torch.manual_seed(6)
+    stored, x = stored_8(36, 192, block=(6, 32)), torch.randn(1, 192)
+    close(linear.kernel(x, stored), linear.twin(x, stored), 1e-5)
+    stored, norm = stored_8(36, 192, block=(8, 32)), Norm(torch.rand(192), 1e-6)  # 18 gates
+    close(norm_linear_silu.kernel(x, norm, stored), norm_linear_silu.twin(x, norm, stored), 1e-5)

@@ -4,7 +4,7 @@
 segment's sums are multiplied by a row's scale once, in float32, and codes are converted exactly. Scales of whole rows multiply at the end.
 A zero point z of a group takes `(z - 8) * x` off each number, before the product.
 
-Norm, gate, addition and early start are those of `kernels/linear.py`.
+One token and 8 bits are `kernels/linear_row.py`'s. Norm, gate, addition and early start are those of `kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels import linear_row
 from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
@@ -363,4 +364,6 @@ def run(
     add: bool = False,
 ) -> torch.Tensor:
     """Write the product into `out`, or add it."""
+    if isinstance(stored, Stored8) and linear_row.fits(x_TI, stored, out_TO.shape[1]):
+        return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
     return run_few(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
