@@ -136,6 +136,32 @@ def _add_product(
 
 
 @triton.jit
+def _pair(w_ptr, s_ptr, z_ptr, first, first_up, rows, pieces, at, segment, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr,
+          BK: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+          GATED: tl.constexpr):  # fmt: skip
+    """`_weights` of rows, and those of the up projection that belong to them."""
+    weights = _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K, G, BO, BK, ROW, P, EVEN, SCALES, ZEROS)
+    ups = weights
+    if GATED:
+        ups = _weights(
+            w_ptr, s_ptr, z_ptr, first_up, rows, pieces, at, segment, K, G, BO, BK, ROW, P, EVEN, SCALES, ZEROS
+        )
+    return weights, ups
+
+
+@triton.jit
+def _add_step(acc, up, square, pair, x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr,
+              NORM: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+              GATED: tl.constexpr):  # fmt: skip
+    """The sums of products and of inputs' squares, and those of one step."""
+    x, x_high, more = _halves(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM, FORM >= 2)
+    acc = _add_product(acc, pair[0], x, x_high, FORM, WORDS, SCALES, ZEROS)
+    if GATED:
+        up = _add_product(up, pair[1], x, x_high, FORM, WORDS, SCALES, ZEROS)
+    return acc, up, square + more
+
+
+@triton.jit
 def _factor(s_ptr, r_ptr, rows, SCALES: tl.constexpr, FACTORS: tl.constexpr):
     """What multiplies rows' sums."""
     factor = tl.full((rows.shape[0],), 1.0, tl.float32)
@@ -178,22 +204,24 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
                 K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
                 ZEROS: tl.constexpr, FACTORS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                BIAS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                BIAS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN / P output features of up to BM / P tokens.
 
     With GATED they are gates, and the features of the up projection that belong to them come with them.
 
     Rows of weights and tokens are cut into P pieces of the input features, each of which is a row or a column of the product.
     A step takes B segments of BK input features, which the warps divide between them: a product with three dimensions, the
-    first of which is summed up at the end.
+    first of which is summed up at the end. With AHEAD all weights are on their way before the kernel before has ended.
     """
     if PDL:
         gdc_launch_dependents()
-    FOUR: tl.constexpr = FORM >= 2
-    PER: tl.constexpr = 2 if FOUR else 1  # codes in a byte
+    PER: tl.constexpr = 2 if FORM >= 2 else 1  # codes in a byte
+    ROW: tl.constexpr = K // PER
     KP: tl.constexpr = K // P
+    STEP: tl.constexpr = B * BK
+    STEPS: tl.constexpr = (KP + STEP - 1) // STEP
+    EVEN: tl.constexpr = KP % STEP == 0
     w_ptr = w_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    EVEN: tl.constexpr = KP % (B * BK) == 0
     first_row = tl.program_id(0) * (BN // P)
     pieces, piece_M = tl.arange(0, BN) % P, tl.arange(0, BM) % P
     features = first_row + tl.arange(0, BN // P)
@@ -204,51 +232,163 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
     tokens_M, tokens_T = tl.arange(0, BM) // P, tl.arange(0, BM // P)
     segment = tl.arange(0, B)
     at = segment[:, None] * (BK // PER) + tl.arange(0, BK // PER)[None, :]  # bytes of a piece
-    weights = _weights(
-        w_ptr, s_ptr, z_ptr, first_row, rows, pieces, at, segment, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+    first_up = first_row + num_features
+    pairs = (
+        _pair(
+            w_ptr,
+            s_ptr,
+            z_ptr,
+            first_row,
+            first_up,
+            rows,
+            pieces,
+            at,
+            segment,
+            K,
+            G,
+            BO,
+            BK,
+            ROW,
+            P,
+            EVEN,
+            SCALES,
+            ZEROS,
+            GATED,
+        ),
     )
+    if AHEAD:
+        for i in tl.static_range(1, STEPS):
+            now, there = at + i * STEP // PER, segment + i * B
+            pairs = pairs + (
+                _pair(
+                    w_ptr,
+                    s_ptr,
+                    z_ptr,
+                    first_row,
+                    first_up,
+                    rows,
+                    pieces,
+                    now,
+                    there,
+                    K,
+                    G,
+                    BO,
+                    BK,
+                    ROW,
+                    P,
+                    EVEN,
+                    SCALES,
+                    ZEROS,
+                    GATED,
+                ),
+            )
     factor = _factor(s_ptr, r_ptr, rows_O, SCALES, FACTORS)
     if GATED:
-        first_up, ups_O = first_row + num_features, rows_O + num_features
-        ups = _weights(
-            w_ptr, s_ptr, z_ptr, first_up, rows, pieces, at, segment, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
-        )
-        up_factor = _factor(s_ptr, r_ptr, ups_O, SCALES, FACTORS)
+        up_factor = _factor(s_ptr, r_ptr, rows_O + num_features, SCALES, FACTORS)
     place = y_ptr + tokens_T[None, :] * y_stride + features[:, None]
     inside_y = live[:, None] & (tokens_T < num_tokens)[None, :]
     if PDL:
         gdc_wait()
     if ADD:
         old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
-    k = at // 16 * 32 + at % 16 if FOUR else at
-    acc = tl.zeros((B, BN, BM), tl.float32)
-    up = acc
-    x, x_high, square = _halves(x_ptr, norm_ptr, k, tokens_M, piece_M, num_tokens, x_stride, KP, EVEN, NORM, FOUR)
-    acc = _add_product(acc, weights, x, x_high, FORM, WORDS, SCALES, ZEROS)
-    if GATED:
-        up = _add_product(up, ups, x, x_high, FORM, WORDS, SCALES, ZEROS)
-    for done in range(B * BK, KP, B * BK):
-        now, there = at + done // PER, segment + done // BK
-        weights = _weights(
-            w_ptr, s_ptr, z_ptr, first_row, rows, pieces, now, there, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
-        )
-        x, x_high, more = _halves(
-            x_ptr, norm_ptr, k + done, tokens_M, piece_M, num_tokens, x_stride, KP, EVEN, NORM, FOUR
-        )
-        square += more
-        acc = _add_product(acc, weights, x, x_high, FORM, WORDS, SCALES, ZEROS)
-        if GATED:
-            ups = _weights(
-                w_ptr, s_ptr, z_ptr, first_up, rows, pieces, now, there, K, G, BO, BK, K // PER, P, EVEN, SCALES, ZEROS
+    k = at // 16 * 32 + at % 16 if PER == 2 else at
+    acc, square = tl.zeros((B, BN, BM), tl.float32), tl.zeros((B, BM), tl.float32)
+    acc, up, square = _add_step(
+        acc,
+        acc,
+        square,
+        pairs[0],
+        x_ptr,
+        norm_ptr,
+        k,
+        tokens_M,
+        piece_M,
+        num_tokens,
+        x_stride,
+        KP,
+        EVEN,
+        NORM,
+        FORM,
+        WORDS,
+        SCALES,
+        ZEROS,
+        GATED,
+    )
+    if AHEAD:
+        for i in tl.static_range(1, STEPS):
+            acc, up, square = _add_step(
+                acc,
+                up,
+                square,
+                pairs[i],
+                x_ptr,
+                norm_ptr,
+                k + i * STEP,
+                tokens_M,
+                piece_M,
+                num_tokens,
+                x_stride,
+                KP,
+                EVEN,
+                NORM,
+                FORM,
+                WORDS,
+                SCALES,
+                ZEROS,
+                GATED,
             )
-            up = _add_product(up, ups, x, x_high, FORM, WORDS, SCALES, ZEROS)
+    else:
+        for done in range(STEP, KP, STEP):
+            now, there = at + done // PER, segment + done // BK
+            pair = _pair(
+                w_ptr,
+                s_ptr,
+                z_ptr,
+                first_row,
+                first_up,
+                rows,
+                pieces,
+                now,
+                there,
+                K,
+                G,
+                BO,
+                BK,
+                ROW,
+                P,
+                EVEN,
+                SCALES,
+                ZEROS,
+                GATED,
+            )
+            acc, up, square = _add_step(
+                acc,
+                up,
+                square,
+                pair,
+                x_ptr,
+                norm_ptr,
+                k + done,
+                tokens_M,
+                piece_M,
+                num_tokens,
+                x_stride,
+                KP,
+                EVEN,
+                NORM,
+                FORM,
+                WORDS,
+                SCALES,
+                ZEROS,
+                GATED,
+            )
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     scale = tl.sum(tl.reshape(tl.sum(square, 0), (BM // P, P)), 1)
     if NORM != 0:
         scale = 1.0 / tl.sqrt_rn(scale * (1.0 / K) + eps)
     y = _finished(acc, factor, scale, bias_ptr, rows_O, P, NORM, BIAS)
     if GATED:
-        u = _finished(up, up_factor, scale, bias_ptr, ups_O, P, NORM, BIAS)
+        u = _finished(up, up_factor, scale, bias_ptr, rows_O + num_features, P, NORM, BIAS)
         y = silu_gate(y, u, dtype)
     y = y.to(dtype)
     if ADD:
@@ -257,7 +397,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
 
 
 class FewConfig(NamedTuple):
-    """A block: output features, input features of a step, its warps, and how many blocks are in flight."""
+    """A block: output features and input features of a step, its warps, and how many steps are in flight; 0 for all."""
 
     features: int
     inputs: int
@@ -329,15 +469,16 @@ def run_few(
     block = max(8, padded(tokens))
     config = config or few_config(inputs, features, block, is_8, gated)
     zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
-    segment = min(found.segment, config.inputs)
     pieces = pieces_of(inputs, found, padded(tokens))
+    step = min(config.inputs, padded(inputs // pieces))
+    segment = min(found.segment, step)
     _few_kernel[(blocks(features * pieces, config.features),)](
         x_TI, x_TI if norm is None else norm.weight_I, stored.codes, stored.scales, x_TI if zeros is None else zeros,
         x_TI if factors is None else factors, x_TI if bias_O is None else bias_O, out_TO, tokens, features, x_TI.stride(0),
-        out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, G=found.group, BO=found.rows, P=pieces, B=config.inputs // segment,
+        out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, G=found.group, BO=found.rows, P=pieces, B=step // segment,
         BM=block, BN=config.features, BK=segment, FORM=form_of(stored), WORDS=uses_words(x_TI.dtype), SCALES=found.scales,
         ZEROS=zeros is not None, FACTORS=factors is not None, NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
-        GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, num_stages=config.stages, **dependent(x_TI.device),
+        GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, AHEAD=config.stages == 0, num_stages=max(config.stages, 1), **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
 
