@@ -160,3 +160,16 @@ def test_one_token_whose_rows_lie_in_two_blocks(monkeypatch):
     close(linear.kernel(x, stored), linear.twin(x, stored), 1e-5)
     stored, norm = stored_8(36, 192, block=(8, 32)), Norm(torch.rand(192), 1e-6)  # 18 gates
     close(norm_linear_silu.kernel(x, norm, stored), norm_linear_silu.twin(x, norm, stored), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16])
+@pytest.mark.parametrize("form", ["int4 g32", "nvfp4", "e4m3 small blocks", "e4m3 rows"])
+@pytest.mark.parametrize("stages", [0, 2])
+def test_several_steps_whose_weights_are_on_their_way_early_or_not(form, tokens, stages):
+    torch.manual_seed(7)
+    stored, x = FORMS[form](12, 768), torch.randn(tokens, 768)
+    config = kernels.FewConfig(32, 64, 2, stages)
+    close(kernels.run_few(x, stored, None, torch.empty(tokens, 12), config=config), linear.twin(x, stored), 1e-5)
+    norm, out = Norm(torch.rand(768), 1e-6), torch.empty(tokens, 6)
+    kernels.run_few(x, stored, None, out, norm, gated=True, config=config)
+    close(out, norm_linear_silu.twin(x, norm, stored), 1e-5)
