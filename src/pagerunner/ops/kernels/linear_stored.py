@@ -136,25 +136,28 @@ def _add_product(
 
 
 @triton.jit
-def _pair(w_ptr, s_ptr, z_ptr, first, first_up, rows, pieces, at, segment, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr,
-          BK: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-          GATED: tl.constexpr):  # fmt: skip
-    """`_weights` of rows, and those of the up projection that belong to them."""
+def _pair(matrix, done, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, PER: tl.constexpr,
+          EVEN: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """`_weights` of rows behind `done` input features, and those of the up projection that belong to them."""
+    w_ptr, s_ptr, z_ptr, first, first_up, rows, pieces, at, segment = matrix
+    ROW: tl.constexpr = K // PER
+    at += done // PER
+    segment += done // BK
     weights = _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K, G, BO, BK, ROW, P, EVEN, SCALES, ZEROS)
     ups = weights
     if GATED:
-        ups = _weights(
-            w_ptr, s_ptr, z_ptr, first_up, rows, pieces, at, segment, K, G, BO, BK, ROW, P, EVEN, SCALES, ZEROS
-        )
+        ups = _weights(w_ptr, s_ptr, z_ptr, first_up, rows, pieces, at, segment, K, G, BO, BK, ROW, P, EVEN, SCALES, ZEROS)  # fmt: skip
     return weights, ups
 
 
 @triton.jit
-def _add_step(acc, up, square, pair, x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr,
-              NORM: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-              GATED: tl.constexpr):  # fmt: skip
+def _add_step(acc, up, square, pair, source, done, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, FORM: tl.constexpr,
+              WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     """The sums of products and of inputs' squares, and those of one step."""
-    x, x_high, more = _halves(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM, FORM >= 2)
+    x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride = source
+    x, x_high, more = _halves(
+        x_ptr, norm_ptr, k + done, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM, FORM >= 2
+    )
     acc = _add_product(acc, pair[0], x, x_high, FORM, WORDS, SCALES, ZEROS)
     if GATED:
         up = _add_product(up, pair[1], x, x_high, FORM, WORDS, SCALES, ZEROS)
@@ -216,7 +219,6 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
     if PDL:
         gdc_launch_dependents()
     PER: tl.constexpr = 2 if FORM >= 2 else 1  # codes in a byte
-    ROW: tl.constexpr = K // PER
     KP: tl.constexpr = K // P
     STEP: tl.constexpr = B * BK
     STEPS: tl.constexpr = (KP + STEP - 1) // STEP
@@ -232,56 +234,11 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
     tokens_M, tokens_T = tl.arange(0, BM) // P, tl.arange(0, BM // P)
     segment = tl.arange(0, B)
     at = segment[:, None] * (BK // PER) + tl.arange(0, BK // PER)[None, :]  # bytes of a piece
-    first_up = first_row + num_features
-    pairs = (
-        _pair(
-            w_ptr,
-            s_ptr,
-            z_ptr,
-            first_row,
-            first_up,
-            rows,
-            pieces,
-            at,
-            segment,
-            K,
-            G,
-            BO,
-            BK,
-            ROW,
-            P,
-            EVEN,
-            SCALES,
-            ZEROS,
-            GATED,
-        ),
-    )
+    matrix = (w_ptr, s_ptr, z_ptr, first_row, first_row + num_features, rows, pieces, at, segment)
+    pairs = (_pair(matrix, 0, K, G, BO, BK, P, PER, EVEN, SCALES, ZEROS, GATED),)
     if AHEAD:
         for i in tl.static_range(1, STEPS):
-            now, there = at + i * STEP // PER, segment + i * B
-            pairs = pairs + (
-                _pair(
-                    w_ptr,
-                    s_ptr,
-                    z_ptr,
-                    first_row,
-                    first_up,
-                    rows,
-                    pieces,
-                    now,
-                    there,
-                    K,
-                    G,
-                    BO,
-                    BK,
-                    ROW,
-                    P,
-                    EVEN,
-                    SCALES,
-                    ZEROS,
-                    GATED,
-                ),
-            )
+            pairs = pairs + (_pair(matrix, i * STEP, K, G, BO, BK, P, PER, EVEN, SCALES, ZEROS, GATED),)
     factor = _factor(s_ptr, r_ptr, rows_O, SCALES, FACTORS)
     if GATED:
         up_factor = _factor(s_ptr, r_ptr, rows_O + num_features, SCALES, FACTORS)
@@ -293,95 +250,17 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
         old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     k = at // 16 * 32 + at % 16 if PER == 2 else at
     acc, square = tl.zeros((B, BN, BM), tl.float32), tl.zeros((B, BM), tl.float32)
+    source = (x_ptr, norm_ptr, k, tokens_M, piece_M, num_tokens, x_stride)
     acc, up, square = _add_step(
-        acc,
-        acc,
-        square,
-        pairs[0],
-        x_ptr,
-        norm_ptr,
-        k,
-        tokens_M,
-        piece_M,
-        num_tokens,
-        x_stride,
-        KP,
-        EVEN,
-        NORM,
-        FORM,
-        WORDS,
-        SCALES,
-        ZEROS,
-        GATED,
+        acc, acc, square, pairs[0], source, 0, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED
     )
     if AHEAD:
         for i in tl.static_range(1, STEPS):
-            acc, up, square = _add_step(
-                acc,
-                up,
-                square,
-                pairs[i],
-                x_ptr,
-                norm_ptr,
-                k + i * STEP,
-                tokens_M,
-                piece_M,
-                num_tokens,
-                x_stride,
-                KP,
-                EVEN,
-                NORM,
-                FORM,
-                WORDS,
-                SCALES,
-                ZEROS,
-                GATED,
-            )
+            acc, up, square = _add_step(acc, up, square, pairs[i], source, i * STEP, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED)  # fmt: skip
     else:
         for done in range(STEP, KP, STEP):
-            now, there = at + done // PER, segment + done // BK
-            pair = _pair(
-                w_ptr,
-                s_ptr,
-                z_ptr,
-                first_row,
-                first_up,
-                rows,
-                pieces,
-                now,
-                there,
-                K,
-                G,
-                BO,
-                BK,
-                ROW,
-                P,
-                EVEN,
-                SCALES,
-                ZEROS,
-                GATED,
-            )
-            acc, up, square = _add_step(
-                acc,
-                up,
-                square,
-                pair,
-                x_ptr,
-                norm_ptr,
-                k + done,
-                tokens_M,
-                piece_M,
-                num_tokens,
-                x_stride,
-                KP,
-                EVEN,
-                NORM,
-                FORM,
-                WORDS,
-                SCALES,
-                ZEROS,
-                GATED,
-            )
+            pair = _pair(matrix, done, K, G, BO, BK, P, PER, EVEN, SCALES, ZEROS, GATED)
+            acc, up, square = _add_step(acc, up, square, pair, source, done, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED)  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     scale = tl.sum(tl.reshape(tl.sum(square, 0), (BM // P, P)), 1)
     if NORM != 0:
