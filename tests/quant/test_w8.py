@@ -10,6 +10,9 @@ import torch
 from helpers.quantise import unpacked
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import FusedLinear
+from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.stored import Stored8
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
@@ -146,6 +149,22 @@ def test_activations_may_be_rounded_where_the_writer_says_so_and_the_user_does_n
     weights = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in method.create(256, 256, torch.float32).items()}
     stored = method.stored(weights)
     assert isinstance(stored, Stored8) and stored.activations == want
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_feed_forward_computes_the_same_whoever_computes_its_gate(tokens: int) -> None:
+    torch.manual_seed(1)
+    mlp, norm = GatedMLP(32, 48, torch.float32), RMSNorm(32, 1e-6, torch.float32)
+    norm.weights["weight"] = torch.rand(32)
+    for layer in (mlp.gate_up_proj, mlp.down_proj):
+        layer.store(form("channel", rounding="token"))
+        layer.weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in layer.weights.items()}
+        layer.randomize(torch.Generator().manual_seed(2))
+    x = torch.randn(tokens, 32)
+    stream = ResidualStream(x.clone())
+    assert mlp.down_proj.takes_gate(tokens) is (tokens == 40)
+    mlp.add_to(stream, norm)
+    torch.testing.assert_close(stream.x_TD, x + mlp(norm(x)))
 
 
 def test_codes_are_copied_byte_by_byte() -> None:

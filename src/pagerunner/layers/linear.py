@@ -56,6 +56,14 @@ class Linear(Module):
         """Add the layer's output to `residual` in place."""
         self.method.apply_add_(x_TI, self.weights, residual_TO)
 
+    def takes_gate(self, tokens: int) -> bool:
+        """Whether `add_silu_` does more for so many tokens than the gate and `add_`, one after another."""
+        return self.method.takes_gate(tokens, self.weights)
+
+    def add_silu_(self, gate_up_T2I: torch.Tensor, residual_TO: torch.Tensor) -> None:
+        """Add the layer's output for `silu(gate) * up` to `residual` in place."""
+        self.method.apply_silu_add_(gate_up_T2I, self.weights, residual_TO)
+
     def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """Apply the layer to `norm(x)`."""
         return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)

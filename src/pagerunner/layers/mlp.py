@@ -44,6 +44,9 @@ class GatedMLP(FeedForward):
             super().add_to(stream, norm)
             return
         x_TD = stream.x_TD
+        if self.activation is silu_and_mul and self.down_proj.takes_gate(x_TD.shape[0]):
+            self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
+            return
         if self.activation is silu_and_mul:
             inner = self.gate_up_proj.silu_of_norm(x_TD, norm)
         else:

@@ -54,6 +54,17 @@ def linear_add_(
 
 
 @gpu_kernel("linear")
+def silu_linear_add_(
+    gate_up_T2I: torch.Tensor,
+    weight_OI: torch.Tensor | Stored,
+    residual_TO: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+) -> None:
+    """Add `linear(silu(gate) * up)` to `residual` in place."""
+    residual_TO.add_(F.linear(silu_and_mul(gate_up_T2I), matrix(weight_OI, gate_up_T2I.dtype), bias_O))
+
+
+@gpu_kernel("linear")
 def norm_linear(
     x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:

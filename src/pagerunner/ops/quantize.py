@@ -18,6 +18,8 @@ from pagerunner.ops.linear import Norm
 
 GROUP = 128
 """Input features that share a scale, where not all features of a token do."""
+ROUNDED_TOKENS = 17
+"""From so many tokens on, products may round their input. With fewer, reading the weights takes the time, and no input is rounded."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 

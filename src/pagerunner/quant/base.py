@@ -64,6 +64,14 @@ class WeightMethod(ABC):
         """Add the layer's output to `residual` in place."""
         residual_TO.add_(self.apply(x_TI, weights))
 
+    def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `apply_silu_add_` does more for so many tokens than the gate and `apply_add_`, one after another."""
+        return False
+
+    def apply_silu_add_(self, gate_up_T2I: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
+        """Add the layer's output for `silu(gate) * up` to `residual` in place."""
+        self.apply_add_(silu_and_mul(gate_up_T2I), weights, residual_TO)
+
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """The layer's output for `norm(x)`, [T, O]."""
         return self.apply(norm(x_TI), weights)

@@ -10,8 +10,8 @@ from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels import linear_rounded as kernels
 from pagerunner.ops.kernels.linear_rounded import Rounded, Tiles, product, rounding, run_rounded
-from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import dequantized, quantize
+from pagerunner.ops.linear import Norm, silu_linear_add_
+from pagerunner.ops.quantize import ROUNDED_TOKENS, dequantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense
 
 interpreter_floats.install()
@@ -85,13 +85,13 @@ def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form
     assert how is not None
 
     def want(x, before=None):
-        if x.shape[0] >= many.ROUNDED_TOKENS:
+        if x.shape[0] >= ROUNDED_TOKENS:
             x = dequantized(quantize(x, how.dtype, grouped=how.grouped, norm=before))
         elif before is not None:
             x = before(x)
         return x.float() @ dense(matrix, torch.float32).t() + (0 if bias_O is None else bias_O.float())
 
-    for tokens in (many.ROUNDED_TOKENS, many.ROUNDED_TOKENS - 1):
+    for tokens in (ROUNDED_TOKENS, ROUNDED_TOKENS - 1):
         x, residual = torch.randn(tokens, 256).half(), torch.randn(tokens, 96).half()
         close(many.linear(x, matrix, bias_O), want(x), 2e-3)
         close(many.norm_linear(x, norm, matrix, bias_O), want(x, norm), 2e-3)
@@ -101,6 +101,19 @@ def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form
         gate, up = want(x, norm).chunk(2, 1)
         got = many.norm_linear_silu(x, norm, matrix, bias_O)
         close(got, torch.nn.functional.silu(gate) * up, 4e-3)
+
+
+def test_the_gate_is_part_of_rounding():
+    matrix = matrix_of("fp8 row", 96, 128)
+    gate_up, residual = torch.randn(40, 256).bfloat16(), torch.randn(40, 96).bfloat16()
+    x = dequantized(silu_quantize(gate_up, E4M3))
+    want = residual.float() + x @ dense(matrix, torch.float32).t()
+    silu_linear_add_.kernel(gate_up, matrix, residual)
+    close(residual, want, 4e-3)
+    plain = residual.clone()
+    silu_linear_add_.kernel(gate_up, matrix._replace(activations="none"), residual)
+    silu_linear_add_.twin(gate_up, matrix, plain)
+    close(residual, plain, 4e-3)
 
 
 def test_bfloat16_goes_through_cublas(monkeypatch):

@@ -314,6 +314,19 @@ def linear_add_(
         residual_TO.add_(F.linear(x_TI, weight_OI, bias_O))
 
 
+def silu_linear_add_(
+    gate_up_T2I: torch.Tensor,
+    weight_OI: torch.Tensor | Stored,
+    residual_TO: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+) -> None:
+    """See `ops/linear.py`."""
+    if not isinstance(weight_OI, torch.Tensor) and linear_many.rounds(gate_up_T2I, weight_OI):
+        linear_many.silu_linear_add_(gate_up_T2I, weight_OI, residual_TO, bias_O)
+    else:
+        linear_add_(silu_and_mul(gate_up_T2I), weight_OI, residual_TO, bias_O)
+
+
 def norm_linear(
     x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -20,11 +20,10 @@ from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import Quantized, quantize
+from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
 
 UNPACKED_BYTES = 2**25  # unpacked at a time, at most
-ROUNDED_TOKENS = 17  # with fewer, reading the weights takes the time, and no input is rounded
 STEP = 128  # output features: a multiple of every format's blocks
 
 
@@ -70,6 +69,16 @@ def linear_add_(
     _product(x_TI, weight_OI, None, residual_TO, add=True)
     if bias_O is not None:
         residual_TO.add_(bias_O)
+
+
+def silu_linear_add_(
+    gate_up_T2I: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> None:
+    """See `ops/linear.py`. The product rounds its input."""
+    rounded = _rounding(gate_up_T2I, weight_OI)
+    assert rounded is not None
+    x = silu_quantize(gate_up_T2I, rounded.dtype, grouped=rounded.grouped)
+    residual_TO.add_(_rounded_product(x, weight_OI, bias_O, gate_up_T2I.dtype))
 
 
 def norm_linear(x_TI: torch.Tensor, norm: Norm, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
