@@ -17,8 +17,8 @@ ROUNDING = tl.constexpr(
 )  # 1.5 * 2**23: added to a float32 and subtracted, it rounds to whole numbers, halves to even
 
 
-@triton.jit(do_not_specialize=["inner", "x_row", "scale_column"])
-def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, inner, x_row, scale_column, eps, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["scale_column"])
+def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, x_row, scale_column, eps, K: tl.constexpr, BLOCK: tl.constexpr,
                      WIDE: tl.constexpr, MOST: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
                      PDL: tl.constexpr):  # fmt: skip
     """One token, of at most BLOCK features. WIDE of them share a scale."""
@@ -27,7 +27,7 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, inner, x_row, scale
     token = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK // WIDE)
     cols = groups[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-    inside = cols < inner
+    inside = cols < K
     if NORM != 0:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
     if PDL:
@@ -36,20 +36,20 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, inner, x_row, scale
     x_ptr += token * x_row
     x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if NORM != 0:
-        x *= 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / inner) + eps)
+        x *= 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / K) + eps)
         if NORM == 1:  # the plain norm rounds before it multiplies by its weight (kernels/norm.py)
             x = x.to(dtype).to(tl.float32)
         x = (x * weight).to(dtype).to(tl.float32)
     if GATED:
-        up = tl.load(x_ptr + inner + cols, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
         x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     scale = tl.where(largest == 0.0, 1.0, largest / MOST)
-    tl.store(scales_ptr + groups.to(tl.int64) * scale_column + token, scale, mask=groups * WIDE < inner)
+    tl.store(scales_ptr + groups.to(tl.int64) * scale_column + token, scale, mask=groups * WIDE < K)
     numbers = x * (1.0 / scale)[:, None]
     if codes_ptr.dtype.element_ty == tl.int8:
         numbers = tl.minimum(tl.maximum((numbers + ROUNDING) - ROUNDING, -MOST), MOST)
-    tl.store(codes_ptr + token * inner + cols, numbers.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + token * K + cols, numbers.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 def _run(x: torch.Tensor, inputs: int, dtype: torch.dtype, grouped: bool, norm: Norm | None, gated: bool) -> Quantized:
@@ -62,8 +62,8 @@ def _run(x: torch.Tensor, inputs: int, dtype: torch.dtype, grouped: bool, norm: 
     block = max(GROUP, padded(inputs))
     x = x if x.stride(1) == 1 else x.contiguous()
     _quantize_kernel[(tokens,)](
-        x, x if norm is None else norm.weight_I, codes_TI, scales_GT, inputs, x.stride(0), tokens,
-        0.0 if norm is None else norm.eps, BLOCK=block, WIDE=GROUP if grouped else block, MOST=LARGEST[dtype],
+        x, x if norm is None else norm.weight_I, codes_TI, scales_GT, x.stride(0), tokens,
+        0.0 if norm is None else norm.eps, K=inputs, BLOCK=block, WIDE=GROUP if grouped else block, MOST=LARGEST[dtype],
         NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated,
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16, **dependent(x.device),
     )  # fmt: skip
