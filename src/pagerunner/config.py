@@ -35,7 +35,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
-    "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/supported-checkpoints.md).
+    "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
     so; "none" leaves them in `dtype` everywhere, which is slower and closer to the model in floats.
     `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to

@@ -81,6 +81,8 @@ def too_large(
     smaller = dict(in_fewer_bits(model, dtype, size)) if device == "cuda" else {}
     if fitting := [f"{bits} ({human_bytes(taken)})" for bits, taken in smaller.items() if taken <= limit]:
         advice.insert(0, f"a checkpoint of this model whose weights are in {' or '.join(fitting)}")
+    if model.quantization is None and model.format is None and smaller.get("fp8", size) <= limit:
+        advice.insert(0, 'quantization="fp8", which rounds them to 8 bits while they are loaded')
     if dtype == "float32" and size // 2 < limit:
         advice.insert(0, 'dtype="bfloat16", which halves them')
     if size < total:
