@@ -142,15 +142,41 @@ def test_tokens_are_those_of_transformers(
     check(reference, run(engine(path), prompts[:1]))
 
 
-def test_weights_can_be_loaded_again_in_place_as_waking_from_sleep_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["fp8 block", "gptq zeros permuted", "awq", "nvfp4"])
+def test_weights_can_be_loaded_again_in_place_as_waking_from_sleep_does(tmp_path: Path, kind: str, keep: bool) -> None:
     path = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    quantise(path, "fp8 block")
-    model = loaded(path)
+    quantise(path, kind)
+    model = loaded(path, keep=keep)
     before = [tensor.clone() for tensor in weights(model)]
     for tensor in weights(model):
-        tensor.fill_(float("nan"))
+        tensor.view(torch.uint8).fill_(255)
     load_weights(model, path)
-    assert all(torch.equal(left, right) for left, right in zip(before, weights(model), strict=True))
+    pairs = zip(before, weights(model), strict=True)
+    assert all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "words"),
+    [
+        ("awq", "gptq", ["qweight has shape", "quantization_config (gptq)"]),
+        ("gptq", "awq", ["qweight has shape", "quantization_config (awq)"]),
+        ("int4", "awq", ["weight_packed is not part", "quantization_config (awq)"]),
+        ("fp8 block", "nvfp4", ["weight has shape", "quantization_config (modelopt)"]),
+        ("int4", "int8 packed", ["weight_packed has shape", "quantization_config (compressed-tensors)"]),
+        ("mxfp4 compressed", "nvfp4 compressed", ["weight_scale has", "quantization_config (compressed-tensors)"]),
+    ],
+)
+def test_a_file_in_another_format_than_the_config_says_is_an_error_that_names_both(
+    tmp_path: Path, kind: str, said: str, words: list[str]
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, kind)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": PACKED[said][0]}))
+    with pytest.raises(CheckpointError) as caught:
+        loaded(path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_the_models_dtype_is_rounded_to_once(tmp_path: Path) -> None:
@@ -180,7 +206,7 @@ def test_what_contradicts_the_format_is_named(tmp_path: Path) -> None:
     scale = f"{base}.weight_scale_inv"
     assert scale in rewrite(packed(), scale, None)
     plain = rewrite(packed(), f"{base}.weight", torch.zeros(32, 64, dtype=torch.bfloat16))
-    assert f"{base}.weight has dtype bfloat16; the config asks for float8_e4m3fn" in plain
+    assert f"{base}.weight has dtype bfloat16; quantization_config (fp8) asks for float8_e4m3fn" in plain
     codes = rewrite(packed(), f"{base}.weight", torch.zeros(32, 64, dtype=torch.uint8))
     assert "dtype uint8" in codes
     assert "[1, 2]" in rewrite(packed(), scale, torch.ones(2, 2)) and "[2, 2]" in rewrite(

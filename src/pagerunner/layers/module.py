@@ -46,10 +46,12 @@ class Module:
     Attributes that are modules, or tuples of modules, are children. Their names are those in the checkpoint, unless `names`
     maps the attribute's name to another one there.
     `unused_tensors` are beginnings of tensor names. A checkpoint may hold such tensors, and no part of the model uses them.
+    `asked_by` names in messages what says which tensors a checkpoint must hold.
     `cuts` are the dimensions of the module's own weights that may be divided among devices, by the weights' names.
     """
 
     unused_tensors: tuple[str, ...] = ()
+    asked_by: str = "the config"
     names: Mapping[str, str] = MappingProxyType({})
     cuts: Mapping[str, int] = MappingProxyType({})
 

@@ -58,6 +58,7 @@ class Model(Protocol):
 
     weights: dict[str, torch.Tensor]
     unused_tensors: tuple[str, ...]
+    asked_by: str
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden state of every token of the step, [T, D]."""
@@ -90,6 +91,7 @@ def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_
         held = Held.of(tensor_dtypes(Path(config.path)), getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
         Forms(config.format, getattr(torch, dtype), held, keep).store(model.checkpoint())
+        model.asked_by = f"quantization_config ({config.format.writer})"
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
@@ -158,7 +160,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 filled[name] = file.name
                 sink = _take(pending, known.get(name))
                 if sink is not None:
-                    _check_tensor(file, name, tensor, sink)
+                    _check_tensor(file, name, tensor, sink, model.asked_by)
                     copies.add(sink, tensor, f"{file}: {name}")
                 elif name.startswith(model.unused_tensors):
                     unused.append(name)
@@ -171,15 +173,17 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     if scales:
         logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
     for file, name, tied in extra:
-        _check_extra(file, name, tied, known)
+        _check_extra(file, name, tied, known, model.asked_by)
     if pending:
         names = sorted(pending)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise CheckpointError(
-            f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that its config asks for."
+            f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that {model.asked_by} asks for."
         )
     if unused:
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(unused), unused[0])
+    if _stream(model) is not None:
+        torch.cuda.empty_cache()  # what packing took is for pages now
     if progress is not None:
         progress(total, total)
     seconds = time.perf_counter() - started
@@ -273,12 +277,12 @@ def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
     return tensor.sink
 
 
-def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink) -> None:
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink, asked_by: str) -> None:
     if not sink.takes(tuple(tensor.shape)):
-        raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; the config asks for {list(sink.shape)}.")
+        raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; {asked_by} asks for {list(sink.shape)}.")
     if tensor.dtype not in sink.dtypes:
         taken = ", ".join(_dtype_name(dtype) for dtype in sink.dtypes)
-        raise CheckpointError(f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}; the config asks for {taken}.")
+        raise CheckpointError(f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}; {asked_by} asks for {taken}.")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -290,12 +294,15 @@ def _is_derived(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _check_extra(file: Path, name: str, tied: torch.Tensor | None, known: Mapping[str, CheckpointTensor]) -> None:
+def _check_extra(
+    file: Path, name: str, tied: torch.Tensor | None, known: Mapping[str, CheckpointTensor], asked_by: str
+) -> None:
     """A tied model's file may repeat the embedding as its output weights; nothing else may be left over."""
     tables = (tensor.owner.table_VD for tensor in known.values() if isinstance(tensor.owner, Embedding))
     embedding = next(tables, None)
     if tied is None or embedding is None:
-        raise CheckpointError(f"{file}: the tensor {name} is not part of the model that config.json describes.")
+        said = "config.json describes" if asked_by == Module.asked_by else f"config.json describes with {asked_by}"
+        raise CheckpointError(f"{file}: the tensor {name} is not part of the model that {said}.")
     if tied.shape != embedding.shape or not torch.equal(tied.to(embedding.dtype).to(embedding.device), embedding):
         raise CheckpointError(
             f"{file}: {name} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings."
@@ -333,17 +340,16 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
 def tensor_dtypes(directory: Path) -> dict[str, str]:
     """The dtype of every tensor of the checkpoint in `directory`, such as "BF16" or "F8_E4M3"; empty if there is no checkpoint.
 
-    Only the files' headers are read.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
+    Only the files' headers are read. A checkpoint with a missing or damaged file says nothing: its config can be planned with, and
+    whoever loads it hears why it can't be.
     """
-    if not any(directory.glob("*.safetensors")):
-        return {}
     found: dict[str, str] = {}
-    for file in checkpoint_files(directory):
-        with _opened(file) as tensors:
-            found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118, no mapping
+    try:
+        for file in checkpoint_files(directory):
+            with _opened(file) as tensors:
+                found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118, no mapping
+    except CheckpointError:
+        return {}
     return found
 
 
