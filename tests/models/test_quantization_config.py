@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.published import config_files
 from pagerunner.errors import ConfigError
-from pagerunner.models.configs.quantization import read_format, with_hf_quant_config
+from pagerunner.models.configs.quantization import asked_format, read_format, with_hf_quant_config
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.formats import Scheme
 
@@ -277,3 +277,14 @@ def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> N
     assert read_model_config(path).quantization is None
     with pytest.raises(ConfigError, match="quantization must be an object"):
         with_hf_quant_config({}, "hf_quant_config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [("fp8", "token"), ("fp8_per_channel", "token"), ("fp8_per_block", "block"), ("int8_per_channel_weight_only", "")],
+)
+def test_weights_that_are_rounded_while_loading_go_with_rounded_activations_unless_their_name_says_otherwise(
+    name, rounding
+):
+    made = asked_format(name, None, "config.json")
+    assert made is not None and [scheme.rounding for _, scheme in made.schemes] == [rounding]

@@ -32,10 +32,10 @@ _ALIASES: dict[Writer, str] = {
 _WRITERS: dict[str, Writer] = {name: writer for writer, names in _ALIASES.items() for name in names.split()}
 # What it may say of a checkpoint in floats, which is then rounded while it is loaded.
 _ONLINE = {
-    "fp8": Scheme("fp8", "channel"),
-    "fp8_per_tensor": Scheme("fp8", "channel"),  # a scale of each output feature is never coarser
-    "fp8_per_channel": Scheme("fp8", "channel"),
-    "fp8_per_block": Scheme("fp8", "block", (128, 128)),
+    "fp8": Scheme("fp8", "channel", rounding="token"),
+    "fp8_per_tensor": Scheme("fp8", "channel", rounding="token"),  # a scale of each output feature is never coarser
+    "fp8_per_channel": Scheme("fp8", "channel", rounding="token"),
+    "fp8_per_block": Scheme("fp8", "block", (128, 128), rounding="block"),
     "int8_per_channel_weight_only": Scheme("int8", "channel"),
 }
 QUANTIZATIONS = tuple(sorted({*_WRITERS, *_ONLINE}))
