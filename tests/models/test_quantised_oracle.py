@@ -313,6 +313,41 @@ def test_one_layer_may_have_8_bits_here_4_bits_there_and_floats_elsewhere(tmp_pa
     assert any(isinstance(left.method, Beside) for left, _ in linears) is keep
 
 
+def _fp8(weight: torch.Tensor) -> packers.Packed:
+    """Model Optimizer, FP8."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, codes.float() * scale
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_model_optimizer_names_modules_of_mixed_precision_and_the_output_weights_may_be_among_them(
+    tmp_path: Path, keep: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, tie_word_embeddings=False)
+    file = path / "model.safetensors"
+    packed, meant, named = {}, {}, {}
+    for name, weight in load_file(file).items():
+        module = name.removesuffix(".weight")
+        own, meant[name] = {"weight": weight}, weight
+        if module.endswith(("q_proj", "k_proj", "v_proj")):
+            own, meant[name] = _fp8(weight)
+            named[module] = {"quant_algo": "FP8"}
+        elif module.endswith(("_proj", "lm_head")):
+            own, meant[name] = packers.nvfp4(weight)
+            named[module] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        packed |= {f"{module}.{suffix}": tensor for suffix, tensor in own.items()}
+    assert "lm_head" in named
+    save_file(packed, file)
+    said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named, "ignore": ["mtp*"]}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    found, plain = loaded(path, keep=keep), plain_copy(path, tmp_path / "plain", meant)
+    for left, right in zip(matrices(found), matrices(loaded(plain)), strict=True):
+        assert torch.equal(left, right)
+    check(transformers.AutoModelForCausalLM.from_pretrained(plain).eval(), run(engine(path), [prompt(1, 9)]))
+
+
 def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,11 +256,30 @@ def test_gptq_has_settings_by_module() -> None:
     assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
 
 
+def test_mixed_precision_of_model_optimizer_says_each_modules_format() -> None:
+    layers = {LAYER: {"quant_algo": "NVFP4", "group_size": 16}, "model.layers.3.mlp.experts": {"quant_algo": "FP8"}}
+    said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    found = read_format(said, "config.json")
+    assert found.scheme(LAYER) == Scheme("fp4", "group", (1, 16), rounding="static") and found.names(LAYER)
+    assert found.scheme("model.layers.3.mlp.experts.7.up_proj") == Scheme("fp8", "tensor", rounding="static")
+    assert found.scheme("lm_head") is None and not found.names("lm_head")
+    for wrong, message in (
+        ({}, "quantized_layers must be an object"),
+        ({LAYER: 4}, f"quantized_layers has {LAYER}, which must be"),
+        ({LAYER: {"quant_algo": "INT8"}}, "quant_algo is 'INT8'"),
+        ({LAYER: {"quant_algo": "NVFP4", "group_size": 32}}, "group_size is 32"),
+        ({LAYER: {"quant_algo": "FP8", "twist": 2}}, "twist is 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_format({**said, "quantized_layers": wrong}, "config.json")
+
+
 @pytest.mark.parametrize("file", sorted(config_files()), ids=lambda file: file.stem)
 def test_what_published_files_say_is_read(file: Path) -> None:
     values = json.loads(file.read_text()).get("quantization_config")
     if values is not None:
-        assert read_format(values, file.name).scheme("model.layers.3.mlp.experts.0.down_proj") is not None
+        mlp = "model.layers.3.mlp.experts.0.down_proj" if "expert" in file.read_text() else LAYER
+        assert read_format(values, file.name).scheme(mlp) is not None
 
 
 def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:

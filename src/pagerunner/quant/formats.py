@@ -161,6 +161,10 @@ class Format:
         """Whether there are forms for all of its schemes (`models/checkpoint/forms.py`)."""
         return all(scheme.is_w8 or scheme.is_packed for _, scheme in self.schemes)
 
+    def names(self, module: str) -> bool:
+        """Whether a scheme is for this module by a name, and not for all modules."""
+        return any(names.entries != ("re:.*",) and names.match(module) for names, _ in self.schemes)
+
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised, or that is a part of a module that isn't."""
         around, _, own = module.rpartition(".")

@@ -82,6 +82,8 @@ class Forms:
                 raise ConfigError(f"{next(iter(modules.values()))}: {error}") from None
 
     def _scheme(self, owner: Module, name: str) -> Scheme | None:
+        if isinstance(owner, Linear) and owner.plain and not self.checkpoint.names(name):
+            return None
         if self.checkpoint.writer == "mxfp4" and not isinstance(owner, Experts):
             return None  # it is made for experts alone
         if self.checkpoint.writer == "online" and isinstance(owner, Linear) and owner.needs_dense:
@@ -160,6 +162,11 @@ def _only_unpacked(form: StoredMethod) -> bool:
     return isinstance(form, Packed8) and form.packing.zeros
 
 
+def _may_be_stored(owner: Linear, name: str) -> bool:
+    """Whether a format may be for a linear. Of plain ones it is the output weights alone, and only by their name."""
+    return not owner.plain or name.endswith("lm_head.weight")
+
+
 def _sources(tensors: Iterable[CheckpointTensor]) -> dict[Module, dict[str, str]]:
     """Of each layer that formats are for: the names of the checkpoint's modules that its parts come from."""
     found: dict[Module, dict[str, str]] = {}
@@ -167,6 +174,6 @@ def _sources(tensors: Iterable[CheckpointTensor]) -> dict[Module, dict[str, str]
         owner = tensor.owner
         if tensor.instead_of or tensor.name.endswith("bias"):
             continue
-        if isinstance(owner, Experts) or (isinstance(owner, Linear) and not owner.plain):
+        if isinstance(owner, Experts) or (isinstance(owner, Linear) and _may_be_stored(owner, tensor.name)):
             found.setdefault(owner, {})[tensor.part] = tensor.name.removesuffix(".weight")
     return found

@@ -148,18 +148,42 @@ def _read_fp8(fields: Fields) -> Format:
 
 
 def _read_modelopt(fields: Fields) -> Format:
-    algorithm = fields.choice("quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4"))
-    group = fields.integer("group_size", 16)
-    if group != 16 and algorithm != "FP8":
-        raise fields.error("group_size", f"is {group}; NVFP4 has groups of 16.")
+    algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     groups = fields.take("config_groups")  # newer files say the same twice
     if groups is not None and not isinstance(groups, dict):
         raise fields.error("config_groups", f"must be an object, got {groups!r:.80}.")
-    scheme = Scheme("fp8", "tensor", rounding="static")
-    if algorithm != "FP8":
-        rounding: Rounding = "static" if algorithm == "NVFP4" else ""
-        scheme = Scheme("fp4", "group", (1, group), rounding=rounding)
-    return Format("modelopt", ((ALL, scheme),), Names("wildcard", _list(fields, "ignore", "exclude_modules")))
+    ignored = Names("wildcard", _list(fields, "ignore", "exclude_modules"))
+    if algorithm == "MIXED_PRECISION":
+        return Format("modelopt", _mixed_schemes(fields), ignored)
+    return Format("modelopt", ((ALL, _modelopt_scheme(fields, algorithm)),), ignored)
+
+
+_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
+
+
+def _modelopt_scheme(fields: Fields, algorithm: str) -> Scheme:
+    group = fields.integer("group_size", 16)
+    if algorithm == "FP8":
+        return Scheme("fp8", "tensor", rounding="static")
+    if group != 16:
+        raise fields.error("group_size", f"is {group}; NVFP4 has groups of 16.")
+    return Scheme("fp4", "group", (1, group), rounding="static" if algorithm == "NVFP4" else "")
+
+
+def _mixed_schemes(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
+    """What `quantized_layers` says of modules by their names."""
+    layers = fields.take("quantized_layers")
+    if not isinstance(layers, dict) or not layers:
+        raise fields.error("quantized_layers", f"must be an object with at least one module, got {layers!r:.80}.")
+    found: dict[Scheme, list[str]] = {}
+    for name, said in layers.items():
+        if not isinstance(said, dict):
+            raise fields.error("quantized_layers", f"has {name}, which must be an object, got {said!r:.80}.")
+        inside = fields.inside(f"quantized_layers.{name}", said)
+        scheme = _modelopt_scheme(inside, inside.choice("quant_algo", _ALGORITHMS))
+        inside.finish()
+        found.setdefault(scheme, []).append(name)
+    return tuple((Names("module", tuple(names)), scheme) for scheme, names in found.items())
 
 
 _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
