@@ -133,19 +133,22 @@ def test_a_part_may_have_another_name_in_the_checkpoint() -> None:
     assert list(targets(Named(), "x.")) == ["x.outer.weight", "x.other.weight"]
 
 
-def test_experts_add_to_the_residual_stream() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "pending"), [(1, False), (1, True), (5, False)])
+def test_experts_add_to_the_residual_stream(gated: bool, tokens: int, pending: bool) -> None:
     f32 = torch.float32
-    shared, gate = GatedMLP(4, 5, f32), Linear(4, 1, f32)
+    shared, gate = GatedMLP(4, 5, f32), Linear(4, 1, f32) if gated else None
     router = Router(4, 3, f32, Routing(2, normalise=True), bias="bias")
     experts = SparseMLP(router, Experts(ExpertSizes(3, 4, 6), f32), shared=shared, shared_gate=gate)
     norm = RMSNorm(4, 1e-6, f32)
     give_memory(norm), give_memory(experts)
-    x = torch.randn(5, 4)
-    want = x + experts(norm(x))
-    stream = ResidualStream(x)
+    x, before = torch.randn(tokens, 4), torch.randn(tokens, 4)
+    stream = ResidualStream(x.clone())
+    if pending:
+        stream.pending_TD, x = before, x + before
     experts.add_to(stream, norm)
-    stream.normed(norm)
-    torch.testing.assert_close(stream.x_TD, want)
+    assert stream.pending_TD is None
+    torch.testing.assert_close(stream.x_TD, x + experts(norm(x)))
 
 
 def test_embedding_looks_up_and_scores() -> None:

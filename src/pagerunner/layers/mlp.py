@@ -46,9 +46,11 @@ class GatedMLP(FeedForward):
         x_TD = stream.x_TD
         if self.activation is silu_and_mul and self.down_proj.takes_gate(x_TD.shape[0]):
             self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
-            return
-        if self.activation is silu_and_mul:
-            inner = self.gate_up_proj.silu_of_norm(x_TD, norm)
         else:
-            inner = self.activation(self.gate_up_proj.of_norm(x_TD, norm))
-        self.down_proj.add_(inner, x_TD)
+            self.down_proj.add_(self.inner_of_norm(x_TD, norm), x_TD)
+
+    def inner_of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """What `down_proj` gets for `norm(x)`, [T, inner]."""
+        if self.activation is silu_and_mul:
+            return self.gate_up_proj.silu_of_norm(x_TD, norm)
+        return self.activation(self.gate_up_proj.of_norm(x_TD, norm))

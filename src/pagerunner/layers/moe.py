@@ -221,13 +221,18 @@ class SparseMLP(FeedForward):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. Nothing is pending afterwards."""
-        if stream.pending_TD is None:
-            normed_TD, routes = self.router.of_norm(stream.x_TD, norm)
-        else:
+        if stream.pending_TD is not None:
             normed_TD = stream.normed(norm)
-            routes = self.router(normed_TD)
-        self.experts.add_(normed_TD, routes, stream.x_TD)
-        self._add_shared(normed_TD, stream.x_TD)
+            self.experts.add_(normed_TD, self.router(normed_TD), stream.x_TD)
+            self._add_shared(normed_TD, stream.x_TD)
+        elif self.shared is not None and self.shared_gate is None and stream.x_TD.shape[0] == 1:
+            inner = self.shared.inner_of_norm(stream.x_TD, norm)  # before the experts add to the stream
+            self.experts.add_(*self.router.of_norm(stream.x_TD, norm), stream.x_TD)
+            self.shared.down_proj.add_(inner, stream.x_TD)
+        else:
+            normed_TD, routes = self.router.of_norm(stream.x_TD, norm)
+            self.experts.add_(normed_TD, routes, stream.x_TD)
+            self._add_shared(normed_TD, stream.x_TD)
 
     def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
         if self.shared is None:
