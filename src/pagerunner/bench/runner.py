@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
+from pagerunner.bench.experts import ExpertsRead
 from pagerunner.bench.floors import Floor
 from pagerunner.bench.workloads import BenchRequest
 from pagerunner.errors import PagerunnerError
@@ -50,7 +51,8 @@ class Generator(Protocol):
 
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the repetitions, and the best of them; times in seconds, rates per second. Prefix hits are tokens of one
-    repetition. `floor` is what the card allows, where that is known.
+    repetition. `floor` is what the card allows, where that is known. `touched` are experts that the last repetition read, and calls of a
+    mixture's layer; `experts` is what follows from them.
     """
 
     label: str
@@ -67,10 +69,13 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     best_output_tokens_per_second: float
     best_total_tokens_per_second: float
     floor: Floor | None = None
+    experts: ExpertsRead | None = None
+    touched: tuple[int, int] = (0, 0)
 
     def text(self) -> str:
         """Lines for a person."""
         floor = "" if self.floor is None else f"\n{self.floor.text()}"
+        experts = "" if self.experts is None else f"\n{self.experts.text()}"
         runs = ", ".join(f"{value:.3f}" for value in self.seconds)
         return (
             f"{self.label}: {self.num_requests} requests, {self.prompt_tokens} prompt tokens "
@@ -79,7 +84,7 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  requests/s: {self.num_requests / self.best:.2f}, median {self.requests_per_second:.2f}\n"
             f"  output tokens/s: {self.best_output_tokens_per_second:.1f}, "
             f"median {self.output_tokens_per_second:.1f}\n"
-            f"  total tokens/s: {self.best_total_tokens_per_second:.1f}, median {self.total_tokens_per_second:.1f}{floor}"
+            f"  total tokens/s: {self.best_total_tokens_per_second:.1f}, median {self.total_tokens_per_second:.1f}{floor}{experts}"
         )
 
 
@@ -113,18 +118,21 @@ def throughput(
     warmups: int,
     rounds: Callable[[int], Iterable[int]] = range,
     draws: Draws = GREEDY,
+    touched: Callable[[], tuple[int, int]] = lambda: (0, 0),
 ) -> ThroughputReport:
     """Run `make(salt)` with a fresh salt per round: `warmups` rounds unmeasured, then `repetitions` with salts from 0 on.
 
-    `rounds` may draw a progress bar. `draws` says how tokens are chosen.
+    `rounds` may draw a progress bar. `draws` says how tokens are chosen. `touched` counts experts, and calls of a mixture's layer, so far.
     """
+    before = touched()
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     for index in rounds(warmups + repetitions):
-        requests = make(_salt(index, warmups, repetitions))
+        requests, before = make(_salt(index, warmups, repetitions)), touched()
         elapsed, outputs = _timed(llm, requests, draws)
         if index >= warmups:
             seconds.append(elapsed)
+    after = touched()
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     median, best = statistics.median(seconds), min(seconds)
@@ -142,6 +150,7 @@ def throughput(
         best=best,
         best_output_tokens_per_second=generated / best,
         best_total_tokens_per_second=(generated + prompt_tokens) / best,
+        touched=(after[0] - before[0], after[1] - before[1]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pagerunner.bench.ceilings import measure_ceilings
+from pagerunner.bench.experts import experts_read
 from pagerunner.bench.floors import Ceilings, DenseModel
 from pagerunner.bench.runner import Draws, LatencyReport, ThroughputReport, latency, throughput
 from pagerunner.bench.shapes import SHAPES
@@ -142,8 +144,11 @@ def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> Through
     draws = _draws(namespace)
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
-    measure: Callable[..., ThroughputReport | LatencyReport]
-    measure = throughput if namespace.what == "throughput" else latency
+    measure: Callable[..., ThroughputReport | LatencyReport] = latency
+    if namespace.what == "throughput":
+        from pagerunner.engine.startup.mixture import touched_so_far
+
+        measure = functools.partial(throughput, touched=lambda: touched_so_far(llm.device))
     repetitions, warmups = _DEFAULTS[namespace.what]
     report = measure(
         llm,
@@ -155,8 +160,26 @@ def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> Through
         draws=draws,
     )
     if isinstance(report, ThroughputReport):
+        report = _with_experts(namespace, args, llm, report)
         return _with_floor(namespace, args, llm, report, source(vocab_size, 0))
     return report
+
+
+def _with_experts(
+    namespace: argparse.Namespace, args: EngineArgs, llm: LLM, report: ThroughputReport
+) -> ThroughputReport:
+    """The report with the share of experts that a mixture's steps touched, and the time that reading them takes at least."""
+    from pagerunner.engine.startup.mixture import Mixture
+
+    touched, calls = report.touched
+    mixture = Mixture.read(args, llm.dtype, llm.device) if calls else None
+    if mixture is None:
+        return report
+    ceilings = None
+    if namespace.ceilings is not None or llm.device == "cuda":
+        ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
+    bandwidth = None if ceilings is None else ceilings.bytes_per_second
+    return msgspec.structs.replace(report, experts=experts_read(mixture, touched, calls, bandwidth))
 
 
 def _draws(namespace: argparse.Namespace) -> Draws:

@@ -5,6 +5,7 @@ A pair is a token and one of its experts; pair `t * A + a` is token t's a-th. Al
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,6 +50,15 @@ class Routes(NamedTuple):
     starts_E1: torch.Tensor | None = None
 
 
+@functools.cache
+def touched_experts(device: torch.device) -> torch.Tensor:
+    """How many experts the products on this device have read since the process began, and in how many calls: int64 [2].
+
+    Whoever chooses experts counts those that any token of the step was sent to. A measurement reads the difference of two moments.
+    """
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
 class Unrouted(NamedTuple):
     """Tokens whose experts are still to be chosen: what `route` takes."""
 
@@ -88,6 +98,7 @@ def route(
         experts_TA = choice_TE.topk(routing.active, dim=-1).indices
     else:
         experts_TA = chosen_TA
+    touched_experts(logits_TE.device).add_(torch.tensor([len(experts_TA.unique()), 1], device=logits_TE.device))
     weights_TA = scores_TE.gather(-1, experts_TA)
     if routing.normalise:
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)

@@ -7,9 +7,11 @@ import functools
 import pytest
 import torch
 
+from pagerunner.ops.activation import SILU
 from pagerunner.ops.kernels import moe_routing
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.routing import Routes, Routing, Unrouted, expert_logits, norm_expert_logits, route, touched_experts
 
 ROUTINGS = [
     (Routing(1), False),
@@ -72,3 +74,27 @@ def test_logits(tokens):
         norm = Norm(torch.randn(40), 1e-6, offset)
         got, want = (op(x, norm, weight, bias) for op in (norm_expert_logits.kernel, norm_expert_logits.twin))
         close(got[0], want[0]), close(got[1], want[1])
+
+
+def test_experts_that_were_read_are_counted():
+    """By the kernels that choose at once, in blocks, or weigh given experts, and by those of one token; and by the twin."""
+    x, gate_up, down = torch.randn(40, 32), torch.randn(5, 12, 32), torch.randn(5, 32, 6)
+    logits = torch.tensor([9.0, 8.0, -9.0, 0.0, 0.0]).repeat(40, 1) + torch.randn(40, 5)
+    meter = touched_experts(logits.device)
+
+    def counted(run) -> list[int]:
+        before = meter.clone()
+        run()
+        return (meter - before).tolist()
+
+    routing, few = Routing(2), logits[:3]
+    wanted = [len(route.twin(few, routing).experts_TA.unique()), 1]
+    assert counted(lambda: route.kernel(few, routing)) == wanted == counted(lambda: route.twin(few, routing))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_routing, "_MOST_AT_ONCE", 64)
+        all_wanted = [len(route.twin(logits, routing).experts_TA.unique()), 1]
+        assert counted(lambda: route.kernel(logits, routing)) == all_wanted
+    chosen = torch.tensor([[4, 4], [0, 4], [4, 0]])
+    assert counted(lambda: route.kernel(few, routing, None, chosen)) == [2, 1]
+    one = Unrouted(logits[:1], routing)
+    assert counted(lambda: moe_experts.kernel(x[:1], one, gate_up, down, SILU)) == [2, 1]

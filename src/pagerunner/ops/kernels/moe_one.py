@@ -21,10 +21,10 @@ from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import gated
 from pagerunner.ops.kernels.codes import numbers4, numbers8
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.moe_routing import choose, kind_of_scores
+from pagerunner.ops.kernels.moe_routing import choose, kind_of_scores, note_touched
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
-from pagerunner.ops.routing import Unrouted
+from pagerunner.ops.routing import Unrouted, touched_experts
 from pagerunner.ops.stored import Stored
 
 
@@ -171,7 +171,7 @@ def _up_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_p
 
 
 @triton.jit
-def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, factor, A: tl.constexpr, BA: tl.constexpr,
+def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, touched_ptr, factor, A: tl.constexpr, BA: tl.constexpr,
                  E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
                  GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
@@ -203,6 +203,8 @@ def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias
         y *= weights[:, None]
     y = tl.sum(tl.where(live, y, 0.0), 0).to(dtype).to(tl.float32)
     tl.store(out_ptr + features, (old + y).to(dtype), mask=features < N)
+    if tl.program_id(0) == 0:
+        note_touched(touched_ptr, tl.sum((index < A).to(tl.int32), 0))
 
 
 class OneConfig(NamedTuple):
@@ -263,7 +265,8 @@ def one_token(
     (*tensors, _, _), form = stored_args(down, x_1D.dtype)
     config = configs[1] if configs else down_config(inner, active, form["FORM"])
     _down_kernel[(blocks(features, config.rows),)](
-        inner_AI, logits_1E, choice, *tensors, x_1D if down_bias is None else down_bias, out_1D, routing.factor,
+        inner_AI, logits_1E, choice, *tensors, x_1D if down_bias is None else down_bias, out_1D,
+        touched_experts(x_1D.device), routing.factor,
         BA=padded(active), N=features, K=inner, BN=config.rows, BK=config.inputs, BIAS=down_bias is not None,
         WEIGH=not weigh_inputs, ADD=add, num_warps=config.warps, **own, **form, **dependent(x_1D.device),
     )  # fmt: skip

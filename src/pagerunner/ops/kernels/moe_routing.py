@@ -15,12 +15,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import Routes, Routing
+from pagerunner.ops.routing import Routes, Routing, touched_experts
 
 _KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _MOST_AT_ONCE = 8192  # scores of a program
 _FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
 TAKEN = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def note_touched(touched_ptr, count):
+    """One call that reads so many experts."""
+    tl.atomic_add(touched_ptr, count.to(tl.int64))
+    tl.atomic_add(touched_ptr + 1, count.to(tl.int64) * 0 + 1)
 
 
 @triton.jit
@@ -104,7 +111,7 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, num_tokens, factor,
+def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor,
                   A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
                   NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
                   BG: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -132,10 +139,11 @@ def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, sta
         tl.store(order_ptr + places, pairs, mask=chosen)
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
+        note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
-def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
+def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
                   BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens."""
     if PDL:
@@ -164,6 +172,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, num_tokens, nu
     if block == 0:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
+        note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
 
 
 @triton.jit
@@ -186,7 +195,7 @@ def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e places expert e's pairs, in their own order, behind those of all smaller experts."""
     if PDL:
         gdc_launch_dependents()
@@ -199,6 +208,7 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.const
         ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
         smaller += (mask & (ids < expert)).to(tl.int32)
     place = tl.sum(smaller, 0)
+    first_place = place
     tl.store(starts_ptr + expert, place)
     for first in range(0, num_pairs, BLOCK):
         mask = first + index < num_pairs
@@ -207,8 +217,11 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.const
         rank = tl.cumsum(own, 0) - own
         tl.store(order_ptr + place + rank, first + index, mask=own != 0)
         place += tl.sum(own, 0)
+    if first_place < place:
+        tl.atomic_add(touched_ptr, (place * 0 + 1).to(tl.int64))
     if expert == tl.num_programs(0) - 1:
         tl.store(starts_ptr + expert + 1, place)
+        tl.atomic_add(touched_ptr + 1, (place * 0 + 1).to(tl.int64))
 
 
 @triton.jit
@@ -252,7 +265,13 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     starts_E1 = experts_TA.new_empty(experts + 1, dtype=torch.int32)
     pairs = order_P.shape[0]
     _order_kernel[(experts,)](
-        experts_TA, order_P, starts_E1, pairs, BLOCK=2048 if pairs > 256 else 256, **dependent(experts_TA.device)
+        experts_TA,
+        order_P,
+        starts_E1,
+        touched_experts(experts_TA.device),
+        pairs,
+        BLOCK=2048 if pairs > 256 else 256,
+        **dependent(experts_TA.device),
     )
     return order_P, starts_E1
 
@@ -320,19 +339,20 @@ def route(
     experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
+    touched = touched_experts(device)
     at_once = tokens * padded(experts) <= _MOST_AT_ONCE
     rows = padded(max(tokens, 1)) if at_once else max(1, _MOST_AT_ONCE // padded(experts))
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
     warps = 1 if rows == 1 and at_once else 8 if rows > 8 else 4
     _route_kernel[(count,)](
-        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, tokens,
+        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
         BG=padded(routing.groups), ORDER=at_once, num_warps=warps, **own,
     )  # fmt: skip
     if not at_once:
         _place_kernel[(count,)](
-            experts_TA, counts, order_P, starts_E1, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
+            experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
             BC=max(1, 4096 // padded(experts)), num_warps=8, **dependent(device),
         )  # fmt: skip
     return Routes(weights_TA, experts_TA, order_P, starts_E1)

@@ -1,0 +1,45 @@
+"""What a mixture of experts has in memory, and how much of it steps have read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
+from pagerunner.layers.moe import Experts
+from pagerunner.models.checkpoint.loader import build_model, weights_bytes
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.ops.routing import touched_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Bytes of a mixture's weights as they are stored: of an expert, and of all that every step reads; layers and their experts."""
+
+    expert_bytes: int
+    other_bytes: int
+    layers: int
+    experts: int
+
+    @classmethod
+    def read(cls, args: EngineArgs, dtype: str, device: str) -> Mixture | None:
+        """Of the model that `args` name; None if it isn't a mixture."""
+        config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
+        model = build_model(config, cast(Dtype, dtype), keep_forms=device == "cuda")
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        if not layers:
+            return None
+        own = sum(tensor.nbytes for module in layers for tensor in module.weights.values())
+        # a step looks up rows of the embedding
+        table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
+        experts = layers[0].sizes.experts
+        return cls(own // (len(layers) * experts), weights_bytes(model) - own - table, len(layers), experts)
+
+
+def touched_so_far(device: str) -> tuple[int, int]:
+    """Experts read in this process, and calls of a layer in which they were."""
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    touched, calls = touched_experts(where).tolist()
+    return touched, calls
