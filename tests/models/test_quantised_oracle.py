@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers import packers
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+from helpers.checkpoints_image import make_image_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.deepseek_v4 import make_published_checkpoint
@@ -28,6 +30,7 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts
+from pagerunner.models.checkpoint.forms import Held, summary
 from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.base import UnquantizedExperts
@@ -84,8 +87,22 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "deepseek_v3": _small(make_latent_checkpoint, "deepseek_v3", q_lora_rank=32, **_LATENT),
     "deepseek_v32": _small(make_latent_checkpoint, "deepseek_v32", q_lora_rank=32, **_LATENT),
 }
-CASES = [*by_turns(FAMILIES, [*CONFIGS, *PACKED], each=2), ("gpt_oss", "mxfp4"), ("gpt_oss", "int4")]
-MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False)}
+
+
+def _image(folder: Path) -> Path:
+    """Text and images; the text model's tensors are called language_model.model."""
+    make_image_checkpoint(folder / "mistral3", "mistral3", old_names=True)
+    return folder / "mistral3"
+
+
+CASES = [
+    *by_turns(FAMILIES, [*CONFIGS, *PACKED], each=2),
+    ("gpt_oss", "mxfp4"),
+    ("gpt_oss", "int4"),
+    ("mistral3", "fp8 block"),
+    ("mistral3", "awq"),
+]
+MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False), "mistral3": _image}
 
 
 def matrices(model: Model) -> list[torch.Tensor]:
@@ -274,6 +291,21 @@ def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(t
         assert torch.equal(left, right)
 
 
+def test_the_dtype_of_scales_is_the_files_and_fp8_has_no_say_in_it() -> None:
+    said = {
+        "model.layers.0.a.weight": "F8_E4M3",
+        "model.layers.0.a.weight_scale": "F32",
+        "language_model.model.layers.0.b.weight_packed": "I32",
+        "language_model.model.layers.0.b.weight_scale": "F16",
+        "model.layers.0.c.weight": "BF16",
+        "model.layers.0.c.bias": "BF16",
+        "model.layers.0.d.weight": "BF16",
+        "model.layers.0.d.weight_scale": "F32",
+    }
+    assert Held.of(said, torch.bfloat16) == Held(frozenset({"layers.0.c"}), torch.float16)
+    assert Held.of({}, torch.bfloat16) == Held(frozenset(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_one_layer_may_have_8_bits_here_4_bits_there_and_floats_elsewhere(tmp_path: Path, keep: bool) -> None:
     path = make_checkpoint(tmp_path, "qwen2", tokenizer=False)
@@ -360,10 +392,14 @@ def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
         "weights (fp8, unpacked to float32)",
         weights_bytes(build_model(read_model_config(path), "float32")),
     )
+    assert re.fullmatch(
+        r"\d+ layers unpacked, 1 as they were", summary(build_model(read_model_config(path), "float32").modules())
+    )
     on_gpu = resolve(EngineArgs(model=str(path), device="cuda", **sizes), 2**30, plan_only=True).plan
     model = build_model(read_model_config(path), "float32", keep_forms=True)
     assert on_gpu.other[0] == ("weights (fp8, as stored)", weights_bytes(model))
     assert any(type(getattr(module, "method", None)) is W8 for module in model.modules())
+    assert re.fullmatch(r"\d+ layers in few bits, 1 as they were", summary(model.modules()))
 
 
 def test_scales_may_lie_in_another_file_than_the_numbers_and_sleep_reads_both_again(tmp_path: Path) -> None:

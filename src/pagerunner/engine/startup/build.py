@@ -33,6 +33,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.memory.units import human_bytes
+from pagerunner.models.checkpoint.forms import summary
 from pagerunner.models.checkpoint.loader import (
     Model,
     build_model,
@@ -216,6 +217,8 @@ def _load_model(
     config = resolved.config
     with meter.phase("model", "constants"):
         model = build_model(resolved.model, config.dtype, config.device)
+        if resolved.model.format is not None:
+            logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
 
     def fill_weights() -> None:
         if config.load_format == "dummy":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -45,7 +46,8 @@ class Held:
         plain = (
             name for name, own in suffixes.items() if own.keys() <= {"weight", "bias"} and own.get("weight") in _FLOATS
         )
-        groups = (own[suffix] for own in suffixes.values() for suffix in ("scales", "weight_scale") if suffix in own)
+        packed = (own for own in suffixes.values() if not own.keys().isdisjoint(("qweight", "weight_packed")))
+        groups = (own[suffix] for own in packed for suffix in ("scales", "weight_scale") if suffix in own)
         scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
         return cls(frozenset(plain), scales)
 
@@ -155,6 +157,18 @@ class Forms:
             "deepseek-v4": "deepseek",
         }
         return layouts[writer]
+
+
+def summary(modules: Iterable[Module]) -> str:
+    """How many of a model's layers have which form: "144 layers in few bits, 4 unpacked, 1 as they were"."""
+    found: Counter[str] = Counter()
+    for module in modules:
+        if isinstance(module, Linear | Experts):
+            kept = isinstance(module.method, StoredMethod | StoredExperts | Beside)
+            unpacked = isinstance(module.method, Dequantized | DequantizedExperts)
+            found["in few bits" if kept else "unpacked" if unpacked else "as they were"] += 1
+    kinds = [(found[kind], kind) for kind in ("in few bits", "unpacked", "as they were") if found[kind]]
+    return ", ".join(f"{count} layers {kind}" if not i else f"{count} {kind}" for i, (count, kind) in enumerate(kinds))
 
 
 def _only_unpacked(form: StoredMethod) -> bool:
