@@ -65,7 +65,7 @@ def steps() -> dict[str, Step]:
     """All steps, in the order in which they run."""
     # compiling kernels is most of the tests' time; under the checker, starting a process is
     alone = ("-m", "pytest", "-p", "no:cacheprovider", "--tb=short")
-    pytest = (*alone, "-n", "8") if find_spec("xdist") else alone
+    pytest = (*alone, "-n", str(max(1, (os.cpu_count() or 1) // 2))) if find_spec("xdist") else alone
     # without torch's cache every tensor is an allocation of its own, which the checker knows the end of
     sanitizer = (
         "env",
@@ -79,7 +79,7 @@ def steps() -> dict[str, Step]:
         "all",
     )
     found = {
-        "tests": Step((PYTHON, *pytest, "tests/gpu"), 240, 30),
+        "tests": Step((PYTHON, *pytest, "tests/gpu"), 480, 30),
         "compiled": Step(script("check_compiled.py"), 120, 8),  # what the tests have left in Triton's cache
         "host-copy": Step(script("bench_host_copy.py", "--gib", "8"), 60, 4),
         "chain": Step(script("bench_kernels.py", "--sections", "chain"), 90, 12),
