@@ -65,6 +65,7 @@ def test_numbers_of_rows(rows: int) -> None:
 
 def test_more_tokens_than_the_schedule_looks_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_decode, "BLOCK", 4)
+    monkeypatch.setattr(latent_decode, "PAIRS", 8)
     case = Case((RowCase(150, 6), RowCase(0, 3), RowCase(90, 4)), in_graph=True, padding=2)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)

@@ -26,8 +26,9 @@ from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, pa
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
 SNAP = 4  # tiles by which a cut may move to a border
-BLOCK = 256  # tokens that the schedule looks at together
-SLICES = 32  # slices that it looks at together
+BLOCK = 256  # tokens that the schedule looks at together, at most; and pairs of a token and a slice
+PAIRS = 8192
+MOST_PARTS = 64  # of one query, because each costs as much to merge as a third of a tile to compute
 
 
 @triton.jit(do_not_specialize=["num_tokens", "slices"])
@@ -239,8 +240,8 @@ class ValuesConfig(NamedTuple):
 
 
 def decode_tiles(heads: int, tokens: int, exact: bool) -> Tiles:
-    """By measurement (docs/performance.md). Few tokens get more and shorter slices, because their parts are merged faster."""
-    least = 4 if tokens <= 2 else 8
+    """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed."""
+    least = 1 if tokens <= 2 else 2
     if exact:
         return Tiles(16, 32, 8, 1, 1, least)
     block = min(64, max(16, padded(heads)))
@@ -252,8 +253,8 @@ def decode_tiles(heads: int, tokens: int, exact: bool) -> Tiles:
 def values_config(tokens: int) -> ValuesConfig:
     """By measurement (docs/performance.md)."""
     if tokens <= 8:
-        return ValuesConfig(16, 1, 16, 4)
-    return ValuesConfig(128, 16, 1, 8)
+        return ValuesConfig(16, 1, 16 if tokens <= 2 else 8, 4)
+    return ValuesConfig(64, 16, 2, 8) if tokens <= 64 else ValuesConfig(128, 16, 1, 8)
 
 
 class Schedule(NamedTuple):
@@ -275,11 +276,12 @@ class Partial(NamedTuple):
 def run_schedule(rows: StepRows, slices: int, tiles: Tiles) -> Schedule:
     """Divide the step's queries."""
     tokens = rows.num_tokens
+    block = min(BLOCK, max(16, padded(tokens)))
     sizes = [4 * (tokens + 1), -(-2 * tokens // 4) * 4, 2 * (slices + 1)]
     schedule = Schedule(*torch.empty(sum(sizes), dtype=torch.int32, device=rows.row_T.device).split(sizes))
     _schedule_kernel[(1,)](
         rows.row_T, rows.slots_R, rows.positions_T, *schedule, tokens, slices,
-        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, BLOCK=BLOCK, BS=SLICES, num_warps=4,
+        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, BLOCK=block, BS=min(256, PAIRS // block), num_warps=4,
     )  # fmt: skip
     return schedule
 
@@ -343,7 +345,8 @@ def latent_values(
     """See the twin."""
     tokens, heads = q_THC.shape[:2]
     tiles = decode_tiles(heads, tokens, q_THC.dtype == torch.float32)
-    slices = max(1, multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads))
+    programs = multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads)
+    slices = max(1, min(programs, MOST_PARTS * tokens))
     schedule = scratch.get((slices, tiles))
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
