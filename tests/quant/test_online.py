@@ -166,6 +166,23 @@ def test_dummy_weights_have_the_form_that_is_asked_for(tmp_path: Path, name: str
     assert all(0.015 < float(linear.dense_OI.std()) < 0.025 for linear in linears)
 
 
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [
+        ("fp8", "token"),
+        ("fp8_per_tensor", "token"),
+        ("fp8_per_block", "block"),
+        ("int8_per_channel_weight_only", "none"),
+    ],
+)
+def test_activations_are_rounded_as_vllms_names_say(tmp_path: Path, name: str, activations: str) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    model = build_model(read_model_config(path, quantization=name), "bfloat16", keep_forms=True)
+    linears = [module for module in model.modules() if isinstance(module, Linear) and not module.plain]
+    found = {linear.method.stored(linear.weights).activations for linear in linears}  # type: ignore[attr-defined]
+    assert found == {activations}
+
+
 def quantised(path: Path, said: dict[str, Any]) -> Path:
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
