@@ -122,6 +122,13 @@ def test_every_published_config_plans_and_its_weights_take_the_published_bytes(t
     assert weights(plan) == pytest.approx(published.bytes, rel=0.01)
 
 
+def test_a_message_names_the_file_that_was_given(tmp_path, capsys) -> None:
+    given = tmp_path / "of-a-colleague.json"
+    given.write_text(json.dumps({"model_type": "qwen3", "hidden_size": "many"}))
+    said = refused(capsys, str(given))
+    assert f"{given}: " in said and "config.json" not in said
+
+
 def test_the_table_begins_with_what_a_person_asks_for(tmp_path, capsys) -> None:
     assert main(["plan", place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80GiB", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()

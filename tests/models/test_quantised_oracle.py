@@ -380,6 +380,36 @@ def test_model_optimizer_names_modules_of_mixed_precision_and_the_output_weights
     check(transformers.AutoModelForCausalLM.from_pretrained(plain).eval(), run(engine(path), [prompt(1, 9)]))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_gptq_says_that_the_output_weights_are_quantised_too(tmp_path: Path, keep: bool) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, tie_word_embeddings=False)
+    file = path / "model.safetensors"
+    packed, meant = {}, {}
+    for name, weight in load_file(file).items():
+        own, meant[name] = {"weight": weight}, weight
+        if name.endswith(("_proj.weight", "lm_head.weight")):
+            own, meant[name] = packers.gptq(weight)
+        packed |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in own.items()}
+    save_file(packed, file)
+    said = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": packers.GROUP,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": True,
+    }
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    found, plain = loaded(path, keep=keep), plain_copy(path, tmp_path / "plain", meant)
+    for left, right in zip(matrices(found), matrices(loaded(plain)), strict=True):
+        assert torch.equal(left, right)
+    check(transformers.AutoModelForCausalLM.from_pretrained(plain).eval(), run(engine(path), [prompt(1, 9)]))
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {**said, "lm_head": False}}))
+    with pytest.raises(CheckpointError, match="lm_head"):
+        loaded(path, keep=keep)
+
+
 def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

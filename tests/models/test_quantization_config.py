@@ -167,7 +167,6 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("GPTQ", {"dynamic": ["-:.*"]}, "dynamic must be an object"),
         ("AWQ", {"zero_point": False}, "zero_point is false"),
         ("modelopt NVFP4", {"group_size": 32}, "group_size is 32"),
-        ("GPTQ", {"lm_head": True}, "lm_head is true"),
     ],
 )
 def test_values_that_are_not_known_are_named(case: str, change: dict[str, Any], named: str) -> None:

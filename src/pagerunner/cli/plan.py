@@ -22,7 +22,7 @@ from pagerunner.cli.options import (
 )
 from pagerunner.cli.session import demo_model_path, note, one_model
 from pagerunner.demo import find_model
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.memory.units import human_bytes
 
 if TYPE_CHECKING:
@@ -116,5 +116,9 @@ def _directory(model: str) -> Iterator[str]:
         yield str(path.parent)
     else:
         with tempfile.TemporaryDirectory(prefix="pagerunner-plan-") as directory:
-            shutil.copyfile(path, Path(directory) / "config.json")
-            yield directory
+            copy = Path(directory) / "config.json"
+            shutil.copyfile(path, copy)
+            try:
+                yield directory
+            except PagerunnerError as error:  # the message is to name the file that was given
+                raise type(error)(str(error).replace(str(copy), str(path))) from None

@@ -318,8 +318,7 @@ def _read_gptq(fields: Fields) -> Format:
     if bits not in (4, 8):
         raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8.")
     version = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    if fields.flag("lm_head", False):
-        raise fields.error("lm_head", "is true; output weights in int4 are not supported yet.")
+    head = fields.flag("lm_head", False)
     group = fields.integer("group_size", 128, least=-1)
     permuted, symmetric = fields.flag("desc_act", False), fields.flag("sym", True)
     usual = {"bits": bits, "group_size": group, "desc_act": permuted, "sym": symmetric}
@@ -334,8 +333,12 @@ def _read_gptq(fields: Fields) -> Format:
         own = fields.inside(f"dynamic.{pattern}", {**usual, **changes} if isinstance(changes, dict) else {})
         schemes.append((Names("module", (f"re:{pattern.removeprefix('+:')}",)), _gptq_scheme(own, version)))
         own.finish(_NOTES["gptq"].split())
-    schemes.append((ALL, _gptq_scheme(fields.inside("gptq", usual), version)))
-    return Format("gptq", tuple(schemes), Names("module", tuple(kept)))
+    scheme = _gptq_scheme(fields.inside("gptq", usual), version)
+    if head:
+        schemes.append((Names("module", ("lm_head",)), scheme))
+    else:
+        kept.append("lm_head")
+    return Format("gptq", (*schemes, (ALL, scheme)), Names("module", tuple(kept)))
 
 
 def _gptq_scheme(fields: Fields, version: str) -> Scheme:
