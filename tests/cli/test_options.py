@@ -103,3 +103,9 @@ def test_unexpected_argument():
     parser = Parser("x", "y")
     with pytest.raises(ConfigError, match="unexpected argument 'word'"):
         parser.parse(["word"])
+
+
+def test_quantization_has_vllms_short_flag_where_serve_has_it():
+    from pagerunner.cli.serve import build_parser
+
+    assert build_parser().parse(["-q", "fp8", "--model", "m"]).quantization == "fp8"

@@ -295,7 +295,8 @@ def add_engine_options(
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             convert, shown = _converter(field.name, field.type)
-            group.add_argument(flag, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
+            short = ("-q",) if field.name == "quantization" and parser.prog.endswith(" serve") else ()  # as vLLM's
+            group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
 
 
 def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:

@@ -19,7 +19,7 @@ _REFUSED: dict[str, str] = {
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
         master-port all2all-backend enable-eplb eplb-config enable-dbo max-parallel-loading-workers
         ray-workers-use-nsight worker-cls worker-extension-cls api-server-count headless""",
-    "other choices of quantised weights": "-q calculate-kv-scales allow-deprecated-quantization quantization-config",
+    "other choices of quantised weights": "calculate-kv-scales allow-deprecated-quantization quantization-config",
     "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
         lora-extra-vocab-size enable-lora-bias""",
     "speculative decoding": "speculative-config -sc num-lookahead-slots",
@@ -78,7 +78,6 @@ NEUTRAL: dict[str, set[str]] = {
     "--chat-template-content-format": {"auto", "string"},
     "--distributed-executor-backend": {"uni", "mp"},
     "--data-parallel-backend": {"mp"},
-    "-q": {"none", "None"},
     "--logprobs-mode": {"raw_logprobs"},
     "--max-logprobs": {"20"},
     "--prefix-caching-hash-algo": {"builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"},
