@@ -8,6 +8,7 @@ import torch
 from helpers import interpreter_floats
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
+from pagerunner.ops.kernels.linear_tiles import run_tiles
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense
@@ -53,7 +54,8 @@ def test_every_byte_unpacks_to_the_bit():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [67, 1])
 def test_products(monkeypatch, form, bias, tokens):
-    monkeypatch.setattr(many, "UNPACKED_BYTES", 128 * 256 * 4)  # two products
+    monkeypatch.setattr(many, "UNPACKED_BYTES", 128 * 256 * 4)  # two products of 67 tokens
+    monkeypatch.setattr(many, "MANY_TOKENS", 60)
     matrix = stored(form, 192, 256)
     x, bias_O = torch.randn(tokens, 256), torch.randn(192) if bias else None
     want = linear.twin(x, matrix, bias_O)
@@ -65,6 +67,28 @@ def test_products(monkeypatch, form, bias, tokens):
     norm = Norm(torch.rand(256), 1e-6)
     close(many.norm_linear(x, norm, matrix, bias_O), norm_linear.twin(x, norm, matrix, bias_O))
     close(many.norm_linear_silu(x, norm, matrix, bias_O), norm_linear_silu.twin(x, norm, matrix, bias_O))
+
+
+@pytest.mark.parametrize("form", ["int4 f16 64 zeros", "fp8 row", "int4 f16 96"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_half_precision_go_by_tiles_where_groups_fit(monkeypatch, form, bias):
+    seen = []
+    monkeypatch.setattr(many, "run_tiles", lambda *args, **more: (seen.append(args), run_tiles(*args, **more)))
+    matrix = stored(form, 48, 192)
+    x, bias_O, residual = (
+        torch.randn(70, 192).half(),
+        torch.randn(48).half() if bias else None,
+        torch.randn(70, 48).half(),
+    )
+    want = x.float() @ dense(matrix, torch.float32).t() + (0 if bias_O is None else bias_O.float())
+    assert float((many.linear(x, matrix, bias_O).float() - want).norm() / want.norm()) < 3e-3
+    want += residual.float()
+    many.linear_add_(x, matrix, residual, bias_O)
+    assert float((residual.float() - want).norm() / want.norm()) < 3e-3
+    assert bool(seen) is (form != "int4 f16 96")
+    seen.clear()
+    many.linear(torch.randn(many.TILE_TOKENS + 1, 192).half(), matrix)
+    assert not seen
 
 
 def close(got, want):

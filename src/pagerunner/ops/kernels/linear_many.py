@@ -18,18 +18,23 @@ import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
+from pagerunner.ops.kernels.linear_tiles import run_tiles, serves, tiles_for
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
 
-UNPACKED_BYTES = 2**25  # unpacked at a time, at most
+UNPACKED_BYTES = 2**25  # unpacked at a time, at most, if there are many tokens
+MANY_TOKENS = 2048  # with fewer, products with parts of a matrix leave multiprocessors idle, and the whole is unpacked
+TILE_TOKENS = 192  # up to so many, converting in registers is faster than unpacking
 STEP = 128  # output features: a multiple of every format's blocks
 
 
-def _parts(weight_OI: Stored, dtype: torch.dtype) -> Iterator[slice]:
+def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
     """The output features of each product: equal numbers of them, in whole steps."""
     features, inputs = weight_OI.shape
+    if tokens < MANY_TOKENS:
+        return iter((slice(0, features),))
     most = max(UNPACKED_BYTES // (inputs * dtype.itemsize), STEP)
     steps = -(-features // STEP)
     count = -(-features // most)
@@ -66,9 +71,7 @@ def linear_add_(
     if _rounding(x_TI, weight_OI) is not None:
         residual_TO.add_(linear(x_TI, weight_OI, bias_O))
         return
-    _product(x_TI, weight_OI, None, residual_TO, add=True)
-    if bias_O is not None:
-        residual_TO.add_(bias_O)
+    _product(x_TI, weight_OI, bias_O, residual_TO, add=True)
 
 
 def silu_linear_add_(
@@ -107,7 +110,12 @@ def _product(
     x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, add: bool = False
 ) -> None:
     """Write `linear(x)` into `out`, or add it."""
-    parts = list(_parts(weight_OI, x_TI.dtype))
+    if x_TI.shape[0] <= TILE_TOKENS and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1:
+        tiles = tiles_for(x_TI.shape[0], weight_OI, x_TI.device)
+        if serves(x_TI, weight_OI, tiles):
+            run_tiles(x_TI, weight_OI, bias_O, out_TO, tiles, add=add)
+            return
+    parts = list(_parts(weight_OI, x_TI.dtype, x_TI.shape[0]))
     unpacked_PI = x_TI.new_empty(parts[0].stop, weight_OI.shape[1])
     for rows in parts:
         part_PI = unpacked_PI[: rows.stop - rows.start]
@@ -118,3 +126,5 @@ def _product(
             torch.mm(x_TI, part_PI.t(), out=out_TO[:, rows])
         else:
             torch.addmm(bias_O[rows], x_TI, part_PI.t(), out=out_TO[:, rows])
+    if add and bias_O is not None:
+        out_TO.add_(bias_O)
