@@ -13,7 +13,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.routing import Routes, Routing, Unrouted, expert_logits, norm_expert_logits
+from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import Axis, CopySink, Sink
 
@@ -81,11 +81,11 @@ class Experts(Module):
                 own["bias"] = torch.empty(experts, outputs, dtype=self.dtype, device="meta")
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
-    def __call__(self, x_TD: torch.Tensor, routes: Routes | Unrouted) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
         return self.method.apply(x_TD, routes, self.weights, self.activation, weigh_inputs=self.weigh_inputs)
 
-    def add_(self, x_TD: torch.Tensor, routes: Routes | Unrouted, residual_TD: torch.Tensor) -> None:
+    def add_(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> None:
         """Add that sum to `residual` in place."""
         own = {"weigh_inputs": self.weigh_inputs, "residual_TD": residual_TD}
         self.method.apply(x_TD, routes, self.weights, self.activation, **own)
@@ -175,18 +175,18 @@ class Router(Module):
         if choice_bias is not None:
             self.weights[choice_bias] = torch.empty(experts, dtype=torch.float32, device="meta")
 
-    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None) -> Unrouted:
-        """The scores of every expert. `chosen` are the tokens' experts where something else has chosen them."""
-        return self._scored(expert_logits(x_TD, self.weights["weight"], self._weight(self.bias)), chosen_TA)
+    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None) -> Routes:
+        """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them."""
+        return self._routes(expert_logits(x_TD, self.weights["weight"], self._weight(self.bias)), chosen_TA)
 
-    def of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, Unrouted]:
-        """`norm(x)` [T, D], and the scores of it."""
+    def of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
+        """`norm(x)` [T, D], and where its tokens go."""
         own = self.weights["weight"], self._weight(self.bias)
         normed_TD, logits_TE = norm_expert_logits(x_TD, norm.parameters, *own)
-        return normed_TD, self._scored(logits_TE, None)
+        return normed_TD, self._routes(logits_TE, None)
 
-    def _scored(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None) -> Unrouted:
-        return Unrouted(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA)
+    def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None) -> Routes:
+        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA)
 
     def _weight(self, name: str | None) -> torch.Tensor | None:
         return None if name is None else self.weights[name]

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.routing import Routes, Unrouted, route
+from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, dense
 
 
 @gpu_kernel("moe")
 def moe_experts(
     x_TD: torch.Tensor,
-    routes: Routes | Unrouted,
+    routes: Routes,
     gate_up_E2ID: torch.Tensor | Stored,
     down_EDI: torch.Tensor | Stored,
     activation: GatedActivation,
@@ -30,12 +30,10 @@ def moe_experts(
 ) -> torch.Tensor:
     """The sum over a token's experts of `weight * down(activation(gate_up(x)))`, [T, D]. It is added to `residual` in place if there is one.
 
-    Tokens that are `Unrouted` are routed first. With `weigh_inputs` the experts' inputs are weighted instead of their outputs. Tokens are grouped by expert: one pair of matrix
+    With `weigh_inputs` the experts' inputs are weighted instead of their outputs. Tokens are grouped by expert: one pair of matrix
     products for each expert that any token chose, over all of its tokens. A token's experts are added up in the order of their
     numbers, whatever else is in the batch.
     """
-    if isinstance(routes, Unrouted):
-        routes = route(*routes)
     weights_TA, experts_TA = routes.weights_TA.to(x_TD.dtype), routes.experts_TA
     order_P = experts_TA.flatten().argsort(stable=True)
     tokens_P = order_P // experts_TA.shape[1]

@@ -59,15 +59,6 @@ def touched_experts(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-class Unrouted(NamedTuple):
-    """Tokens whose experts are still to be chosen: what `route` takes."""
-
-    logits_TE: torch.Tensor
-    routing: Routing
-    bias_E: torch.Tensor | None = None
-    chosen_TA: torch.Tensor | None = None
-
-
 @gpu_kernel("moe_routing")
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` in float32, [T, E]."""

@@ -17,7 +17,7 @@ import torch
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Unrouted
+from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.sinks import CopySink, Sink
 
@@ -143,7 +143,7 @@ class ExpertMethod(ABC):
     def apply(
         self,
         x_TD: torch.Tensor,
-        routes: Routes | Unrouted,
+        routes: Routes,
         weights: Weights,
         activation: GatedActivation,
         *,

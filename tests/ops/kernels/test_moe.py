@@ -7,16 +7,9 @@ import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Routing, Unrouted, route
+from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4, Stored8, pack4
 
-ROUTINGS = [
-    (Routing(1), False),
-    (Routing(3, normalise=True), False),
-    (Routing(4, "sigmoid", normalise=True, factor=2.5, groups=3, kept_groups=2), True),
-    (Routing(2, "sqrtsoftplus", normalise=True, factor=1.5), True),
-    (Routing(8, factor=16.0), False),
-]
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
 
@@ -59,8 +52,10 @@ def test_a_token_is_the_same_alone_and_among_others():
     every = moe_experts.kernel(x, Routes(weights, chosen), gate_up, down, SILU)
     again = moe_experts.kernel(x, Routes(weights.flip(1), chosen.flip(1)), gate_up, down, SILU)
     assert torch.equal(every, again)
-    alone = moe_experts.kernel(x[4:5], Routes(weights[4:5], chosen[4:5]), gate_up, down, SILU)
-    assert torch.equal(every[4:5], alone)
+    some = moe_experts.kernel(x[4:6], Routes(weights[4:6], chosen[4:6]), gate_up, down, SILU)
+    assert torch.equal(every[4:6], some)
+    one = moe_experts.kernel(x[4:5], Routes(weights[4:5], chosen[4:5]), gate_up, down, SILU)
+    torch.testing.assert_close(every[4:5], one)  # by kernels of its own, which sum in another order
 
 
 def stored_matrices(form: str, experts: int, outputs: int, inputs: int) -> Stored8 | Stored4:
@@ -111,17 +106,15 @@ def test_stored_experts(form, tokens, features, inner):
     gate_up, down = stored_matrices(form, 3, 2 * inner, features), stored_matrices(form, 3, features, inner)
     biases = torch.randn(3, 2 * inner), torch.randn(3, features)
     x, routes = torch.randn(tokens, features), route.twin(torch.randn(tokens, 3), Routing(2, normalise=True))
-    if tokens == 1:
-        routes = Unrouted(torch.randn(1, 3), Routing(2, normalise=True))
     for activation in (SILU, GatedActivation("clamped_swiglu", 2.0)):
         got = moe_experts.kernel(x, routes, gate_up, down, activation, *biases)
         want = moe_experts.twin(x, routes, gate_up, down, activation, *biases)
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("routing", "bias"), ROUTINGS)
+@pytest.mark.parametrize("active", [1, 3, 8])
 @pytest.mark.parametrize("weigh_inputs", [False, True])
-def test_one_token_chooses_its_experts_in_the_products(routing, bias, weigh_inputs):
+def test_one_token(active, weigh_inputs):
     torch.manual_seed(0)
     x, gate_up, down, residual = (
         torch.randn(1, 36),
@@ -129,15 +122,11 @@ def test_one_token_chooses_its_experts_in_the_products(routing, bias, weigh_inpu
         torch.randn(12, 36, 10),
         torch.randn(1, 36),
     )
-    unrouted = Unrouted(torch.randn(1, 12) * 3, routing, torch.randn(12) if bias else None)
+    routes = route.kernel(torch.randn(1, 12) * 3, Routing(active, "sigmoid"))
     biases = torch.randn(12, 20), torch.randn(12, 36)
     got, want = residual.clone(), residual.clone()
     for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
-        op(x, unrouted, gate_up, down, SILU, *biases, weigh_inputs=weigh_inputs, residual_TD=out)
+        op(x, routes, gate_up, down, SILU, *biases, weigh_inputs=weigh_inputs, residual_TD=out)
     torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
-    torch.testing.assert_close(
-        moe_experts.kernel(x, unrouted, gate_up, down, SILU),
-        moe_experts.twin(x, unrouted, gate_up, down, SILU),
-        atol=1e-3,
-        rtol=1e-3,
-    )
+    alone = [op(x, routes, gate_up, down, SILU) for op in (moe_experts.kernel, moe_experts.twin)]
+    torch.testing.assert_close(*alone, atol=1e-4 * float(alone[1].abs().max()), rtol=1e-4)

@@ -7,11 +7,9 @@ import functools
 import pytest
 import torch
 
-from pagerunner.ops.activation import SILU
 from pagerunner.ops.kernels import moe_routing
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Routing, Unrouted, expert_logits, norm_expert_logits, route, touched_experts
+from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route, touched_experts
 
 ROUTINGS = [
     (Routing(1), False),
@@ -39,6 +37,7 @@ def check(got: Routes, want: Routes, experts: int) -> None:
 def test_routes(routing, bias, tokens, at_once, monkeypatch):
     if not at_once:
         monkeypatch.setattr(moe_routing, "_MOST_AT_ONCE", 15 if tokens < 8 else 64)
+        monkeypatch.setattr(moe_routing, "_FEWEST", 16 if tokens < 8 else 64)
     torch.manual_seed(tokens)
     logits, biases = torch.randn(tokens, 12) * 3, torch.randn(12) if bias else None
     check(route.kernel(logits, routing, biases), route.twin(logits, routing, biases), 12)
@@ -77,8 +76,7 @@ def test_logits(tokens):
 
 
 def test_experts_that_were_read_are_counted():
-    """By the kernels that choose at once, in blocks, or weigh given experts, and by those of one token; and by the twin."""
-    x, gate_up, down = torch.randn(40, 32), torch.randn(5, 12, 32), torch.randn(5, 32, 6)
+    """By the kernels that choose at once, in blocks, or weigh given experts; and by the twin."""
     logits = torch.tensor([9.0, 8.0, -9.0, 0.0, 0.0]).repeat(40, 1) + torch.randn(40, 5)
     meter = touched_experts(logits.device)
 
@@ -92,9 +90,8 @@ def test_experts_that_were_read_are_counted():
     assert counted(lambda: route.kernel(few, routing)) == wanted == counted(lambda: route.twin(few, routing))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_routing, "_MOST_AT_ONCE", 64)
+        patch.setattr(moe_routing, "_FEWEST", 64)
         all_wanted = [len(route.twin(logits, routing).experts_TA.unique()), 1]
         assert counted(lambda: route.kernel(logits, routing)) == all_wanted
     chosen = torch.tensor([[4, 4], [0, 4], [4, 0]])
     assert counted(lambda: route.kernel(few, routing, None, chosen)) == [2, 1]
-    one = Unrouted(logits[:1], routing)
-    assert counted(lambda: moe_experts.kernel(x[:1], one, gate_up, down, SILU)) == [2, 1]

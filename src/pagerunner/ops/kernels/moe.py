@@ -17,7 +17,7 @@ from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_many import fits, many_product
 from pagerunner.ops.kernels.moe_one import one_token
-from pagerunner.ops.kernels.moe_routing import order_pairs, route
+from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
     STEP,
     add_step,
@@ -29,7 +29,7 @@ from pagerunner.ops.kernels.moe_tiles import (
     stored_args,
 )
 from pagerunner.ops.quantize import quantize
-from pagerunner.ops.routing import Routes, Unrouted
+from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored8, dense
 
 MOST_FEW = 16
@@ -184,7 +184,7 @@ def _rounding(x: torch.Tensor, weights: Stored) -> Rounded | None:
 
 def moe_experts(
     x_TD: torch.Tensor,
-    routes: Routes | Unrouted,
+    routes: Routes,
     gate_up_E2ID: torch.Tensor | Stored,
     down_EDI: torch.Tensor | Stored,
     activation: GatedActivation,
@@ -203,13 +203,11 @@ def moe_experts(
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
-    if isinstance(routes, Unrouted):
-        if tokens == 1 and routes.chosen_TA is None:
-            add, biases = residual_TD is not None, (gate_up_bias_E2I, down_bias_ED)
-            own = x_TD, routes, gate_up_E2ID, down_EDI, activation, *biases, out_TD
-            return one_token(*own, weigh_inputs=weigh_inputs, add=add)
-        routes = route(*routes)
     routes = _ordered(routes, gate_up_E2ID.shape[0])
+    if tokens == 1:
+        biases, add = (gate_up_bias_E2I, down_bias_ED), residual_TD is not None
+        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, *biases, out_TD
+        return one_token(*own, weigh_inputs=weigh_inputs, add=add)
     inner_PI = _any_product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
     out_PD = _any_product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
     features, active = x_TD.shape[1], routes.experts_TA.shape[1]

@@ -1,8 +1,8 @@
 """Experts of one token; see `ops/moe.py`. Two kernels, whose time is that of reading the weights of the token's experts.
 
-`_up_kernel` chooses the experts and computes what their activations make of gates and ups. `_down_kernel` computes the weighted sum of
-their outputs and adds it to the residual stream. Each of its programs chooses the experts once more: so it can read weights while
-`_up_kernel` still runs. Every program multiplies whole rows of weights, and sums in float32 registers.
+`_up_kernel` computes what the experts' activations make of gates and ups. `_down_kernel` computes the weighted sum of their outputs and
+adds it to the residual stream. `_up_kernel` lets it start only after its own wait. So the experts are chosen by then, and `_down_kernel` reads
+the first weights while `_up_kernel` still runs. Every program multiplies whole rows of weights, and sums in float32 registers.
 
 Shape letters as in `ops/moe.py`; L matrices of a tile (gate and up, or the token's experts), N rows of each, K columns.
 """
@@ -21,10 +21,9 @@ from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import gated
 from pagerunner.ops.kernels.codes import numbers4, numbers8
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.moe_routing import choose, kind_of_scores, note_touched
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
-from pagerunner.ops.routing import Unrouted, touched_experts
+from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 
 
@@ -120,39 +119,20 @@ def row_products(codes, x_ptr, x_rows_L, w_ptr, s_ptr, z_ptr, r_ptr, experts_L, 
 
 
 @triton.jit
-def _chosen(logits_ptr, choice_ptr, pairs, factor, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr,
-            NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr):  # fmt: skip
-    """The experts of the token's `pairs` [L], int64, and their weights."""
-    experts = tl.arange(0, BE)
-    logits = tl.load(logits_ptr + experts, mask=experts < E, other=0.0)[None, :]
-    scores, slots, total = choose(
-        logits, choice_ptr, experts, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
-    )
-    own = tl.reshape(slots, [1, BE]) == pairs[:, None]
-    ids = tl.sum(tl.where(own, experts[None, :], 0), 1).to(tl.int64)
-    weights = tl.sum(tl.where(own, scores / total[:, None], 0.0), 1) * factor
-    return ids, weights
-
-
-@triton.jit
-def _up_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, factor, limit, A: tl.constexpr,
-               E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
-               GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, limit, N: tl.constexpr, K: tl.constexpr,
                BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
                BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
                KIND: tl.constexpr, WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN of the N inner features of one of the token's experts."""
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # now, as the next kernel reads the logits before it waits
+        gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
     step: tl.constexpr = 2 if KIND == 2 else 1
     ups: tl.constexpr = 1 if KIND == 2 else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     pair = tl.program_id(1)
     both = tl.arange(0, 2)
-    ids, weights = _chosen(
-        logits_ptr, choice_ptr, pair + both * 0, factor, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
-    )
+    ids = tl.load(experts_ptr + pair + both * 0).to(tl.int64)
     features = tl.program_id(0) * BN + tl.arange(0, BN)
     live = (features < N)[None, :] & (both >= 0)[:, None]
     rows = features[None, :] * step + both[:, None] * ups
@@ -161,7 +141,7 @@ def _up_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_p
     y = row_products(codes, x_ptr, both * 0, w_ptr, s_ptr, z_ptr, r_ptr, ids, rows, live, 2 * N, K, G, BO, BK, FORM, WORDS,
                      SCALES, ZEROS, FACTORS)  # fmt: skip
     if WEIGH:
-        y *= weights[:, None]
+        y *= tl.load(weights_ptr + pair)
     if BIAS:
         y += tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype).to(tl.float32)
@@ -171,18 +151,16 @@ def _up_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_p
 
 
 @triton.jit
-def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, touched_ptr, factor, A: tl.constexpr, BA: tl.constexpr,
-                 E: tl.constexpr, BE: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
-                 GROUPS: tl.constexpr, KEPT: tl.constexpr, BG: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, A: tl.constexpr,
+                 BA: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
                  BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
                  WEIGH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN of the N features of the weighted sum over the token's experts. ADD: to what `out` holds."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     index = tl.arange(0, BA)
-    ids, weights = _chosen(
-        logits_ptr, choice_ptr, index, factor, A, E, BE, SCORES, NORMALISE, CHOICE_BIAS, GROUPS, KEPT, BG
-    )
+    ids = tl.load(experts_ptr + index, mask=index < A, other=0).to(tl.int64)
+    weights = tl.load(weights_ptr + index, mask=index < A, other=0.0)
     features = tl.program_id(0) * BN + tl.arange(0, BN)
     live = (features < N)[None, :] & (index < A)[:, None]
     rows = tl.broadcast_to(features[None, :], [BA, BN])
@@ -203,8 +181,6 @@ def _down_kernel(x_ptr, logits_ptr, choice_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias
         y *= weights[:, None]
     y = tl.sum(tl.where(live, y, 0.0), 0).to(dtype).to(tl.float32)
     tl.store(out_ptr + features, (old + y).to(dtype), mask=features < N)
-    if tl.program_id(0) == 0:
-        note_touched(touched_ptr, tl.sum((index < A).to(tl.int32), 0))
 
 
 class OneConfig(NamedTuple):
@@ -219,19 +195,21 @@ class OneConfig(NamedTuple):
 def up_config(inputs: int, form: int) -> OneConfig:
     """The block for `_up_kernel`, by measurement (docs/performance.md)."""
     if form in (2, 3):
-        return OneConfig(4, min(2048, max(32, padded(inputs))), 4)
+        return OneConfig(4, min(1024, max(32, padded(inputs))), 4)
     return OneConfig(4 if padded(inputs) == inputs else 2, min(2048, max(32, padded(inputs))), 4)
 
 
 @functools.cache
-def down_config(inputs: int, active: int, form: int) -> OneConfig:
+def down_config(inputs: int, form: int) -> OneConfig:
     """The block for `_down_kernel`, by measurement (docs/performance.md)."""
-    return OneConfig(4 if active > 6 else 2, min(512 if form in (2, 3) else 256, max(32, padded(inputs))), 4)
+    if form in (2, 3):
+        return OneConfig(2, min(512, max(32, padded(inputs))), 4)
+    return OneConfig(4, min(256, max(32, padded(inputs))), 4)
 
 
 def one_token(
     x_1D: torch.Tensor,
-    unrouted: Unrouted,
+    routes: Routes,
     gate_up: torch.Tensor | Stored,
     down: torch.Tensor | Stored,
     activation: GatedActivation,
@@ -243,31 +221,23 @@ def one_token(
     add: bool,
     configs: tuple[OneConfig, OneConfig] | None = None,
 ) -> torch.Tensor:
-    """The experts of one token, for which nothing else has chosen them."""
-    logits_1E, routing, choice_bias, _ = unrouted
-    experts, features, inner = down.shape
-    active = routing.active
-    logits_1E = logits_1E.float().contiguous()
+    """The experts of one token."""
+    _, features, inner = down.shape
+    active = routes.experts_TA.shape[1]
+    chosen = routes.experts_TA, routes.weights_TA
     inner_AI = torch.empty(active, inner, dtype=x_1D.dtype, device=x_1D.device)
-    own = {
-        "A": active, "E": experts, "BE": padded(experts), "SCORES": kind_of_scores(routing), "NORMALISE": routing.normalise,
-        "CHOICE_BIAS": choice_bias is not None, "GROUPS": routing.groups, "KEPT": routing.kept_groups,
-        "BG": padded(routing.groups),
-    }  # fmt: skip
-    choice = logits_1E if choice_bias is None else choice_bias
     (*tensors, _, _), form = stored_args(gate_up, x_1D.dtype)
     config = configs[0] if configs else up_config(features, form["FORM"])
     _up_kernel[(blocks(inner, config.rows), active)](
-        x_1D, logits_1E, choice, *tensors, x_1D if gate_up_bias is None else gate_up_bias, inner_AI, routing.factor,
-        activation.limit, N=inner, K=features, BN=config.rows, BK=config.inputs, BIAS=gate_up_bias is not None,
-        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, **own, **form, **dependent(x_1D.device),
+        x_1D, *chosen, *tensors, x_1D if gate_up_bias is None else gate_up_bias, inner_AI, activation.limit, N=inner,
+        K=features, BN=config.rows, BK=config.inputs, BIAS=gate_up_bias is not None, KIND=kind_of(activation),
+        WEIGH=weigh_inputs, num_warps=config.warps, **form, **dependent(x_1D.device),
     )  # fmt: skip
     (*tensors, _, _), form = stored_args(down, x_1D.dtype)
-    config = configs[1] if configs else down_config(inner, active, form["FORM"])
+    config = configs[1] if configs else down_config(inner, form["FORM"])
     _down_kernel[(blocks(features, config.rows),)](
-        inner_AI, logits_1E, choice, *tensors, x_1D if down_bias is None else down_bias, out_1D,
-        touched_experts(x_1D.device), routing.factor,
-        BA=padded(active), N=features, K=inner, BN=config.rows, BK=config.inputs, BIAS=down_bias is not None,
-        WEIGH=not weigh_inputs, ADD=add, num_warps=config.warps, **own, **form, **dependent(x_1D.device),
+        inner_AI, *chosen, *tensors, x_1D if down_bias is None else down_bias, out_1D, A=active, BA=padded(active),
+        N=features, K=inner, BN=config.rows, BK=config.inputs, BIAS=down_bias is not None, WEIGH=not weigh_inputs,
+        ADD=add, num_warps=config.warps, **form, **dependent(x_1D.device),
     )  # fmt: skip
     return out_1D

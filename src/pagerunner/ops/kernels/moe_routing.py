@@ -18,7 +18,8 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import Routes, Routing, touched_experts
 
 _KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
-_MOST_AT_ONCE = 8192  # scores of a program
+_MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
+_FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
 _FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
 TAKEN = tl.constexpr(-(2**63))
 
@@ -341,7 +342,8 @@ def route(
     starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
     touched = touched_experts(device)
     at_once = tokens * padded(experts) <= _MOST_AT_ONCE
-    rows = padded(max(tokens, 1)) if at_once else max(1, _MOST_AT_ONCE // padded(experts))
+    scores = max(_FEWEST, min(_MOST, padded(tokens * padded(experts) // _BLOCKS)))
+    rows = padded(max(tokens, 1)) if at_once else max(1, scores // padded(experts))
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
     warps = 1 if rows == 1 and at_once else 8 if rows > 8 else 4
