@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.codes import form_of
+from pagerunner.ops.kernels.codes import E4M3, form_of
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
@@ -86,6 +86,10 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
         bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
+    norms = ()
+    if NORM != 0:
+        for step in tl.static_range(STEPS):
+            norms = norms + (norm_weight(norm_ptr, step * BK + cols, step * BK + cols < K, NORM),)
     if PDL:
         gdc_wait()
     if ADD:  # loaded now: loaded after the sum, the program would wait for it
@@ -96,7 +100,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if NORM != 0:
             square += x * x
-            x *= norm_weight(norm_ptr, k, k < K, NORM)
+            x *= norms[step]
         inputs = inputs + (x,)
     if NORM != 0:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
@@ -138,6 +142,11 @@ def fits(x_TI: torch.Tensor, stored: Stored, features: int) -> bool:
     if wide >= x_TI.shape[1]:
         return high == 1
     return high % block == 0 and features % block == 0
+
+
+def joins_norm(x_TI: torch.Tensor, stored: Stored) -> bool:
+    """Whether the norm before a product of one token is best inside its kernel. Not with more work for each input or code."""
+    return x_TI.shape[0] == 1 and form_of(stored) == E4M3 and isinstance(stored, Stored8) and stored.block[0] == 1
 
 
 def run_row(

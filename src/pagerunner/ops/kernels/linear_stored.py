@@ -2,9 +2,10 @@
 
 `_few_kernel` multiplies with matrix units. The input features are divided into segments, each of which lies in one group of every row. So a
 segment's sums are multiplied by a row's scale once, in float32, and codes are converted exactly. Scales of whole rows multiply at the end.
-A zero point z of a group takes `(z - 8) * x` off each number, before the product.
+A zero point z of a group takes z - 8 times the sum of the segment's inputs off a segment's sums.
 
-One token and 8 bits are `kernels/linear_row.py`'s. Norm, gate, addition and early start are those of `kernels/linear.py`.
+One token and 8 bits are `kernels/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear.py`. The norm before a product
+is a kernel of its own: inside, every program would repeat it, and that took longer (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels import linear_row
 from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
@@ -31,31 +32,13 @@ ROWS, GROUPS, HALF_RUNS = 0, 1, 2
 
 
 @triton.jit
-def _inputs(
-    x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr
-):
-    """Inputs `k` [B, C] of a piece of a token each, [B, C, M], times the norm's weights; and the sums of their squares [B, M]."""
-    columns = k[:, :, None] + (pieces * KP)[None, None, :]
+def _inputs(source, done, KP: tl.constexpr, EVEN: tl.constexpr):
+    """Inputs behind the first `done`, of a piece of a token each, [B, C, M]."""
+    x_ptr, k, tokens, pieces, num_tokens, x_stride = source
+    k += done
     inside = (tokens < num_tokens)[None, None, :] & (EVEN | (k < KP))[:, :, None]
-    x = tl.load(x_ptr + tokens[None, None, :] * x_stride + columns, mask=inside, other=0.0)
-    square = tl.zeros((k.shape[0], tokens.shape[0]), tl.float32)
-    if NORM != 0:
-        wide = x.to(tl.float32)
-        square = tl.sum(wide * wide, 1)
-        x = (wide * norm_weight(norm_ptr, columns, inside, NORM)).to(x.dtype)
-    return x, square
-
-
-@triton.jit
-def _halves(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-            FOUR: tl.constexpr):  # fmt: skip
-    """What stands opposite the low nibbles of bytes and opposite the high ones; twice the same where a byte is one code."""
-    x, square = _inputs(x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM)
-    x_high = x
-    if FOUR:
-        x_high, more = _inputs(x_ptr, norm_ptr, k + 16, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM)
-        square += more
-    return x, x_high, square
+    place = x_ptr + tokens[None, None, :] * x_stride + k[:, :, None] + (pieces * KP)[None, None, :]
+    return tl.load(place, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -96,14 +79,12 @@ def _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K: tl.conste
 
 
 @triton.jit
-def _nibbles(
-    codes, zeros, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr
-):
-    """Numbers of one half of bytes [B, N, C], less what zero points [B, N] are above 8."""
-    numbers = numbers4(codes, HIGH, dtype, FORM, WORDS)
+def _off_zeros(product, x, zeros, ZEROS: tl.constexpr):
+    """Products [B, N, M] of numbers that count from 8, made those of numbers that count from `zeros` [B, N]."""
     if ZEROS:
-        numbers -= (zeros.to(tl.float32) - 8.0).to(dtype)[:, :, None]
-    return numbers
+        sums = tl.sum(x.to(tl.float32), 1)
+        product -= (zeros.to(tl.float32) - 8.0)[:, :, None] * sums[:, None, :]
+    return product
 
 
 @triton.jit
@@ -119,19 +100,18 @@ def _add_product(
         else:
             acc += tl.dot(numbers, x, input_precision="ieee") * scale_numbers(scales)[:, :, None]
     else:
-        low = _nibbles(codes, zeros, False, x.dtype, FORM, WORDS, ZEROS)
-        high = _nibbles(codes, high_zeros, True, x.dtype, FORM, WORDS, ZEROS)
+        low = numbers4(codes, False, x.dtype, FORM, WORDS)
+        high = numbers4(codes, True, x.dtype, FORM, WORDS)
         if SCALES == 0:
             acc = tl.dot(high, x_high, tl.dot(low, x, acc, input_precision="ieee"), input_precision="ieee")
+            acc = _off_zeros(_off_zeros(acc, x, zeros, ZEROS), x_high, zeros, ZEROS)
         else:
-            product = tl.dot(low, x, input_precision="ieee")
-            if SCALES == 1:
-                product = tl.dot(high, x_high, product, input_precision="ieee")
+            product = _off_zeros(tl.dot(low, x, input_precision="ieee"), x, zeros, ZEROS)
+            if SCALES == 2:
                 acc += product * scale_numbers(scales)[:, :, None]
-            else:
-                acc += product * scale_numbers(scales)[:, :, None]
-                product = tl.dot(high, x_high, input_precision="ieee")
-                acc += product * scale_numbers(high_scales)[:, :, None]
+                product = tl.zeros(acc.shape, tl.float32)
+            product = _off_zeros(tl.dot(high, x_high, product, input_precision="ieee"), x_high, high_zeros, ZEROS)
+            acc += product * scale_numbers(high_scales)[:, :, None]
     return acc
 
 
@@ -151,17 +131,17 @@ def _pair(matrix, done, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BK: 
 
 
 @triton.jit
-def _add_step(acc, up, square, pair, source, done, KP: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, FORM: tl.constexpr,
-              WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """The sums of products and of inputs' squares, and those of one step."""
-    x_ptr, norm_ptr, k, tokens, pieces, num_tokens, x_stride = source
-    x, x_high, more = _halves(
-        x_ptr, norm_ptr, k + done, tokens, pieces, num_tokens, x_stride, KP, EVEN, NORM, FORM >= 2
-    )
+def _add_step(acc, up, pair, source, done, KP: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+              SCALES: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """The sums of products, and those of one step."""
+    x = _inputs(source, done, KP, EVEN)
+    x_high = x
+    if FORM >= 2:
+        x_high = _inputs(source, done + 16, KP, EVEN)
     acc = _add_product(acc, pair[0], x, x_high, FORM, WORDS, SCALES, ZEROS)
     if GATED:
         up = _add_product(up, pair[1], x, x_high, FORM, WORDS, SCALES, ZEROS)
-    return acc, up, square + more
+    return acc, up
 
 
 @triton.jit
@@ -192,21 +172,19 @@ def _own_pieces(acc, P: tl.constexpr):
 
 
 @triton.jit
-def _finished(acc, factor, scale, bias_ptr, rows, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
-    """Outputs [N / P, M / P] of sums [B, N, M]: times the rows' factors and the norm's scales, and the bias."""
+def _finished(acc, factor, bias_ptr, rows, P: tl.constexpr, BIAS: tl.constexpr):
+    """Outputs [N / P, M / P] of sums [B, N, M]: times the rows' factors, and the bias."""
     y = _own_pieces(acc, P) * factor[:, None]
-    if NORM != 0:
-        y *= scale[None, :]
     if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     return y
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_features"])
-def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride, eps,
+def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride,
                 K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-                ZEROS: tl.constexpr, FACTORS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                ZEROS: tl.constexpr, FACTORS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
                 BIAS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN / P output features of up to BM / P tokens.
 
@@ -249,26 +227,20 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, nu
     if ADD:
         old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     k = at // 16 * 32 + at % 16 if PER == 2 else at
-    acc, square = tl.zeros((B, BN, BM), tl.float32), tl.zeros((B, BM), tl.float32)
-    source = (x_ptr, norm_ptr, k, tokens_M, piece_M, num_tokens, x_stride)
-    acc, up, square = _add_step(
-        acc, acc, square, pairs[0], source, 0, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED
-    )
+    acc = tl.zeros((B, BN, BM), tl.float32)
+    source = (x_ptr, k, tokens_M, piece_M, num_tokens, x_stride)
+    acc, up = _add_step(acc, acc, pairs[0], source, 0, KP, EVEN, FORM, WORDS, SCALES, ZEROS, GATED)
     if AHEAD:
         for i in tl.static_range(1, STEPS):
-            acc, up, square = _add_step(acc, up, square, pairs[i], source, i * STEP, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED)  # fmt: skip
+            acc, up = _add_step(acc, up, pairs[i], source, i * STEP, KP, EVEN, FORM, WORDS, SCALES, ZEROS, GATED)
     else:
         for done in range(STEP, KP, STEP):
             pair = _pair(matrix, done, K, G, BO, BK, P, PER, EVEN, SCALES, ZEROS, GATED)
-            acc, up, square = _add_step(acc, up, square, pair, source, done, KP, EVEN, NORM, FORM, WORDS, SCALES, ZEROS, GATED)  # fmt: skip
+            acc, up = _add_step(acc, up, pair, source, done, KP, EVEN, FORM, WORDS, SCALES, ZEROS, GATED)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    scale = tl.sum(tl.reshape(tl.sum(square, 0), (BM // P, P)), 1)
-    if NORM != 0:
-        scale = 1.0 / tl.sqrt_rn(scale * (1.0 / K) + eps)
-    y = _finished(acc, factor, scale, bias_ptr, rows_O, P, NORM, BIAS)
+    y = _finished(acc, factor, bias_ptr, rows_O, P, BIAS)
     if GATED:
-        u = _finished(up, up_factor, scale, bias_ptr, rows_O + num_features, P, NORM, BIAS)
-        y = silu_gate(y, u, dtype)
+        y = silu_gate(y, _finished(up, up_factor, bias_ptr, rows_O + num_features, P, BIAS), dtype)
     y = y.to(dtype)
     if ADD:
         y = (old + y.to(tl.float32)).to(dtype)
@@ -318,15 +290,21 @@ def layout_of(stored: Stored) -> Layout | None:
 
 @functools.cache
 def pieces_of(inputs: int, found: Layout, tokens: int) -> int:
-    """Into how many pieces input features are cut, so that pieces of tokens fill the 8 columns of the smallest product."""
+    """Into how many pieces input features are cut: those of one token fill the 8 columns of the smallest product."""
     unit = RUN if found.scales != GROUPS else math.lcm(RUN, found.group)
-    return next(count for count in (8, 4, 2, 1) if count == 1 or (count * tokens <= 8 and inputs % (count * unit) == 0))
+    return next(count for count in (8, 4, 2, 1) if count == 1 or (tokens == 1 and inputs % (count * unit) == 0))
 
 
 @functools.cache
 def few_config(inputs: int, features: int, tokens: int, stored_8: bool, gated: bool) -> FewConfig:
-    """The block for `_few_kernel`, by measurement (docs/performance.md)."""
-    return FewConfig(32 if gated or tokens > 8 else 64, 512, 4, 3)
+    """The block for `_few_kernel`, by measurement (docs/performance.md). `tokens` is a power of two."""
+    if tokens == 1:  # rows of 8 pieces; a piece of up to 512 features is one step
+        return FewConfig(32 if gated or inputs > 4096 else 64, 512, 4, 0 if inputs <= 12288 else 3)
+    if features >= 12288:
+        return FewConfig((32 if gated else 64) if not stored_8 or tokens > 4 else 32, 512, 4, 3)
+    if stored_8:
+        return FewConfig(16, 512 if tokens > 8 else 1024, 4, 3)
+    return FewConfig(16, 1024 if gated else 2048, 4, 3)  # more, if gated, than a multiprocessor's memory
 
 
 def run_few(
@@ -334,7 +312,6 @@ def run_few(
     stored: Stored,
     bias_O: torch.Tensor | None,
     out_TO: torch.Tensor,
-    norm: Norm | None = None,
     *,
     gated: bool = False,
     add: bool = False,
@@ -346,18 +323,17 @@ def run_few(
     assert found is not None
     is_8 = isinstance(stored, Stored8)
     block = max(8, padded(tokens))
-    config = config or few_config(inputs, features, block, is_8, gated)
+    config = config or few_config(inputs, features, padded(tokens), is_8, gated)
     zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
     pieces = pieces_of(inputs, found, padded(tokens))
     step = min(config.inputs, padded(inputs // pieces))
     segment = min(found.segment, step)
     _few_kernel[(blocks(features * pieces, config.features),)](
-        x_TI, x_TI if norm is None else norm.weight_I, stored.codes, stored.scales, x_TI if zeros is None else zeros,
+        x_TI, stored.codes, stored.scales, x_TI if zeros is None else zeros,
         x_TI if factors is None else factors, x_TI if bias_O is None else bias_O, out_TO, tokens, features, x_TI.stride(0),
-        out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, G=found.group, BO=found.rows, P=pieces, B=step // segment,
+        out_TO.stride(0), K=inputs, G=found.group, BO=found.rows, P=pieces, B=step // segment,
         BM=block, BN=config.features, BK=segment, FORM=form_of(stored), WORDS=uses_words(x_TI.dtype), SCALES=found.scales,
-        ZEROS=zeros is not None, FACTORS=factors is not None, NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
-        GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, AHEAD=config.stages == 0, num_stages=max(config.stages, 1), **dependent(x_TI.device),
+        ZEROS=zeros is not None, FACTORS=factors is not None, GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, AHEAD=config.stages == 0, num_stages=max(config.stages, 1), **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
 
@@ -384,6 +360,8 @@ def run(
     add: bool = False,
 ) -> torch.Tensor:
     """Write the product into `out`, or add it."""
+    if norm is not None and not linear_row.joins_norm(x_TI, stored):
+        x_TI, norm = norm(x_TI), None
     if isinstance(stored, Stored8) and linear_row.fits(x_TI, stored, out_TO.shape[1]):
         return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
-    return run_few(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
+    return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
