@@ -34,71 +34,75 @@ def uses_words(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
 
 
+# One return for each function: Triton compiles what stands behind a return inside an `if`.
+
+
 @triton.jit
 def numbers8(codes, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of 8-bit codes, uint8."""
-    if FORM == 0:
-        if WORDS:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
-                prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
-                and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-                and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-                "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
-        return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
-    if WORDS:
-        return tl.inline_asm_elementwise(
+    if FORM == 0 and WORDS:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
+            prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+            and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
+            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif FORM == 0:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif WORDS:
+        numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, s, p, q, c; mov.b32 c, 0x43434343; and.b32 a, $2, 0x7F7F7F7F; and.b32 s, $2, 0x80808080;
             prmt.b32 p, a, c, 0x4140; prmt.b32 q, s, c, 0x4140; sub.rn.bf16x2 $0, p, q;
             prmt.b32 p, a, c, 0x4342; prmt.b32 q, s, c, 0x4342; sub.rn.bf16x2 $1, p, q; }""",
             "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    return codes.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
+    else:
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
+    return numbers
 
 
 @triton.jit
 def numbers4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of the high or the low nibbles of bytes; 8 counts as 0 of int4."""
-    if FORM == 2:
-        return _int4(pairs, HIGH, dtype, WORDS)
-    return _e2m1(pairs, HIGH, dtype, WORDS)
+    if WORDS:
+        numbers = _by_words(pairs, HIGH, FORM)
+    else:
+        nibble = (pairs >> 4 if HIGH else pairs & 15).to(tl.int16)
+        if FORM == 2:  # 1024 + n in float16
+            numbers = ((nibble | 0x6400).to(tl.float16, bitcast=True).to(tl.float32) - 1032.0).to(dtype)
+        else:  # 2 ** -14 of the number in float16
+            bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
+            numbers = (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(dtype)
+    return numbers
 
 
 @triton.jit
-def _int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
-    if not WORDS:  # 1024 + n in float16
-        nibble = (pairs >> 4 if HIGH else pairs & 15).to(tl.int16) | 0x6400
-        return (nibble.to(tl.float16, bitcast=True).to(tl.float32) - 1032.0).to(dtype)
-    if HIGH:
-        return tl.inline_asm_elementwise(
+def _by_words(pairs, HIGH: tl.constexpr, FORM: tl.constexpr):
+    if FORM == 2 and HIGH:
+        numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; shr.u32 a, $2, 4; and.b32 a, a, 0x0F0F0F0F;
             prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
             "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; and.b32 a, $2, 0x0F0F0F0F;
-        prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
-        "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _e2m1(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
-    if not WORDS:  # 2 ** -14 of the number in float16
-        nibble = (pairs >> 4 if HIGH else pairs & 15).to(tl.int16)
-        bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
-        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(dtype)
-    if HIGH:
-        return tl.inline_asm_elementwise(
+    elif FORM == 2:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; and.b32 a, $2, 0x0F0F0F0F;
+            prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
+            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif HIGH:
+        numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7e807e80; prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
             and.b32 a, p, 0x80008000; shr.u32 b, p, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
             and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
             "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 w, p, q, a, b, m; mov.b32 m, 0x7e807e80; shl.b32 w, $2, 4; prmt.b32 p, 0, w, 0x5140; prmt.b32 q, 0, w, 0x7362;
-        and.b32 a, p, 0x80008000; shr.u32 b, p, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-        and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-        "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
+    else:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 w, p, q, a, b, m; mov.b32 m, 0x7e807e80; shl.b32 w, $2, 4; prmt.b32 p, 0, w, 0x5140; prmt.b32 q, 0, w, 0x7362;
+            and.b32 a, p, 0x80008000; shr.u32 b, p, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
+            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return numbers

@@ -34,9 +34,8 @@ def _tiles(w_ptr, first, rows, live, cols, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def _numbers(codes, FORM: tl.constexpr):
     """Float32 numbers of 8-bit codes."""
-    if FORM == 0:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    dtype: tl.constexpr = tl.float8e4nv if FORM == 0 else tl.int8
+    return codes.to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -144,9 +143,12 @@ def fits(x_TI: torch.Tensor, stored: Stored, features: int) -> bool:
     return high % block == 0 and features % block == 0
 
 
-def joins_norm(x_TI: torch.Tensor, stored: Stored) -> bool:
-    """Whether the norm before a product of one token is best inside its kernel. Not with more work for each input or code."""
-    return x_TI.shape[0] == 1 and form_of(stored) == E4M3 and isinstance(stored, Stored8) and stored.block[0] == 1
+def joins(x_TI: torch.Tensor, stored: Stored) -> bool:
+    """Whether the norm before a product of one token, and the gate behind it, are best inside its kernel.
+
+    Not with more work for each input (scales of blocks) or for each code (int8): kernels of their own took less (docs/performance.md).
+    """
+    return x_TI.shape[0] == 1 and isinstance(stored, Stored8) and form_of(stored) == E4M3 and stored.block[0] == 1
 
 
 def run_row(

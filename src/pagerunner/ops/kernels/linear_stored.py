@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_row
 from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
@@ -359,9 +360,12 @@ def run(
     gated: bool = False,
     add: bool = False,
 ) -> torch.Tensor:
-    """Write the product into `out`, or add it."""
-    if norm is not None and not linear_row.joins_norm(x_TI, stored):
+    """Write the product into `out`, or add it, and return it."""
+    alone = not linear_row.joins(x_TI, stored)
+    if norm is not None and alone:
         x_TI, norm = norm(x_TI), None
-    if isinstance(stored, Stored8) and linear_row.fits(x_TI, stored, out_TO.shape[1]):
-        return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
-    return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
+    if not isinstance(stored, Stored8) or not linear_row.fits(x_TI, stored, out_TO.shape[1]):
+        return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
+    if gated and alone and linear_row.fits(x_TI, stored, stored.shape[0]):
+        return silu_and_mul(linear_row.run_row(x_TI, stored, bias_O, x_TI.new_empty(1, stored.shape[0])))
+    return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
