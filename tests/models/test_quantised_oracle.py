@@ -263,6 +263,17 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path) -> None:
     assert kept.count(True) == 1 and kept.count(False) >= 1
 
 
+def test_transformers_reads_gpt_oss_as_published_and_has_the_same_tokens(tmp_path: Path) -> None:
+    path = MAKE["gpt_oss"](tmp_path)
+    quantise(path, "mxfp4")
+    read = transformers.Mxfp4Config(dequantize=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=read, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    assert reference.model.layers[0].mlp.experts.gate_up_proj.dim() == 3
+    check(reference.float(), run(engine(path), [prompt(1, 20), prompt(2, 50)]))
+
+
 @pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
 def test_a_published_deepseek_v4_has_the_tokens_of_transformers(
     tmp_path: Path, expert_dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ from pagerunner.models.checkpoint.loader import (
     dummy_weights,
     load_weights,
     materialize,
+    tensor_dtypes,
     weights_bytes,
 )
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
@@ -207,7 +208,8 @@ def _kernels_name(resolved: Resolved) -> str:
     graphs = (config.enforce_eager, config.cudagraph_capture_sizes)
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
     model = replace(resolved.model, path="")  # where it lies changes nothing
-    return repr((model, sizes, choices, graphs, pages, bool(resolved.kv_scales)))
+    held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
+    return repr((model, sorted(held), sizes, choices, graphs, pages, bool(resolved.kv_scales)))
 
 
 def _load_model(
