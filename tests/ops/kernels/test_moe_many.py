@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe
+from pagerunner.ops.kernels import moe, moe_many
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.quantize import dequantized, quantize
 from pagerunner.ops.routing import Routing, route
-from pagerunner.ops.stored import Stored8
+from pagerunner.ops.stored import Stored4, Stored8, pack4
 
 
 @pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
@@ -68,3 +68,26 @@ def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
     exact, rounded = (moe_experts.kernel(x, routes, *own, SILU).float() for own in (plain, (gate_up, down)))
     assert (exact - want).norm() < 3e-3 * want.norm()
     assert 3e-3 * want.norm() < (rounded - want).norm() < 6e-2 * want.norm()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch):
+    monkeypatch.setattr(moe, "MOST_FEW", 1)
+    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    monkeypatch.setattr(moe_many, "UNPACKED_BYTES", 0)
+    torch.manual_seed(0)
+    x, routes = torch.randn(30, 128).half(), route.twin(torch.randn(30, 6), Routing(3, normalise=True))
+    block = (64, 128) if blocks else (1, 128)
+    gate_up, down = (
+        Stored8(torch.randn(6, outputs, 128).to(torch.float8_e4m3fn), torch.rand(6, outputs // block[0], 1) / 8, block)
+        for outputs in (256, 128)
+    )
+    biases = torch.randn(6, 256).half(), torch.randn(6, 128).half()
+    got = moe_experts.kernel(x, routes, gate_up, down, SILU, *biases).float()
+    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU, *(bias.float() for bias in biases))
+    assert (got - want).norm() < 3e-3 * want.norm()
+    codes = pack4(torch.randint(0, 16, (6, 256, 128), dtype=torch.uint8))
+    gate_up = Stored4(codes, torch.randint(120, 126, (6, 256, 4), dtype=torch.uint8), 32, "e2m1")
+    got = moe_experts.kernel(x, routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0)).float()
+    want = moe_experts.twin(x.float(), routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0))
+    assert (got - want).norm() < 3e-3 * want.norm()

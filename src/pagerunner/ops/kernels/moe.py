@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
-from pagerunner.ops.kernels.moe_many import fits, many_product
+from pagerunner.ops.kernels.moe_many import fits, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
@@ -34,6 +34,9 @@ from pagerunner.ops.stored import Stored, Stored8, dense
 
 MOST_FEW = 16
 """Pairs of an expert, on average, up to which reading the weights takes the time."""
+
+WORTH_UNPACKING = 96
+"""Pairs of an expert, on average, from which on its stored matrices are unpacked before the products."""
 
 
 @triton.jit(do_not_specialize=["active"])
@@ -172,6 +175,8 @@ def _any_product(
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
         numbers = quantize(x, rounded.dtype, grouped=rounded.grouped)
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
+    if routes.experts_TA.numel() > WORTH_UNPACKING * experts and unpacks(x, w_EOK):
+        return unpacked_product(x, w_EOK, *own, weigh=weigh)
     return _product(x, w_EOK, *own, weigh=weigh)
 
 

@@ -20,9 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import dependent, has_dependent_launch, multiprocessors, padded
 from pagerunner.ops.kernels.moe_tiles import DENSE, finish, kind_of
+from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored8
+from pagerunner.ops.stored import Stored, Stored8
+
+UNPACKED_BYTES = 2**28
+"""Of weights that are unpacked at a time, at most, unless four experts take more."""
 
 _ROUNDED = 0
 """The number format of 8-bit floats (`kernels/codes.py`)."""
@@ -150,11 +154,16 @@ def many_config(pairs: int, experts: int, rounded: bool, gated: bool) -> ManyCon
 def fits(x: torch.Tensor, weights: torch.Tensor | Stored8) -> bool:
     """Whether the kernel serves such weights here: dense halves or 8-bit floats, in rows of whole blocks, where there are bulk copies."""
     inputs = weights.shape[-1]
+    if isinstance(weights, torch.Tensor):
+        return weights.dtype == x.dtype and _fits_dense(x, inputs) and weights.is_contiguous()
     if x.device.type == "cuda" and not has_dependent_launch(x.device):
         return False
-    if isinstance(weights, torch.Tensor):
-        return weights.dtype == x.dtype and x.dtype.itemsize == 2 and inputs % 64 == 0 and weights.is_contiguous()
     return weights.codes.dtype == torch.float8_e4m3fn and inputs % 128 == 0 and weights.codes.is_contiguous()
+
+
+def _fits_dense(x: torch.Tensor, inputs: int) -> bool:
+    has_copies = x.device.type != "cuda" or has_dependent_launch(x.device)
+    return has_copies and x.dtype.itemsize == 2 and inputs % 64 == 0
 
 
 def many_product(
@@ -167,10 +176,12 @@ def many_product(
     weigh: bool,
     dtype: torch.dtype | None = None,
     config: ManyConfig | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order.
 
-    `dtype` is that of the result if it isn't the input's.
+    `dtype` is that of the result if it isn't the input's. `out` is where it is written if there is such a tensor. The routes may be those of
+    some of the experts: then `starts_E1` are where their pairs begin, and other pairs stay as they are.
     """
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, outputs, inputs = weights.shape
@@ -185,7 +196,8 @@ def many_product(
         else codes.view(-1, inputs)
     )
     numbers = x.codes if isinstance(x, Quantized) else x
-    out = torch.empty(pairs, features, dtype=dtype or numbers.dtype, device=numbers.device)
+    if out is None:
+        out = torch.empty(pairs, features, dtype=dtype or numbers.dtype, device=numbers.device)
     width = min(config.features, max(16, padded(features)))
     own: dict[str, Any] = {"FORM": DENSE, "BO": 1, "STEPS": False, "GROUPED": False}
     scales = x_scales = routes.weights_TA
@@ -204,3 +216,45 @@ def many_product(
         **dependent(numbers.device),
     )  # fmt: skip
     return out
+
+
+def unpacked_product(
+    x: torch.Tensor,
+    weights: Stored,
+    bias_EO: torch.Tensor | None,
+    routes: Routes,
+    activation: GatedActivation | None,
+    *,
+    weigh: bool,
+) -> torch.Tensor:
+    """As `many_product`. The experts' matrices are unpacked before, some of them at a time."""
+    assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
+    experts, outputs, inputs = weights.shape
+    pairs, gated = routes.order_P.shape[0], activation is not None
+    at_once = min(experts, max(4, UNPACKED_BYTES // (outputs * inputs * x.dtype.itemsize) // 4 * 4))
+    room = torch.empty(at_once * outputs, inputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(pairs, outputs // 2 if gated else outputs, dtype=x.dtype, device=x.device)
+    config = many_config(pairs, experts, False, gated)
+    for first in range(0, experts, at_once):
+        some = slice(first, min(first + at_once, experts))
+        count = some.stop - first
+        unpack(_flat(weights, some), room[: count * outputs])
+        many_product(
+            x, room[: count * outputs].view(count, outputs, inputs), None if bias_EO is None else bias_EO[some],
+            routes._replace(starts_E1=routes.starts_E1[first : some.stop + 1]), activation, weigh=weigh, config=config, out=out,
+        )  # fmt: skip
+    return out
+
+
+def unpacks(x: torch.Tensor, weights: Stored) -> bool:
+    """Whether `unpacked_product` serves such weights here."""
+    outputs = weights.shape[1]
+    if isinstance(weights, Stored8) and outputs % weights.block[0]:
+        return False
+    return _fits_dense(x, weights.shape[2])
+
+
+def _flat(weights: Stored, some: slice) -> Stored:
+    """The matrices of some experts, one below another."""
+    own = {name: part[some].flatten(0, 1) for name, part in weights._asdict().items() if isinstance(part, torch.Tensor)}
+    return weights._replace(**own)
