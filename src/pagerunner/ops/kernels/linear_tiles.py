@@ -1,4 +1,4 @@
-"""Products of 65 and more tokens with a stored matrix (`ops/stored.py`), whose codes are converted in registers.
+"""Products of 17 to some hundred tokens with a stored matrix (`ops/stored.py`), whose codes are converted in registers.
 
 A program computes a tile of output features and tokens. The weights are the matrix units' first operand, which may lie in registers. So a code goes
 from memory through shared memory into the register that is multiplied, and is never written as a number. Scales of rows and of blocks multiply sums, in
@@ -208,9 +208,15 @@ class Tiles(NamedTuple):
 def tiles_for(tokens: int, weight_OI: Stored, device: torch.device) -> Tiles:
     """The tile, by measurement (docs/performance.md): as many parts as multiprocessors would otherwise be idle."""
     features, inputs = weight_OI.shape
-    programs = blocks(tokens, 128) * blocks(features, 64)
-    parts = max(1, min(multiprocessors(device) // programs, inputs // 1024))
-    return Tiles(64 if tokens <= 64 else 128, 64, 128, 4, 3, parts)
+    each = 1  # programs that a multiprocessor is to have
+    if tokens > 64:
+        tiles = Tiles(128, 64, 128, 4, 3)
+    elif isinstance(weight_OI, Stored8):
+        tiles, each = Tiles(64, 64, 128, 4, 4), 3
+    else:
+        tiles = Tiles(64, 128, 128, 8, 4)
+    programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
+    return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // 1024, 4)))
 
 
 def _scales(stored: Stored, tiles: Tiles) -> int | None:
