@@ -19,6 +19,7 @@ Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
+_ALL = ("re:.*",)
 _WILD = re.compile(r"[*?\[]")
 # Matrices that some programs keep as one; lists of ignored modules have the names of either.
 _FUSED = {
@@ -69,6 +70,7 @@ class Scheme:
         return (self.packed or self.number == "fp4") and self.scales in ("group", "channel")
 
 
+@functools.lru_cache(maxsize=64)  # several lists are asked about one module after another
 def inner_name(module: str) -> str:
     """A module's name without what tools write before a layer."""
     return _AROUND.sub("", module)
@@ -88,6 +90,8 @@ class Names:
 
     def match(self, module: str) -> bool:
         """Whether an entry stands for the module."""
+        if self.entries == _ALL or not self.entries:
+            return bool(self.entries)
         inner = inner_name(module)
         if self._modules and not self._modules.isdisjoint(itertools.accumulate(inner.split("."), "{}.{}".format)):
             return True
@@ -97,8 +101,10 @@ class Names:
 
     def holds(self, module: str) -> bool:
         """Whether an entry is the whole name of the module, or of one around it."""
+        if not self._modules:
+            return False
         parts = itertools.accumulate(inner_name(module).split("."), "{}.{}".format)
-        return bool(self._modules) and not self._modules.isdisjoint(parts)
+        return not self._modules.isdisjoint(parts)
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
@@ -163,7 +169,7 @@ class Format:
 
     def names(self, module: str) -> bool:
         """Whether a scheme is for this module by a name, and not for all modules."""
-        return any(names.entries != ("re:.*",) and names.match(module) for names, _ in self.schemes)
+        return any(names.entries != _ALL and names.match(module) for names, _ in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised, or that is a part of a module that isn't."""
