@@ -46,7 +46,7 @@ def test_unpacking_is_exact(form: str, outputs: int, inputs: int) -> None:
 @pytest.mark.parametrize("activations", ["none", "rounded"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-@pytest.mark.parametrize("tokens", [65, 128, 301, 1024])
+@pytest.mark.parametrize("tokens", [17, 64, 65, 192, 301, 2100])
 def test_products(form: str, outputs: int, inputs: int, tokens: int, activations: str, dtype: torch.dtype) -> None:
     matrix = on_device(stored(form, outputs, inputs))
     if activations == "rounded":

@@ -7,6 +7,7 @@ import torch
 
 from helpers import interpreter_floats
 from helpers.stored_cases import stored
+from pagerunner.ops.kernels import linear_tiles as kernels
 from pagerunner.ops.kernels.linear_tiles import Tiles, run_tiles, serves
 from pagerunner.ops.linear import linear
 
@@ -66,3 +67,12 @@ def test_half_precision():
     run_tiles(x, matrix, None, out, Tiles(16, 16, 64, 4, 2, 2))
     want = x.float() @ linear.twin(torch.eye(256), matrix)
     assert float((out.float() - want).norm() / want.norm()) < 2e-3
+
+
+def test_input_features_are_divided_where_tiles_leave_multiprocessors_idle(monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+    few, wide = stored("int4 f16 128", 512, 4096), stored("int4 f16 128", 16640, 128)
+    assert [kernels.tiles_for(tokens, few, device).parts for tokens in (17, 64, 65, 192)] == [4, 4, 4, 4]
+    assert [kernels.tiles_for(tokens, wide, device).parts for tokens in (17, 192)] == [1, 1]
+    assert kernels.tiles_for(64, few, device).tokens == 64 and kernels.tiles_for(65, few, device).tokens == 128
