@@ -140,7 +140,7 @@ class ManyConfig(NamedTuple):
     programs: int
 
 
-def many_config(pairs: int, experts: int, rounded: bool, gated: bool) -> ManyConfig:
+def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool) -> ManyConfig:
     """The tile by measurement (docs/performance.md)."""
     if pairs <= 128 * experts:
         if rounded:
@@ -148,7 +148,9 @@ def many_config(pairs: int, experts: int, rounded: bool, gated: bool) -> ManyCon
         return ManyConfig(64, 128, 64, 8, 4, 1) if gated else ManyConfig(64, 128, 64, 4, 3, 2)
     if rounded:
         return ManyConfig(128, 128, 128, 8, 3, 1)
-    return ManyConfig(128, 128, 64, 8, 4, 1) if gated else ManyConfig(128, 256, 64, 8, 3, 1)
+    if gated:
+        return ManyConfig(128, 128, 64, 8, 4, 1)
+    return ManyConfig(128, 128, 64, 8, 3, 2) if inputs < 1024 else ManyConfig(128, 256, 64, 8, 3, 1)
 
 
 def fits(x: torch.Tensor, weights: torch.Tensor | Stored8) -> bool:
@@ -188,7 +190,7 @@ def many_product(
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     rounded = isinstance(x, Quantized)
-    config = config or many_config(pairs, experts, rounded, activation is not None)
+    config = config or many_config(pairs, experts, inputs, rounded, activation is not None)
     codes = weights if isinstance(weights, torch.Tensor) else weights.codes
     inner = (
         codes.view(experts * features, 2 * inputs)
@@ -234,7 +236,7 @@ def unpacked_product(
     at_once = min(experts, max(4, UNPACKED_BYTES // (outputs * inputs * x.dtype.itemsize) // 4 * 4))
     room = torch.empty(at_once * outputs, inputs, dtype=x.dtype, device=x.device)
     out = torch.empty(pairs, outputs // 2 if gated else outputs, dtype=x.dtype, device=x.device)
-    config = many_config(pairs, experts, False, gated)
+    config = many_config(pairs, experts, inputs, False, gated)
     for first in range(0, experts, at_once):
         some = slice(first, min(first + at_once, experts))
         count = some.stop - first
