@@ -8,6 +8,10 @@ A kernel that is launched dependently may start while its predecessor still runs
 4. It does its work.
 
 Every kernel waits like this, so order is kept across any number of kernels.
+
+A kernel may let its successor start only after its own wait (step 3 before step 1). Then all earlier kernels have ended when the
+successor starts, and before its own wait the successor may also read what they have written. Example: the second product of a token's
+experts reads which experts these are, and their first weights (`kernels/moe_one.py`).
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ def _many_kernel(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, 
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    apart: tl.constexpr = (
-        GATED and KIND != 2
-    )  # all gates come before all ups; otherwise a row of `w_matrix` is a gate and its up
+    # all gates come before all ups; otherwise a row of `w_matrix` is a gate and its up
+    apart: tl.constexpr = GATED and KIND != 2
     outputs: tl.constexpr = 2 * N if GATED else N
     step: tl.constexpr = 2 if KIND == 2 else 1
     ups: tl.constexpr = 1 if KIND == 2 else N
