@@ -43,16 +43,6 @@ def test_input_features_that_no_block_divides(form, parts):
     assert float((out - want).norm() / want.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("form", ["int4 bf16 128", "int4 f16 64 zeros", "e2m1 e8m0 64"])
-def test_scales_of_groups_may_multiply_sums(form):
-    matrix = stored(form, 40, 256)
-    x = torch.randn(5, 256)
-    out = torch.full((5, 40), float("nan"))
-    run_tiles(x, matrix, None, out, Tiles(16, 16, 64, 4, 2, sums=True))
-    want = linear.twin(x, matrix)
-    assert float((out - want).norm() / want.norm()) < 1e-5
-
-
 def test_groups_that_a_block_cuts_are_for_others():
     x = torch.randn(5, 288)
     assert not serves(x, stored("int4 f16 96", 40, 288), Tiles(16, 16, 64, 4, 2))

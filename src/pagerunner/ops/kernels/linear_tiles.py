@@ -145,12 +145,8 @@ def _tiles_kernel(x_ptr, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_
             pairs, x, x_high = _loads4(x_ptr, w_ptr, rows, k, K, BK)
             low = _numbers(pairs, scale_now, zero_now, False, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
             high = _numbers(pairs, scale_high_now, zero_high_now, True, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
-            if SCALES == 1:
-                part = tl.dot(low, x, input_precision="ieee")
-                acc += tl.dot(high, x_high, part, input_precision="ieee") * scale_numbers(scale_now)[:, None]
-            else:
-                acc = tl.dot(low, x, acc, input_precision="ieee")
-                acc = tl.dot(high, x_high, acc, input_precision="ieee")
+            acc = tl.dot(low, x, acc, input_precision="ieee")
+            acc = tl.dot(high, x_high, acc, input_precision="ieee")
     if SCALES == 0:
         acc *= scale_numbers(tl.load(s_ptr + rows))[:, None]
     if FACTORS:
@@ -191,10 +187,7 @@ def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, P
 
 
 class Tiles(NamedTuple):
-    """Tokens, output features and input features of a tile; its warps; how many blocks are in flight; parts of the input features.
-
-    `sums`: scales of groups multiply the sums of blocks, where no block has two groups.
-    """
+    """Tokens, output features and input features of a tile; its warps; how many blocks are in flight; parts of the input features."""
 
     tokens: int
     features: int
@@ -202,7 +195,6 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
-    sums: bool = False
 
 
 def tiles_for(tokens: int, weight_OI: Stored, device: torch.device) -> Tiles:
@@ -232,7 +224,7 @@ def _scales(stored: Stored, tiles: Tiles) -> int | None:
     fits = group >= inputs or group % wide == 0 or (wide % group == 0 and group >= RUN // 2)
     if not fits or group == inputs:
         return WHOLE if fits else None
-    return SUMS if tiles.sums and group % wide == 0 else NUMBERS
+    return NUMBERS
 
 
 def serves(x_TI: torch.Tensor, weight_OI: Stored, tiles: Tiles) -> bool:
