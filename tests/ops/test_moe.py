@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pagerunner.ops.activation import SILU, GatedActivation, clamped_swiglu, silu_and_mul
 from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Routing, expert_logits, route
+from pagerunner.ops.routing import Routes, Routing, expert_logits, route, touched_experts
 from pagerunner.ops.stored import Stored8
 
 
@@ -96,3 +96,10 @@ def test_the_clamped_activation() -> None:
     torch.testing.assert_close(GatedActivation("clamped_swiglu", 7.0)(torch.stack((gate, up), -1).flatten()), got)
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     torch.testing.assert_close(got, gate * torch.sigmoid(1.702 * gate) * (up + 1))
+
+
+def test_experts_are_counted_in_inference_mode_and_outside_of_it():
+    touched_experts.cache_clear()
+    with torch.inference_mode():
+        touched_experts(torch.device("cpu")).add_(1)
+    assert touched_experts(torch.device("cpu")).add_(1).tolist() == [2, 2]

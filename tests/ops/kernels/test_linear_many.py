@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels.linear_tiles import run_tiles
@@ -50,9 +51,7 @@ def test_every_byte_unpacks_to_the_bit():
         torch.testing.assert_close(out, dense(matrix, torch.float32), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [67, 1])
+@pytest.mark.parametrize(("form", "bias", "tokens"), by_days(FORMS, [False, True], [67, 1]))
 def test_products(monkeypatch, form, bias, tokens):
     monkeypatch.setattr(many, "UNPACKED_BYTES", 128 * 256 * 4)  # two products of 67 tokens
     monkeypatch.setattr(many, "MANY_TOKENS", 60)

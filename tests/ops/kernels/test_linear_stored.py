@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.effort import by_days
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_row
 from pagerunner.ops.kernels import linear_stored as kernels
@@ -75,9 +76,9 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
 SIZES = [(1, 40, 192), (2, 17, 576), (3, 9, 192), (17, 20, 192)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SIZES)
-def test_products(form, tokens, outputs, inputs):
+@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, SIZES, each=2))
+def test_products(form, sizes):
+    tokens, outputs, inputs = sizes
     torch.manual_seed(tokens)
     stored = FORMS[form](outputs, inputs)
     x, bias = torch.randn(tokens, inputs + 5)[:, 1:-4], torch.randn(outputs)
@@ -89,9 +90,7 @@ def test_products(form, tokens, outputs, inputs):
     close(residual, expected, 1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("form", "offset", "tokens"), by_days(FORMS, [False, True], [1, 3]))
 def test_a_norm_before_and_a_gate_behind(form, offset, tokens):
     torch.manual_seed(3)
     stored, x = FORMS[form](40, 192), torch.randn(tokens, 192)
@@ -163,9 +162,10 @@ def test_one_token_whose_rows_lie_in_two_blocks(monkeypatch):
     close(norm_linear_silu.kernel(x, norm, stored), norm_linear_silu.twin(x, norm, stored), 1e-5)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 16])
-@pytest.mark.parametrize("form", ["int4 g32", "nvfp4", "e4m3 small blocks", "e4m3 rows"])
-@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize(
+    ("form", "stages", "tokens"),
+    by_days(["int4 g32", "nvfp4", "e4m3 small blocks", "e4m3 rows"], [0, 2], [1, 2, 4, 16], each=2),
+)
 def test_several_steps_whose_weights_are_on_their_way_early_or_not(form, tokens, stages):
     torch.manual_seed(7)
     stored, x = FORMS[form](12, 768), torch.randn(tokens, 768)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_tiles as kernels
 from pagerunner.ops.kernels.linear_tiles import Tiles, run_tiles, serves
@@ -18,10 +19,12 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("add", "bias"), [(False, True), (True, False), (True, True), (False, False)])
-def test_tiles(form, parts, add, bias):
+ADDED_AND_BIAS = [(False, True), (True, False), (True, True), (False, False)]
+
+
+@pytest.mark.parametrize(("form", "parts", "extras"), by_days(FORMS, [1, 3], ADDED_AND_BIAS))
+def test_tiles(form, parts, extras):
+    add, bias = extras
     tiles = Tiles(64, 32, 128 if "block" in form or "128" in form else 64, 4, 2, parts)
     matrix = stored(form, 72, 384)
     x, bias_O = torch.randn(70, 400)[:, 8:-8], torch.randn(72) if bias else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.effort import by_days
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
@@ -97,9 +98,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("tokens", "features", "inner"), [(1, 160, 96), (9, 256, 128), (70, 256, 384)])
-def test_stored_experts(form, tokens, features, inner):
+@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, [(1, 160, 96), (9, 256, 128), (70, 256, 384)]))
+def test_stored_experts(form, sizes):
+    tokens, features, inner = sizes
     if form.startswith("int4") and inner % 128:
         features, inner = 256, 128
     torch.manual_seed(tokens)
