@@ -110,8 +110,10 @@ def test_parts_that_begin_inside_a_block_keep_scales_of_their_own(sizes: tuple[i
         want.append(unpacked(codes, scales, (128, 128)))
     assert torch.equal(method.dense(weights), torch.cat(want))
     assert method.stored(weights).block == (high, 128)
+    if high == 1:
+        return  # every output feature begins a block
     with pytest.raises(ConfigError, match=f"output feature {starts[1] + high // 2}, which {high}, its blocks' rows"):
-        method.sinks(weights, slice(starts[1] + high // 2, sum(sizes))) if high > 1 else pytest.skip()
+        method.sinks(weights, slice(starts[1] + high // 2, sum(sizes)))
 
 
 def test_a_layer_may_have_parts_in_forms_and_parts_as_they_are() -> None:
