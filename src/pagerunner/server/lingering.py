@@ -35,8 +35,11 @@ class LingeringTransport:
             return
         if not (self._is_sending() and self._transport.can_write_eof()):
             return self._transport.close()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection: nobody is left to read the answer
+            return self._transport.close()
         self._end = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.close)
-        self._transport.write_eof()
         self._transport.resume_reading()
 
     def close_now(self) -> None:
