@@ -1,6 +1,7 @@
 """What sampling costs: greedy against drawn tokens, in turns, through one engine.
 
     python scripts/bench_sampling.py [--shapes qwen3-0.6b,qwen3-8b] [--rows 1,64,256] [--rounds 4]
+    python scripts/bench_sampling.py --shapes qwen3-8b --quantization compressed-tensors
 
 Requests of 32 tokens in and `--output-len` out, random weights, all rows side by side; the best of the rounds of each
 way to choose tokens, and its ratio to greedy. A round runs every way once, one after the other, so that all of them meet the same
@@ -37,13 +38,14 @@ def measure(llm: Any, rows: int, output_len: int, way: dict[str, Any], salt: int
     return time.perf_counter() - started
 
 
-def run(shape: str, all_rows: list[int], rounds: int, output_len: int, label: str) -> None:
+def run(shape: str, quantization: str | None, all_rows: list[int], rounds: int, output_len: int, label: str) -> None:
     """One engine's table."""
     from pagerunner import LLM
+    from pagerunner.bench.shapes import QUANTIZED
     from pagerunner.bench.workloads import write_model
 
     with tempfile.TemporaryDirectory() as directory:
-        model = write_model(shape, Path(directory))
+        model = write_model(shape, Path(directory), quantization if quantization in QUANTIZED else None)
         llm = LLM(
             str(model),
             load_format="dummy",
@@ -51,6 +53,7 @@ def run(shape: str, all_rows: list[int], rounds: int, output_len: int, label: st
             max_num_seqs=max(all_rows),
             max_model_len=min(2048, 4 * output_len),
             gpu_memory_utilization=0.6,
+            quantization=quantization,
         )
         for rows in all_rows:
             best = dict.fromkeys(WAYS, float("inf"))
@@ -61,7 +64,7 @@ def run(shape: str, all_rows: list[int], rounds: int, output_len: int, label: st
                         best[name] = min(best[name], seconds)
             for name, seconds in best.items():
                 print(
-                    f"RESULT {label}{shape} {rows:3} rows, {name:26}: {rows * output_len / seconds:9,.0f} tok/s, "
+                    f"RESULT {label}{shape}{' ' + quantization if quantization else ''} {rows:3} rows, {name:26}: {rows * output_len / seconds:9,.0f} tok/s, "
                     f"{seconds / output_len * 1e3:6.3f} ms a step, {best['greedy'] / seconds:.3f} of greedy",
                     flush=True,
                 )
@@ -74,13 +77,16 @@ def main() -> None:
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--quantization", help="fp8 rounds the random weights; compressed-tensors, mxfp4 ... are stored forms"
+    )
     parser.add_argument("--source", type=Path, help="the src folder of another checkout")
     args = parser.parse_args()
     if args.source is not None:
         sys.path.insert(0, str(args.source.resolve()))
     label = "" if args.source is None else f"{args.source.parent.name}: "
     for shape in args.shapes.split(","):
-        run(shape, [int(rows) for rows in args.rows.split(",")], args.rounds, args.output_len, label)
+        run(shape, args.quantization, [int(rows) for rows in args.rows.split(",")], args.rounds, args.output_len, label)
 
 
 if __name__ == "__main__":

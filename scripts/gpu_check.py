@@ -10,6 +10,7 @@ limit is left is put off, and named in the last line. The exit status is 1 if a 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ KERNEL_TESTS = [
     for name in ("dense_kernels", "sampling", "paged_attention", "latent", "recurrent", "step")
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
+BYTES_PER_SECOND = 4.35e12  # what a copy reaches on an H200, for the floors of mixtures
 WORKLOADS = ("decode1", "decode64", "prefill8k", "prefix2k", "mixed256")
 COMPARED = ("decode1", "decode64", "prefill8k", "mixed256")
 PUBLISHED = {  # bench shapes in the forms in which people run them
@@ -163,10 +165,12 @@ def run_steps(chosen: dict[str, Step], budget: float, logs: Path) -> int:
 
 def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names: list[str], repetitions: int) -> None:
     """All workloads through one engine, one line each: the best of `repetitions` after one that isn't counted."""
-    from pagerunner import LLM
+    from pagerunner import LLM, EngineArgs
     from pagerunner.bench import runner
+    from pagerunner.bench.experts import experts_read
     from pagerunner.bench.shapes import QUANTIZED, SHAPES
     from pagerunner.bench.workloads import workload, write_model
+    from pagerunner.engine.startup.mixture import Mixture, touched_so_far
 
     with tempfile.TemporaryDirectory() as directory:
         stored = quantization if quantization in QUANTIZED else None
@@ -175,6 +179,7 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
         settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
         settings["quantization"] = quantization
         llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
+        mixture = Mixture.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
         print(llm.startup.text(), flush=True)
         for name in names:
             report = runner.throughput(
@@ -183,10 +188,12 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
                 label=name,
                 repetitions=repetitions,
                 warmups=1,
+                touched=functools.partial(touched_so_far, llm.device),
             )
+            read = experts_read(mixture, *report.touched, BYTES_PER_SECOND).text() if mixture else ""
             print(
                 f"{RESULT}{shape} {quantization or ''}, kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
-                f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)})",
+                f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)}){read}",
                 flush=True,
             )
 

@@ -2,6 +2,7 @@
 
     python scripts/profile_decode.py --shape qwen3-0.6b --rows 64 --context 128 --steps 64
     python scripts/profile_decode.py --shape qwen3-0.6b --workload mixed256 --stretches 8
+    python scripts/profile_decode.py --shape gpt-oss-20b --quantization mxfp4 --rows 64
 
 Runs a dummy checkpoint of the shape through `LLM.generate`, traces one repetition with torch's profiler, and looks at the
 stretch in which every request decodes: from the first kernel after the last prompt token to the last kernel. Idle is the
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from pagerunner import LLM, SamplingParams
-from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.shapes import QUANTIZED, SHAPES
 from pagerunner.bench.workloads import workload, write_model
 
 
@@ -128,19 +129,25 @@ def main() -> None:
     parser.add_argument("--workload", help="a workload of the benchmarks, instead of rows, context and steps")
     parser.add_argument("--stretches", type=int, default=8)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument(
+        "--quantization", help="fp8 rounds the random weights; compressed-tensors, mxfp4 ... are stored forms"
+    )
     parser.add_argument("--timeline", type=int, default=0, help="also print so many consecutive kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(args.shape, Path(folder) / args.shape)
+        stored = args.quantization if args.quantization in QUANTIZED else None
+        model = write_model(args.shape, Path(folder) / args.shape, stored)
+        longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
         most_rows = 512 if args.workload else max(args.rows, 8)
         llm = LLM(
             str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
             max_num_seqs=most_rows,
-            max_model_len=16384,
+            max_model_len=min(16384, longest),
             kv_cache_dtype=args.kv_cache_dtype,
+            quantization=args.quantization,
         )
 
         def once(seed: int) -> None:

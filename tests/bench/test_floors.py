@@ -9,15 +9,18 @@ import pytest
 
 from pagerunner.bench.floors import Ceilings, DenseModel
 from pagerunner.bench.workloads import BenchRequest, workload, write_model
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.mixture import step_bytes
 from pagerunner.errors import ConfigError
 
 CARD = Ceilings(4.35e12, 760e12)
 
 
-def dense(shape: str, path: Path) -> DenseModel:
-    config = json.loads((write_model(shape, path) / "config.json").read_text())
+def dense(shape: str, path: Path, quantization: str | None = None) -> DenseModel:
+    model = write_model(shape, path, quantization)
+    config = json.loads((model / "config.json").read_text())
     token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 128
-    found = DenseModel.read(config, 2, token_bytes)
+    found = DenseModel.read(config, step_bytes(EngineArgs(model=str(model)), "bfloat16", "cuda"), token_bytes)
     assert found is not None
     return found
 
@@ -27,6 +30,13 @@ def test_one_request_is_bound_by_reading_the_weights(shape: str, rate: int, tmp_
     model = dense(shape, tmp_path)
     one = [BenchRequest([1], 1)]
     assert 1 / model.floor(one, 0, CARD, 1.0).bytes_seconds == pytest.approx(rate, rel=0.01)
+
+
+def test_quantised_weights_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    # 36 layers of 192,937,984 weights in groups of 128: 4 bits and a scale of 16; the logits' matrix and the norms stay in 16 bits
+    layers, head, norms = 36 * 192_937_984, 151_936 * 4096, 4096 * (2 * 36 + 1) + 36 * 2 * 128
+    model = dense("qwen3-8b", tmp_path, "compressed-tensors")
+    assert model.step_bytes == layers // 2 + 2 * (layers // 128) + 2 * (head + norms)
 
 
 def test_a_long_prompt_is_bound_by_operations(tmp_path: Path) -> None:
@@ -43,7 +53,8 @@ def test_a_long_prompt_is_bound_by_operations(tmp_path: Path) -> None:
 
 def test_decoding_reads_each_requests_context_for_every_token_after_the_first(tmp_path: Path) -> None:
     model = dense("qwen3-0.6b", tmp_path)
-    weights = 2 * (model.body_weights + model.head_weights)
+    norms = 1024 * (2 * 28 + 1) + 28 * 2 * 128
+    weights = 2 * (model.body_weights + model.head_weights + norms)
     token = 2 * 2 * 28 * 8 * 128
     assert model.bytes([BenchRequest([1] * 10, 3)]) == 3 * weights + (11 + 12) * token
     assert model.bytes([BenchRequest([1] * 10, 3), BenchRequest([1] * 5, 1)]) == 3 * weights + (11 + 12) * token

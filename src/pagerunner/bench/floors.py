@@ -1,6 +1,6 @@
 """The least time a workload can take on a card: bytes that must be read over its bandwidth, operations over its rate.
 
-Torch-free. Known for dense decoders, of which config.json says everything that counts.
+Torch-free. Known for dense decoders: config.json says which operations count, the weights' declarations how many bytes a step reads.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class DenseModel:
     head_weights: int
     layers: int
     query_size: int
-    weight_bytes: int  # of one element
+    step_bytes: int  # of the weights that every step reads, as they are stored
     token_bytes: int  # of one token's keys and values, all layers
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], weight_bytes: int, token_bytes: int) -> DenseModel | None:
+    def read(cls, config: Mapping[str, Any], step_bytes: int, token_bytes: int) -> DenseModel | None:
         """From config.json's fields; None for a family whose floors aren't known."""
         if config.get("model_type") not in DENSE:
             return None
@@ -86,7 +86,7 @@ class DenseModel:
             head_weights=hidden * config["vocab_size"],
             layers=layers,
             query_size=heads * size,
-            weight_bytes=weight_bytes,
+            step_bytes=step_bytes,
             token_bytes=token_bytes,
         )
 
@@ -95,7 +95,7 @@ class DenseModel:
         values for each token after the first. A shared prefix counts once for each request.
         """
         steps = max(request.output_len for request in requests)
-        weights = steps * (self.body_weights + self.head_weights) * self.weight_bytes
+        weights = steps * self.step_bytes
         read = sum(
             _sum(len(request.prompt_token_ids) + 1, len(request.prompt_token_ids) + request.output_len - 1)
             for request in requests

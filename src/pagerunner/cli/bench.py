@@ -31,7 +31,7 @@ from pagerunner.cli.options import (
     reported,
 )
 from pagerunner.cli.session import fetched, note, open_llm, show_progress
-from pagerunner.config import DTYPE_BYTES, EngineArgs
+from pagerunner.config import EngineArgs
 from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 from pagerunner.types import SamplingParams
@@ -203,9 +203,11 @@ def _with_floor(
     if namespace.ceilings is None and llm.device != "cuda":
         return report
     config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
+    from pagerunner.engine.startup.mixture import step_bytes
+
     token_bytes = sum(part.spec.page_bytes(16) for group in llm.memory_plan.groups for part in group.layers) // 16
-    dense = DenseModel.read(config, DTYPE_BYTES[llm.dtype], token_bytes)
-    if dense is None or args.quantization is not None or "quantization_config" in config:
+    dense = DenseModel.read(config, step_bytes(args, llm.dtype, llm.device), token_bytes)
+    if dense is None:
         return report
     ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
     floor = dense.floor(requests, report.cached_tokens, ceilings, report.best)

@@ -1,4 +1,4 @@
-"""What a mixture of experts has in memory, and how much of it steps have read."""
+"""What of a model's weights a step reads: all but the embedding's other rows, and of a mixture only the experts that were chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
 from pagerunner.layers.moe import Experts
-from pagerunner.models.checkpoint.loader import build_model, weights_bytes
+from pagerunner.models.checkpoint.loader import Model, build_model, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.routing import touched_experts
 
@@ -26,16 +26,26 @@ class Mixture:
     @classmethod
     def read(cls, args: EngineArgs, dtype: str, device: str) -> Mixture | None:
         """Of the model that `args` name; None if it isn't a mixture."""
-        config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
-        model = build_model(config, cast(Dtype, dtype), keep_forms=device == "cuda")
+        model, size = _model(args, dtype, device)
         layers = [module for module in model.modules() if isinstance(module, Experts)]
         if not layers:
             return None
         own = sum(tensor.nbytes for module in layers for tensor in module.weights.values())
-        # a step looks up rows of the embedding
-        table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
         experts = layers[0].sizes.experts
-        return cls(own // (len(layers) * experts), weights_bytes(model) - own - table, len(layers), experts)
+        return cls(own // (len(layers) * experts), size - own, len(layers), experts)
+
+
+def step_bytes(args: EngineArgs, dtype: str, device: str) -> int:
+    """Bytes of the weights that a step of the model that `args` name reads if it uses all of them, as they are stored."""
+    return _model(args, dtype, device)[1]
+
+
+def _model(args: EngineArgs, dtype: str, device: str) -> tuple[Model, int]:
+    """The model without memory, and the bytes of its weights without an embedding of its own, of which a step looks up a few rows."""
+    config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
+    model = build_model(config, cast(Dtype, dtype), keep_forms=device == "cuda")
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
+    return model, weights_bytes(model) - table
 
 
 def touched_so_far(device: str) -> tuple[int, int]:
