@@ -86,15 +86,20 @@ def _schedule_kernel(
 
 @triton.jit
 def _tiles(
-    qc, qp, pages, row_table, first, last, length, scale, page_stride, slot_stride,
-    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    q_low, q_high, q_rope, pages, row_table, first, last, length, scale, page_stride, slot_stride,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and weighted latents [BH, BC]."""
-    n, c, p = tl.arange(0, BN), tl.arange(0, BC), tl.arange(0, BP)
+    """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and both halves [BH, HC] of
+    weighted latents.
+
+    A tile's scores are sums of three products. As one sum, its 36 steps would wait for each other.
+    """
+    n, c, p = tl.arange(0, BN), tl.arange(0, HC), tl.arange(0, BP)
     most = tl.full((BH,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BH,), dtype=tl.float32)
-    sums = tl.zeros((BH, BC), dtype=tl.float32)
+    low = tl.zeros((BH, HC), dtype=tl.float32)
+    high = tl.zeros((BH, HC), dtype=tl.float32)
     # a tile's entries are on their way while the tile before is computed
     entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < length, other=0)
     for at in range(first, last, BN):
@@ -102,18 +107,22 @@ def _tiles(
         live = key < length
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
         entry = tl.load(row_table + (key + BN) // PAGE, mask=key + BN < length, other=0)
-        kc = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0).to(qc.dtype)
-        kp = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0).to(qc.dtype)
-        scores = tl.dot(qc, tl.trans(kc), input_precision=PRECISION)
-        scores = tl.dot(qp, tl.trans(kp), scores, input_precision=PRECISION)
+        k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0).to(q_low.dtype)
+        k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0.0).to(q_low.dtype)
+        k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0).to(q_low.dtype)
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
+        scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION)
+        scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
         scores = tl.where(live[None, :], scores * scale, LOWEST)
         larger = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - larger)
         weights = tl.exp2(scores - larger[:, None])
-        sums = tl.dot(weights.to(kc.dtype), kc, sums * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(weights, 1)
+        weights = weights.to(k_low.dtype)
+        low = tl.dot(weights, k_low, low * shrink[:, None], input_precision=PRECISION)
+        high = tl.dot(weights, k_high, high * shrink[:, None], input_precision=PRECISION)
         most = larger
-    return most + tl.log2(total), sums / total[:, None]
+    return most + tl.log2(total), low / total[:, None], high / total[:, None]
 
 
 @triton.jit
@@ -121,10 +130,10 @@ def _slices_kernel(
     q_latent, q_rope, pages, whole, parts, found, unit_ptr, slice_ptr, table,
     num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, table_stride,
     whole_token, whole_head,
-    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One slice of BH heads.
+    """One slice of BH heads. HC: half of the latents' elements, padded.
 
     `parts` [S, 2, H, C] float32 and `found` [S, 2, H] are what the slice leaves of the query that began before it, and of
     the query that goes on after it. `whole` are the queries that lie in one slice. Each is normalised.
@@ -135,7 +144,8 @@ def _slices_kernel(
     piece = tl.program_id(0)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = heads < num_heads
-    c, p = tl.arange(0, BC), tl.arange(0, BP)
+    c, p = tl.arange(0, HC), tl.arange(0, BP)
+    in_low, in_high = in_h[:, None] & (c < C)[None, :], in_h[:, None] & (HC + c < C)[None, :]
     tile = tl.load(slice_ptr + piece * 2)
     token = tl.load(slice_ptr + piece * 2 + 1)
     stop = tl.load(slice_ptr + piece * 2 + 2)
@@ -147,25 +157,24 @@ def _slices_kernel(
         upto = tl.minimum(stop, end)
         if upto > tile:
             wide = token.to(tl.int64)
-            qc = tl.load(
-                q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :],
-                mask=in_h[:, None] & (c < C)[None, :], other=0.0,
+            latent_at = q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :]
+            rope_at = q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :]
+            lse, low, high = _tiles(
+                tl.load(latent_at, mask=in_low, other=0.0),
+                tl.load(latent_at + HC, mask=in_high, other=0.0),
+                tl.load(rope_at, mask=in_h[:, None] & (p < P)[None, :], other=0.0),
+                pages, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
+                length, scale, page_stride, slot_stride, PAGE, C, P, HC, BP, BH, BN, PRECISION,
             )  # fmt: skip
-            qp = tl.load(
-                q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :],
-                mask=in_h[:, None] & (p < P)[None, :], other=0.0,
-            )  # fmt: skip
-            lse, sums = _tiles(
-                qc, qp, pages, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
-                length, scale, page_stride, slot_stride, PAGE, C, P, BC, BP, BH, BN, PRECISION,
-            )  # fmt: skip
-            mask = in_h[:, None] & (c < C)[None, :]
             if (tile == first_tile) & (upto == end):
-                out = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
-                tl.store(out, sums.to(whole.dtype.element_ty), mask=mask)
+                whole_at = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
+                tl.store(whole_at, low.to(whole.dtype.element_ty), mask=in_low)
+                tl.store(whole_at + HC, high.to(whole.dtype.element_ty), mask=in_high)
             else:
                 place = (piece * 2 + (tile == first_tile)).to(tl.int64) * num_heads + heads
-                tl.store(parts + place[:, None] * C + c[None, :], sums, mask=mask)
+                part_at = parts + place[:, None] * C + c[None, :]
+                tl.store(part_at, low, mask=in_low)
+                tl.store(part_at + HC, high, mask=in_high)
                 tl.store(found + place, lse, mask=in_h)
             tile = upto
         token += 1
@@ -306,7 +315,7 @@ def run_slices(
         q_THC, q_THP, pages_EXL, whole_THC, parts, found, schedule.unit, schedule.slice, table_SW,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
         table_SW.stride(0), *whole_THC.stride()[:2],
-        PAGE=pages_EXL.shape[1], C=latent, P=rope, BC=max(16, padded(latent)), BP=max(16, padded(rope)),
+        PAGE=pages_EXL.shape[1], C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
         maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, **dependent(device),
