@@ -18,26 +18,40 @@ from pagerunner.ops.latent_heads import LatentPrep
 
 
 @triton.jit
-def _turn(row, cos_ptr, sin_ptr, tokens, mask, half_P, angle_token, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Rotated rotary parts at `row` [X, 1] of `tokens` [X]: the places of their pairs' elements [1, P / 2], and what these
-    become, [X, P / 2].
+def _turn(
+    row, cos_ptr, sin_ptr, tokens, real, angle_token, HALF: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Rotated rotary parts at `row` [X, 1] of `tokens` [X], of which some are `real`: places of their elements [1, 2 HP], which of
+    them exist [X, 2 HP], and what they become [X, 2 HP].
+
+    Elements are read and written as they lie, and are taken apart into pairs in registers.
     """
+    X: tl.constexpr = tokens.shape[0]
     dtype = row.dtype.element_ty
+    at, half_P = tl.arange(0, 2 * HP), tl.arange(0, HP)
+    if PAIRS:
+        inside = real[:, None] & (at < 2 * HALF)[None, :]
+    else:
+        inside = real[:, None] & (at % HP < HALF)[None, :]
+        at = tl.where(at < HP, at, at - HP + HALF)
     angle = tokens.to(tl.int64)[:, None] * angle_token + half_P[None, :]
+    mask = real[:, None] & (half_P < HALF)[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(row + at[None, :], mask=inside, other=0.0).to(tl.float32)
     if PAIRS:
-        first_p, second_p = 2 * half_P[None, :], 2 * half_P[None, :] + 1
+        first, second = tl.split(tl.reshape(x, (X, HP, 2)))
     else:
-        first_p, second_p = half_P[None, :], half_P[None, :] + HALF
-    first = tl.load(row + first_p, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(row + second_p, mask=mask, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.permute(tl.reshape(x, (X, 2, HP)), (0, 2, 1)))
     crossed = second * sin
     if PAIRS:
         crossed = crossed.to(dtype).to(tl.float32)
-    new_first = ((first * cos).to(dtype).to(tl.float32) - crossed).to(dtype)
-    new_second = ((second * cos).to(dtype).to(tl.float32) + first * sin).to(dtype)
-    return first_p, second_p, new_first, new_second
+    both = tl.join(
+        (first * cos).to(dtype).to(tl.float32) - crossed, (second * cos).to(dtype).to(tl.float32) + first * sin
+    )
+    if not PAIRS:
+        both = tl.permute(both, (0, 2, 1))
+    return at[None, :], inside, tl.reshape(both, (X, 2 * HP)).to(dtype)
 
 
 @triton.jit
@@ -52,7 +66,7 @@ def _absorb(
     part, head = program % parts, (program // parts) % num_heads
     tokens = program // (parts * num_heads) * BT + tl.arange(0, BT)
     there = tokens < num_tokens
-    n, c, half_P = tl.arange(0, NP), part * BC + tl.arange(0, BC), tl.arange(0, HP)
+    n, c = tl.arange(0, NP), part * BC + tl.arange(0, BC)
     keys_at = keys_ptr + head.to(tl.int64) * keys_head + n[:, None] * C + c[None, :]
     keys = tl.load(keys_at, mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
     if PDL:
@@ -66,13 +80,9 @@ def _absorb(
     out = out_ptr + tokens.to(tl.int64)[:, None] * out_token + head.to(tl.int64) * out_head + c[None, :]
     tl.store(out, carried.to(out_ptr.dtype.element_ty), mask=there[:, None] & (c < C)[None, :])
     if part == 0:
-        mask = there[:, None] & (half_P < HALF)[None, :]
-        first_p, second_p, first, second = _turn(
-            row + N, cos_ptr, sin_ptr, tokens, mask, half_P, angle_token, HALF, PAIRS
-        )
+        at, inside, turned = _turn(row + N, cos_ptr, sin_ptr, tokens, there, angle_token, HALF, HP, PAIRS)
         tl.debug_barrier()  # the whole program has read them
-        tl.store(row + N + first_p, first, mask=mask)
-        tl.store(row + N + second_p, second, mask=mask)
+        tl.store(row + N + at, turned, mask=inside)
 
 
 @triton.jit
@@ -83,7 +93,7 @@ def _vector(
     KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's vector into its page. KEEP: it also replaces the raw one."""
-    c, half_P, one = tl.arange(0, CP), tl.arange(0, HP), tl.arange(0, 1)
+    c, one = tl.arange(0, CP), tl.arange(0, 1)
     weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
@@ -95,23 +105,18 @@ def _vector(
         x = (x + x * weight).to(dtype)
     else:
         x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
-    mask = (one == 0)[:, None] & (half_P < HALF)[None, :]
     rotary = row + C + one[:, None]
-    first_p, second_p, first, second = _turn(
-        rotary, cos_ptr, sin_ptr, token + one, mask, half_P, angle_token, HALF, PAIRS
-    )
+    at, inside, turned = _turn(rotary, cos_ptr, sin_ptr, token + one, one == 0, angle_token, HALF, HP, PAIRS)
     if KEEP:
         tl.debug_barrier()  # the whole program has read the raw vector
         tl.store(row + c, x, mask=c < C)
-        tl.store(rotary + first_p, first, mask=mask)
-        tl.store(rotary + second_p, second, mask=mask)
+        tl.store(rotary + at, turned, mask=inside)
     entry = tl.load(entry_ptr + token)
     if entry >= 0:
         slot = pages_ptr + entry * page_stride + tl.load(offset_ptr + token) * slot_stride
         held = pages_ptr.dtype.element_ty
         tl.store(slot + c, x.to(held), mask=c < C)
-        tl.store(slot + C + one[:, None] + first_p, first.to(held), mask=mask)
-        tl.store(slot + C + one[:, None] + second_p, second.to(held), mask=mask)
+        tl.store(slot + C + one[:, None] + at, turned.to(held), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "absorbing"])
@@ -154,17 +159,14 @@ def _prepare_kernel(
         vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, token, vector_token, page_stride,
         slot_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, True, PDL,
     )  # fmt: skip
-    half_P = tl.arange(0, HP)
     for start in range(0, num_heads, BH):
         heads = start + tl.arange(0, BH)
         row = q_ptr + token.to(tl.int64) * q_token + heads[:, None] * q_head + N
-        mask = (heads < num_heads)[:, None] & (half_P < HALF)[None, :]
-        first_p, second_p, first, second = _turn(
-            row, cos_ptr, sin_ptr, token + heads * 0, mask, half_P, angle_token, HALF, PAIRS
+        at, inside, turned = _turn(
+            row, cos_ptr, sin_ptr, token + heads * 0, heads < num_heads, angle_token, HALF, HP, PAIRS
         )
         tl.debug_barrier()  # the whole program has read them
-        tl.store(row + first_p, first, mask=mask)
-        tl.store(row + second_p, second, mask=mask)
+        tl.store(row + at, turned, mask=inside)
 
 
 class AbsorbConfig(NamedTuple):
