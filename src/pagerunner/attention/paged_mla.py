@@ -35,7 +35,7 @@ from pagerunner.ops.latent_prefill import fresh_attention, library_serves
 
 MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
-SHARED_MEMORY = (184_320, 139_264)  # bytes that the largest program takes, in half precision and in float32
+SHARED_MEMORY = (184_320, 131_072)  # bytes that the largest program takes, in half precision and in float32
 
 
 @dataclass(frozen=True, slots=True)
