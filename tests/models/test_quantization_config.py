@@ -64,23 +64,23 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
     ),
     "packed int8": (
         compressed("pack-quantized", {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}),
-        Scheme("int8", "channel", packed=True),
+        Scheme("int8", "channel", layout="compressed"),
     ),
-    "int4": (compressed("pack-quantized", INT4), Scheme("int4", "group", (1, 128), packed=True)),
+    "int4": (compressed("pack-quantized", INT4), Scheme("int4", "group", (1, 128), layout="compressed")),
     "int4 with zeros, permuted": (
         compressed("pack-quantized", {**INT4, "symmetric": False, "actorder": "group", "group_size": 32}),
-        Scheme("int4", "group", (1, 32), zeros=True, permuted=True, packed=True),
+        Scheme("int4", "group", (1, 32), zeros=True, permuted=True, layout="compressed"),
     ),
     "NVFP4 of compressed-tensors": (
         compressed(
             "nvfp4-pack-quantized",
             {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
         ),
-        Scheme("fp4", "group", (1, 16)),
+        Scheme("fp4", "group", (1, 16), layout="compressed nvfp4"),
     ),
     "MXFP4 of compressed-tensors": (
         compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
-        Scheme("fp4", "group", (1, 32)),
+        Scheme("fp4", "group", (1, 32), layout="mxfp4"),
     ),
     "modelopt FP8": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
     ),
     "modelopt NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
-        Scheme("fp4", "group", (1, 16), rounding="static"),
+        Scheme("fp4", "group", (1, 16), layout="nvfp4", rounding="static"),
     ),
     "AWQ": (
         {
@@ -99,29 +99,29 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
             "version": "gemm",
             "modules_to_not_convert": ["lm_head"],
         },
-        Scheme("int4", "group", (1, 128), zeros=True, packed=True),
+        Scheme("int4", "group", (1, 128), zeros=True, layout="awq"),
     ),
     "old AWQ": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "group", (1, 64), zeros=True, packed=True),
+        Scheme("int4", "group", (1, 64), zeros=True, layout="awq"),
     ),
     "GPTQ": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.01,
          "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "group", (1, 128), zero_offset=1, packed=True),
+        Scheme("int4", "group", (1, 128), zero_offset=1, layout="gptq"),
     ),
     "GPTQ, permuted, second version": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2",
          "modules_to_not_convert": ["lm_head"]},
-        Scheme("int8", "group", (1, 32), zeros=True, permuted=True, packed=True),
+        Scheme("int8", "group", (1, 32), zeros=True, permuted=True, layout="gptq"),
     ),
     "GPTQ by whole columns": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "modules_to_not_convert": ["lm_head"]},
-        Scheme("int4", "channel", zero_offset=1, packed=True),
+        Scheme("int4", "channel", zero_offset=1, layout="gptq"),
     ),
     "gpt-oss": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
-        Scheme("fp4", "group", (1, 32)),
+        Scheme("fp4", "group", (1, 32), layout="gpt-oss"),
     ),
 }  # fmt: skip
 
@@ -250,7 +250,7 @@ def test_groups_by_name_come_before_the_class_of_all_linears() -> None:
 def test_gptq_has_settings_by_module() -> None:
     values = {**CASES["GPTQ"][0], "dynamic": {r"-:.*\.up_proj": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 64}}}
     found = read_format(values, "config.json")
-    assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, packed=True)
+    assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, layout="gptq")
     assert found.scheme("model.layers.3.mlp.up_proj") is None
     assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
 
@@ -259,7 +259,9 @@ def test_mixed_precision_of_model_optimizer_says_each_modules_format() -> None:
     layers = {LAYER: {"quant_algo": "NVFP4", "group_size": 16}, "model.layers.3.mlp.experts": {"quant_algo": "FP8"}}
     said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     found = read_format(said, "config.json")
-    assert found.scheme(LAYER) == Scheme("fp4", "group", (1, 16), rounding="static") and found.names(LAYER)
+    assert found.scheme(LAYER) == Scheme("fp4", "group", (1, 16), layout="nvfp4", rounding="static") and found.names(
+        LAYER
+    )
     assert found.scheme("model.layers.3.mlp.experts.7.up_proj") == Scheme("fp8", "tensor", rounding="static")
     assert found.scheme("lm_head") is None and not found.names("lm_head")
     for wrong, message in (
@@ -290,7 +292,9 @@ def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> N
     assert found is not None and found.scheme(LAYER) == Scheme("fp8", "tensor", rounding="static")
     file.write_text(json.dumps({"quantization": {**named, "quant_algo": "NVFP4"}}))
     found = read_model_config(path).format
-    assert found is not None and found.scheme(LAYER) == Scheme("fp4", "group", (1, 16), rounding="static")
+    assert found is not None and found.scheme(LAYER) == Scheme(
+        "fp4", "group", (1, 16), layout="nvfp4", rounding="static"
+    )
     file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert read_model_config(path).quantization is None
     with pytest.raises(ConfigError, match="quantization must be an object"):

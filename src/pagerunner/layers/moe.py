@@ -43,8 +43,8 @@ class Experts(Module):
     """Gated feed-forwards, each matrix of all experts together, stored as `method` says.
 
     A checkpoint holds three matrices per expert, as `3.gate_proj.weight` of the fourth one; or all experts' matrices together,
-    `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` it always holds them together, and with input features
-    before output features. Biases are always together: `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
+    `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` one in floats always holds them together, and with input
+    features before output features. Biases are always together: `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
 
     The rows of `gate_up_proj` are all gates, then all ups; for an activation that is `alternating`, gate 0, up 0, gate 1, up 1. Only in
     the second case are equal slices of them experts of fewer inner features.
@@ -105,14 +105,18 @@ class Experts(Module):
                 for suffix, sink in self.method.stacked(weights, transposed=self.transposed).items()
             }
             separate: tuple[CheckpointTensor, ...] = ()
-            if not (self.transposed and stacked):
+            if not self.method.only_stacked(transposed=self.transposed):
                 separate = tuple(self._separate(prefix, matrix, parts, weights))
             yield from separate
-            replaced = tuple(tensor.name for tensor in separate)
+            replaced = tuple(tensor.name for tensor in separate if not tensor.sink.optional)
+            needed = [name for name, sink in stacked.items() if not sink.optional]
             for name, sink in stacked.items():
-                beside = tuple(other for other in stacked if other != name) if replaced else ()
                 cut = self._stacked_cut(matrix, sink)
-                yield CheckpointTensor(name, sink, self, matrix, cut, replaced, beside)
+                if sink.optional or not replaced:
+                    yield CheckpointTensor(name, sink, self, matrix, cut)
+                else:
+                    beside = tuple(other for other in needed if other != name)
+                    yield CheckpointTensor(name, sink, self, matrix, cut, replaced, beside)
             if "bias" in weights:
                 bias = CopySink(weights["bias"], (None, "outputs"))
                 yield CheckpointTensor(f"{together}_bias", bias, self, matrix, self._stacked_cut(matrix, bias))

@@ -136,6 +136,10 @@ class ExpertMethod(ABC):
         """
         return {}
 
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """Whether checkpoints never hold the experts' matrices one by one. `transposed`: those in floats never do."""
+        return False
+
     @abstractmethod
     def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """The two matrices of all experts, [E, 2 I, D] and [E, D, I], as products take them."""
@@ -174,6 +178,10 @@ class UnquantizedExperts(ExpertMethod):
         if transposed:
             return {"": CopySink(weights["weight"].transpose(1, 2), (None, "inputs", "outputs"))}
         return {"": CopySink(weights["weight"], (None, "outputs", "inputs"))}
+
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """See ExpertMethod."""
+        return transposed
 
     def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""

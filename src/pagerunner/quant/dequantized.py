@@ -52,6 +52,10 @@ class DequantizedExperts(UnquantizedExperts):
         packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
         return Unpacking(form.dense, packed, functools.partial(form.together, transposed=transposed), target).sinks()
 
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """See ExpertMethod."""
+        return isinstance(self.form, StoredMethod) and self.form.only_together(transposed=transposed)
+
 
 class _Everywhere(Dequantized):
     """Every part is held in the same form."""

@@ -18,6 +18,7 @@ Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
+Layout = Literal["compressed", "awq", "gptq", "gpt-oss", "mxfp4", "deepseek", "compressed nvfp4", "nvfp4"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
 _ALL = ("re:.*",)
 _WILD = re.compile(r"[*?\[]")
@@ -45,7 +46,7 @@ class Scheme:
     `block` is rows and columns that share a scale: (128, 128), or (1, 32) for groups of 32 input features; (0, 0) where `scales`
     says it already. `zeros`: each group has a zero point of its own; otherwise all have the middle, 8 of int4. `zero_offset` is added to
     stored zero points (GPTQ's first version stores them less one). `permuted`: a table says the group of each input feature (GPTQ's
-    `desc_act`). `packed`: whole numbers lie several in a word of 32 bits.
+    `desc_act`). `layout` is how numbers lie several in a byte or a word (`quant/w4.py` describes each); "": a byte for each.
     `rounding` is how the writer means activations to be rounded to the weights' number format: with a scale from the checkpoint
     ("static"), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
     """
@@ -56,18 +57,18 @@ class Scheme:
     zeros: bool = False
     permuted: bool = False
     zero_offset: int = 0
-    packed: bool = False
+    layout: Layout | Literal[""] = ""
     rounding: Rounding = ""
 
     @property
     def is_w8(self) -> bool:
         """Whether it is the form of `quant/w8.py`: a byte for each number, and no zero points."""
-        return self.number in ("fp8", "int8") and self.scales != "group" and not (self.packed or self.zeros)
+        return self.number in ("fp8", "int8") and self.scales != "group" and not (self.layout or self.zeros)
 
     @property
     def is_packed(self) -> bool:
         """Whether it is a form of `quant/w4.py` or `quant/packed8.py`: several numbers in a byte or a word, and scales for groups."""
-        return (self.packed or self.number == "fp4") and self.scales in ("group", "channel")
+        return bool(self.layout) and self.scales in ("group", "channel")
 
 
 @functools.lru_cache(maxsize=64)  # several lists are asked about one module after another

@@ -47,6 +47,10 @@ class Online(W8):
         axes: tuple[Axis | None, ...] = (None, "inputs", "outputs") if transposed else (None, "outputs", "inputs")
         return {"": SlicesSink(shape, FLOATS, put, codes.device, axes)}
 
+    def only_together(self, *, transposed: bool) -> bool:
+        """See StoredMethod."""
+        return transposed
+
     def _round(self, source_OI: torch.Tensor, codes_OI: torch.Tensor, scales: torch.Tensor) -> None:
         """Fill codes and scales of one matrix, or of a part of one."""
         high = self.high if self.block else 1

@@ -34,6 +34,10 @@ class StoredMethod(WeightMethod):
         """
         return {}
 
+    def only_together(self, *, transposed: bool) -> bool:
+        """Whether checkpoints never hold the experts' matrices one by one."""
+        return False
+
     def joins(self, starts: tuple[int, ...]) -> bool:
         """Whether parts that begin at the output features `starts` can be kept as one matrix."""
         return True
@@ -89,6 +93,10 @@ class StoredExperts(ExpertMethod):
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
         """See ExpertMethod."""
         return self.linear.together(weights, transposed=transposed)
+
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """See ExpertMethod."""
+        return self.linear.only_together(transposed=transposed)
 
     def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
         """See ExpertMethod."""

@@ -23,20 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pagerunner.errors import ConfigError
 from pagerunner.ops.stored import Stored, Stored4, pack4
 from pagerunner.quant.base import Weights
+from pagerunner.quant.formats import Layout
 from pagerunner.quant.pack_sinks import EqualSink, NumberSink, PackSink, SlicesSink, Sorting, UnusedSink
 from pagerunner.quant.sinks import FLOATS, INDICES, Axis, Sink
 from pagerunner.quant.stored import StoredMethod
 from pagerunner.quant.words import AWQ_PLACES, numbers_of, words_for
 
-Layout = Literal["compressed", "awq", "gptq", "mxfp4", "deepseek", "compressed nvfp4", "nvfp4"]
 SCALES: dict[Layout, torch.dtype] = {  # those whose dtype isn't the file's to choose
+    "gpt-oss": torch.uint8,
     "mxfp4": torch.uint8,
     "deepseek": torch.uint8,
     "compressed nvfp4": torch.float8_e4m3fn,
@@ -160,8 +161,8 @@ class W4(StoredMethod):
         return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows))
 
     def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
-        """As gpt-oss has it."""
-        if self.packing.layout != "mxfp4":
+        """See StoredMethod."""
+        if self.packing.layout != "gpt-oss":
             return {}
         codes, scales = weights["codes"], weights["scales"]
         experts, outputs, half = codes.shape
@@ -178,6 +179,10 @@ class W4(StoredMethod):
             "_blocks": SlicesSink(blocks_shape, (torch.uint8,), put_codes, device, (None, "outputs", "inputs", None)),
             "_scales": SlicesSink(blocks_shape[:3], (torch.uint8,), put_scales, device, (None, *_OI)),
         }
+
+    def only_together(self, *, transposed: bool) -> bool:
+        """See StoredMethod."""
+        return self.packing.layout == "gpt-oss"
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""

@@ -22,7 +22,7 @@ from pagerunner.quant.formats import Format, Names, Scheme
 _NONE = Names("module")
 _SMALLER = {
     "fp8": (Scheme("fp8", "channel"),),
-    "int4": tuple(Scheme("int4", "group", (1, group), packed=True) for group in (128, 32)),
+    "int4": tuple(Scheme("int4", "group", (1, group), layout="compressed") for group in (128, 32)),
 }
 """Forms in fewer bits, as most checkpoints have them: fp8 with a scale for each output feature; int4 with one for each 128 input
 features, or for 32 where a matrix is not a multiple of 128 wide."""

@@ -19,7 +19,7 @@ from pagerunner.quant.formats import Format, Scheme, inner_name
 from pagerunner.quant.online import Online
 from pagerunner.quant.packed8 import Packed8
 from pagerunner.quant.stored import Beside, StoredExperts, StoredMethod
-from pagerunner.quant.w4 import SCALES, W4, Layout, Packing
+from pagerunner.quant.w4 import SCALES, W4, Packing
 from pagerunner.quant.w8 import W8
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -132,31 +132,17 @@ class Forms:
             return Online(self.checkpoint, scheme, self.dtype, starts)
         if scheme.is_w8:
             return W8(self.checkpoint, scheme, self.dtype, starts)
-        layout = self._layout(scheme)
+        assert scheme.layout
         packing = Packing(
-            layout,
+            scheme.layout,
             scheme.block[1],
-            SCALES.get(layout, self.held.scales),
+            SCALES.get(scheme.layout, self.held.scales),
             scheme.zeros,
             scheme.zero_offset,
             scheme.permuted,
             8 if scheme.number == "int8" else 4,
         )
         return (Packed8 if packing.bits == 8 else W4)(packing, self.dtype)
-
-    def _layout(self, scheme: Scheme) -> Layout:
-        writer = self.checkpoint.writer
-        if writer == "compressed-tensors" and scheme.number == "fp4":
-            return "mxfp4" if scheme.block[1] == 32 else "compressed nvfp4"
-        layouts: dict[str, Layout] = {
-            "compressed-tensors": "compressed",
-            "awq": "awq",
-            "gptq": "gptq",
-            "modelopt": "nvfp4",
-            "mxfp4": "mxfp4",
-            "deepseek-v4": "deepseek",
-        }
-        return layouts[writer]
 
 
 def summary(modules: Iterable[Module]) -> str:

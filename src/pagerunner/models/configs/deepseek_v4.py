@@ -145,7 +145,10 @@ def _published_format(found: Format | None, expert_dtype: str) -> Format | None:
         return found
     schemes = found.schemes
     if expert_dtype == "fp4":
-        schemes = ((Names("module", (r"re:.*\.ffn\.experts\.",)), Scheme("fp4", "group", (1, 32))), *schemes)
+        schemes = (
+            (Names("module", (r"re:.*\.ffn\.experts\.",)), Scheme("fp4", "group", (1, 32), layout="deepseek")),
+            *schemes,
+        )
     return replace(found, writer="deepseek-v4", schemes=schemes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.fields import Fields
-from pagerunner.quant.formats import Format, Names, Number, Rounding, Scales, Scheme, Writer
+from pagerunner.quant.formats import Format, Layout, Names, Number, Rounding, Scales, Scheme, Writer
 
 ALL = Names("module", ("re:.*",))
 _INSTEAD = {
@@ -167,7 +167,7 @@ def _modelopt_scheme(fields: Fields, algorithm: str) -> Scheme:
         return Scheme("fp8", "tensor", rounding="static")
     if group != 16:
         raise fields.error("group_size", f"is {group}; NVFP4 has groups of 16.")
-    return Scheme("fp4", "group", (1, group), rounding="static" if algorithm == "NVFP4" else "")
+    return Scheme("fp4", "group", (1, group), layout="nvfp4", rounding="static" if algorithm == "NVFP4" else "")
 
 
 def _mixed_schemes(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
@@ -193,6 +193,11 @@ _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "pack-quantized": ("int", (4, 8)),
     "nvfp4-pack-quantized": ("float", (4,)),
     "mxfp4-pack-quantized": ("float", (4,)),
+}
+_COMPRESSED_LAYOUTS: dict[str, Layout] = {
+    "pack-quantized": "compressed",
+    "nvfp4-pack-quantized": "compressed nvfp4",
+    "mxfp4-pack-quantized": "mxfp4",
 }
 _SCALES: dict[str, Scales] = {
     "tensor": "tensor",
@@ -264,8 +269,15 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         raise fields.error("weights", f"has the group_size {group!r} in {layout}, whose groups have {wanted} numbers.")
     number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
     rounding = _compressed_rounding(fields)
-    packed = layout == "pack-quantized"
-    return Scheme(number, scales, block or (0, 0), not symmetric, order == "group", packed=packed, rounding=rounding)
+    return Scheme(
+        number,
+        scales,
+        block or (0, 0),
+        not symmetric,
+        order == "group",
+        layout=_COMPRESSED_LAYOUTS.get(layout, ""),
+        rounding=rounding,
+    )
 
 
 def _compressed_rounding(fields: Fields) -> Rounding:
@@ -308,7 +320,7 @@ def _read_awq(fields: Fields) -> Format:
     if not fields.flag("zero_point", True):
         raise fields.error("zero_point", "is false, which no tool writes for gemm.")
     scheme = Scheme(
-        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros=True, packed=True
+        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros=True, layout="awq"
     )
     return Format("awq", ((ALL, scheme),), Names("part", _list(fields, "modules_to_not_convert")))
 
@@ -353,13 +365,13 @@ def _gptq_scheme(fields: Fields, version: str) -> Scheme:
         zeros=not fields.flag("sym", True),
         permuted=fields.flag("desc_act", False) and group > 0,
         zero_offset=1 if version == "gptq" else 0,
-        packed=True,
+        layout="gptq",
     )
 
 
 def _read_mxfp4(fields: Fields) -> Format:
     ignored = Names("module", _list(fields, "modules_to_not_convert"))
-    return Format("mxfp4", ((ALL, Scheme("fp4", "group", (1, 32))),), ignored)
+    return Format("mxfp4", ((ALL, Scheme("fp4", "group", (1, 32), layout="gpt-oss")),), ignored)
 
 
 _READERS: dict[str, Callable[[Fields], Format]] = {
