@@ -16,7 +16,7 @@ from helpers import packers
 MATRIX = re.compile(
     r"(?!.*(weights_proj|vision|multi_modal)).*(_proj|_proj_with_mqa|wq_b|wk|in_proj_qkvz?|in_proj_z)\.weight$"
 )
-CHANNELS = ("compressed-tensors channel", "compressed-tensors int8")
+CHANNELS = ("compressed-tensors channel", "compressed-tensors int8", "fbgemm")
 BLOCK = (32, 48)  # divides few sizes of the small models, as 128 divides few of published ones
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8 tensor": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "modelopt tensor": {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
@@ -75,6 +76,7 @@ def _gptq(**fields: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": packers.GROUP, "desc_act": False, "sym": True, **fields}
 
 
+_ROUND = {"quant_method": "auto-round", "bits": 4, "data_type": "int", "group_size": packers.GROUP, "sym": True}
 PACKED: dict[str, tuple[dict[str, Any], packers.Packer]] = {
     "int4": (_compressed("pack-quantized", INT4), packers.compressed),
     "int4 zeros permuted": (
@@ -96,6 +98,8 @@ PACKED: dict[str, tuple[dict[str, Any], packers.Packer]] = {
     "gptq column": (_gptq(group_size=-1), partial(packers.gptq, group=0)),
     "gptq int8": (_gptq(bits=8), partial(packers.gptq, bits=8)),
     "gptq int8 zeros": (_gptq(bits=8, sym=False), partial(packers.gptq, bits=8, zeros=True)),
+    "auto-round": ({**_ROUND, "packing_format": "auto_round:auto_gptq"}, packers.gptq),
+    "auto-round awq": ({**_ROUND, "sym": False, "packing_format": "auto_round:auto_awq"}, packers.awq),
     "mxfp4 compressed": (
         _compressed("mxfp4-pack-quantized", {**FP4, "strategy": "group", "group_size": 32}),
         packers.mxfp4,
@@ -177,6 +181,8 @@ def _pack(held: dict[str, torch.Tensor], kind: str) -> Packed:
         packed[name] = meant[name] = weight
         if weight.dim() >= 2:
             kept.append(base)
+    if config["quant_method"] == "auto-round":
+        return packed, meant, {**config, "extra_config": {name: {"bits": 16, "data_type": "fp"} for name in kept}}
     return packed, meant, {**config, IGNORE.get(config["quant_method"], "ignore"): kept}
 
 
@@ -206,7 +212,8 @@ def _pack8(held: dict[str, torch.Tensor], kind: str) -> tuple[dict[str, torch.Te
         if kind == "fp8 block":
             packed[f"{base}.weight_scale_inv"] = scales
         elif kind in CHANNELS:
-            packed[f"{base}.weight_scale"] = scales.bfloat16()  # the values are powers of two
+            dtype = torch.float32 if kind == "fbgemm" else torch.bfloat16  # the values are powers of two
+            packed[f"{base}.weight_scale"] = scales.to(dtype)
         else:
             packed[f"{base}.weight_scale"] = scales.reshape(() if kind == "fp8 tensor" else (1,))
             packed[f"{base}.input_scale"] = torch.tensor(0.5)

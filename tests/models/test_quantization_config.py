@@ -115,6 +115,21 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
          "modules_to_not_convert": ["lm_head"]},
         Scheme("int8", "group", (1, 32), zeros=True, permuted=True, layout="gptq"),
     ),
+    "Llama-3.1-405B-FP8": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0.self_attn.q_proj", "lm_head"]},
+        Scheme("fp8", "channel", rounding="token"),
+    ),
+    "AutoRound in GPTQ's words": (
+        {"quant_method": "auto-round", "bits": 4, "data_type": "int", "group_size": 128, "sym": True, "iters": 0,
+         "autoround_version": "0.12.3", "block_name_to_quantize": "model.language_model.layers",
+         "packing_format": "auto_round:auto_gptq",
+         "extra_config": {"model.language_model.layers.0.linear_attn.in_proj_b": {"bits": 16, "data_type": "fp"}}},
+        Scheme("int4", "group", (1, 128), zero_offset=1, layout="gptq"),
+    ),
+    "AutoRound in AWQ's words": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "packing_format": "auto_round:auto_awq"},
+        Scheme("int4", "group", (1, 64), zeros=True, layout="awq"),
+    ),
     "GPTQ by whole columns": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "modules_to_not_convert": ["lm_head"]},
         Scheme("int4", "channel", zero_offset=1, layout="gptq"),
@@ -155,6 +170,17 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("Qwen3-FP8", {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
         ("Qwen3-FP8", {"activation_scheme": "static"}, "beside a weight_block_size"),
         ("Qwen3-FP8", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list"),
+        (
+            "AutoRound in GPTQ's words",
+            {"packing_format": "auto_round:fp8"},
+            "packing_format is 'auto_round:fp8'.* Use such",
+        ),
+        ("AutoRound in GPTQ's words", {"data_type": "mx_fp"}, "data_type is 'mx_fp'"),
+        ("AutoRound in GPTQ's words", {"bits": 2}, "bits is 2"),
+        ("AutoRound in GPTQ's words", {"act_bits": 8}, "act_bits is 8"),
+        ("AutoRound in GPTQ's words", {"extra_config": {"a": {"act_bits": 8}}}, "extra_config.a: act_bits is 8"),
+        ("AutoRound in AWQ's words", {"bits": 8}, "bits is 8"),
+        ("AutoRound in AWQ's words", {"block_name_to_quantize": 3}, "block_name_to_quantize must be names"),
         ("fp8 channel", {"format": "dense"}, "format is 'dense'"),
         ("fp8 channel", {"config_groups": {}}, "config_groups must be an object with at least one group"),
         ("fp8 channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -253,6 +279,25 @@ def test_gptq_has_settings_by_module() -> None:
     assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, layout="gptq")
     assert found.scheme("model.layers.3.mlp.up_proj") is None
     assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
+
+
+def test_autoround_has_settings_by_module_and_leaves_what_is_outside_its_blocks() -> None:
+    values = {
+        **CASES["AutoRound in GPTQ's words"][0],
+        "block_name_to_quantize": ["model.layers", "model.vision_tower.blocks"],
+        "extra_config": {
+            "model.layers.3.mlp.down_proj": {"bits": 8, "group_size": 64, "act_bits": 16},
+            "model.layers.3.mlp.up_proj": {"bits": 16, "data_type": "fp"},
+            r".*experts\..*": {"sym": False},
+        },
+    }
+    found = read_format(values, "config.json")
+    assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, layout="gptq")
+    assert found.scheme("model.layers.3.mlp.up_proj") is None and found.scheme("lm_head") is None
+    assert found.scheme("model.merger.proj") is None
+    uneven = found.scheme("model.layers.3.mlp.experts.7.up_proj")
+    assert uneven == Scheme("int4", "group", (1, 128), zeros=True, zero_offset=1, layout="gptq")
+    assert read_format({**values, "quant_lm_head": True}, "config.json").scheme("lm_head") is not None
 
 
 def test_mixed_precision_of_model_optimizer_says_each_modules_format() -> None:

@@ -13,7 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Writer = Literal["fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4", "deepseek-v4", "online"]
+Writer = Literal[
+    "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "deepseek-v4", "online"
+]
 Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
 Rounding = Literal["", "static", "tensor", "token", "block", "group"]

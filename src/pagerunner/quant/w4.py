@@ -13,6 +13,7 @@ and a word is an int32 with eight numbers:
 | DeepSeek-V4 | `weight` int8 [O, I/2], `scale` e8m0 [O, I/32] | n * scale |
 | compressed-tensors, nvfp4-pack-quantized | `weight_packed` bytes [O, I/2], `weight_scale` e4m3 [O, I/16], `weight_global_scale` | n * scale / global scale |
 | Model Optimizer, NVFP4 | `weight` bytes [O, I/2], `weight_scale` e4m3 [O, I/16], `weight_scale_2` | n * scale * scale 2 |
+| the same, experts of Llama 4 | `..` bytes [E, I/2, O], `.._weight_scale` e4m3 [E, I/16, O], `.._weight_scale_2` | n * scale * scale 2 |
 
 The low half of a byte is an even input feature. AWQ's words hold output features in the order of `words.AWQ_PLACES`.
 
@@ -162,6 +163,8 @@ class W4(StoredMethod):
 
     def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
+        if self.packing.layout == "nvfp4" and transposed:
+            return _nvfp4_together(weights)
         if self.packing.layout != "gpt-oss":
             return {}
         codes, scales = weights["codes"], weights["scales"]
@@ -343,6 +346,27 @@ def _nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
         "weight_scale": _scales(target, torch.float8_e4m3fn),
         "weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), rows.device),
         "input_scale": UnusedSink(FLOATS),
+    }
+
+
+def _nvfp4_together(weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+    """All experts' matrices in one tensor, input features before output features, as Llama 4 has them."""
+    codes, scales, rows = weights["codes"], weights["scales"], weights["rows"]
+    experts, outputs, half = codes.shape
+    device = codes.device
+
+    def put_codes(expert: int, packed: torch.Tensor) -> None:
+        codes[expert].copy_(pack4(_nibbles(packed.T)))
+
+    def put_scales(expert: int, source: torch.Tensor) -> None:
+        scales[expert].view(torch.uint8).copy_(source.view(torch.uint8).T)
+
+    axes: tuple[Axis | None, ...] = (None, *_IO)
+    return {
+        "": SlicesSink((experts, half, outputs), (torch.uint8,), put_codes, device, axes),
+        "_weight_scale": SlicesSink((experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, axes),
+        "_weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), device),
+        "_input_scale": UnusedSink(FLOATS),
     }
 
 

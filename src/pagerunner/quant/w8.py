@@ -8,8 +8,12 @@ A checkpoint's formats (`quant/formats.py`) name the same tensors differently:
 | fp8 | block | `weight_scale_inv`, which multiplies in spite of its name |
 | deepseek-v4 | block | `scale`, e8m0 or powers of two in float32 |
 | compressed-tensors, modelopt | tensor, channel, block | `weight_scale`; static activations: `input_scale` |
+| fbgemm_fp8 | channel | `weight_scale` |
 
-Shape letters: T tokens, I input features, O output features.
+Experts of Llama 4 may lie in one tensor, input features before output features: `gate_up_proj` [E, I, O]. Its scales are
+`gate_up_proj_weight_scale`, one number (modelopt), or `gate_up_proj_scale` [E, 1, O] (fbgemm_fp8, where `down_proj_scale` is [E, O, 1]).
+
+Shape letters: T tokens, I input features, O output features, E experts.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from pagerunner.errors import ConfigError
 from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
-from pagerunner.quant.pack_sinks import UnusedSink
-from pagerunner.quant.sinks import FLOATS, ByteSink, CopyWeight, Sink
+from pagerunner.quant.pack_sinks import NumberSink, PackSink, SlicesSink, UnusedSink
+from pagerunner.quant.sinks import FLOATS, Axis, ByteSink, CopyWeight, Sink
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -51,6 +55,7 @@ class W8(StoredMethod):
         self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
         self.static = scheme.rounding == "static"
+        self.writer = checkpoint.writer
         self.activations = "none" if not (scheme.rounding and checkpoint.rounds) else "block" if self.block else "token"
         self.scale_name = "weight_scale"
         if self.block is not None:
@@ -79,6 +84,25 @@ class W8(StoredMethod):
         )
         if self.static:
             found["input_scale"] = UnusedSink(FLOATS)
+        return found
+
+    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+        """See StoredMethod."""
+        codes, scales = weights["weight"], weights["weight_scale"]
+        if not transposed or self.writer not in ("modelopt", "fbgemm_fp8"):
+            return {}
+        (experts, outputs, inputs), device = codes.shape, codes.device
+
+        def put(expert: int, source: torch.Tensor) -> None:
+            codes[expert].view(torch.uint8).copy_(source.view(torch.uint8).T)
+
+        axes: tuple[Axis | None, ...] = (None, "inputs", "outputs")
+        found: dict[str, Sink] = {"": SlicesSink((experts, inputs, outputs), (codes.dtype,), put, device, axes)}
+        if self.by_tensor:
+            found["_weight_scale"] = NumberSink(FLOATS, lambda x: scales.copy_(x.float().reshape(1)), device)
+            found["_input_scale"] = UnusedSink(FLOATS)
+        else:
+            found["_scale"] = _RowsSink(scales)
         return found
 
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
@@ -122,6 +146,22 @@ class ScaleSink(Sink):
         """See Sink."""
         scales = source.float().reshape(self.shape)
         copy(self.target, scales.repeat_interleave(self.times, 0)[: self.target.shape[0]])
+
+
+class _RowsSink(PackSink):
+    """Fills a float32 scale of each output feature of each expert, [E, O, 1], from [E, 1, O] or [E, O, 1]."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        experts, outputs, _ = target.shape
+        shape = (experts, 1, outputs)
+        super().__init__(
+            shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, (None, None, "outputs")
+        )
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """See Sink."""
+        experts, _, outputs = self.shape
+        return shape in (self.shape, (experts, outputs, 1))
 
 
 class ScalarSink(Sink):

@@ -7,6 +7,7 @@ Model Optimizer exports.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,10 +24,12 @@ _INSTEAD = {
 # What `quantization` may say of a checkpoint that is quantised, by its writer: vLLM's names.
 _ALIASES: dict[Writer, str] = {
     "fp8": "fp8 deepseek_v4_fp8",
+    "fbgemm_fp8": "fbgemm_fp8",
     "modelopt": "modelopt modelopt_fp4 modelopt_mixed",
     "compressed-tensors": "compressed-tensors compressed_tensors",
     "awq": "awq awq_marlin auto_awq",
     "gptq": "gptq gptq_marlin auto_gptq",
+    "auto-round": "auto-round auto_round inc",
     "mxfp4": "mxfp4 gpt_oss_mxfp4",
 }
 _WRITERS: dict[str, Writer] = {name: writer for writer, names in _ALIASES.items() for name in names.split()}
@@ -42,12 +45,17 @@ QUANTIZATIONS = tuple(sorted({*_WRITERS, *_ONLINE}))
 # What tools note of how they quantised; none of it changes what the stored numbers mean.
 _NOTES = {
     "fp8": "dequantize kv_cache_scheme",
+    "fbgemm_fp8": "activation_scale_ub",
     "modelopt": "producer kv_cache_quant_algo kv_cache_scheme has_zero_point",
     "compressed-tensors": "version quantization_status global_compression_ratio kv_cache_scheme",
     "awq": "backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config damp_percent",
     "gptq": "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
     "pack_dtype cache_block_outputs batch_size block_name_to_quantize dataset tokenizer module_name_preceding_first_block "
     "model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length disable_exllama backend",
+    "auto-round": "autoround_version iters nsamples seqlen lr minmax_lr batch_size train_bs dataset amp enable_minmax_tuning "
+    "enable_norm_bias_tuning enable_quanted_input enable_alg_ext enable_torch_compile gradient_accumulate_steps low_gpu_mem_usage "
+    "low_cpu_mem_usage scale_dtype backend damp_percent true_sequential static_groups quant_block_list provider seed act_data_type "
+    "act_dynamic act_group_size act_sym",
     "mxfp4": "dequantize swizzle",
 }
 
@@ -145,6 +153,12 @@ def _read_fp8(fields: Fields) -> Format:
     else:
         scheme = Scheme("fp8", "block", block, rounding="block")
     return Format("fp8", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert", "ignored_layers")))
+
+
+def _read_fbgemm(fields: Fields) -> Format:
+    """Weights as PyTorch's FBGEMM rounds them, in rows. The bound of activations' scales is for products that round activations."""
+    scheme = Scheme("fp8", "channel", rounding="token")
+    return Format("fbgemm_fp8", ((ALL, scheme),), Names("module", _list(fields, "modules_to_not_convert")))
 
 
 def _read_modelopt(fields: Fields) -> Format:
@@ -369,6 +383,86 @@ def _gptq_scheme(fields: Fields, version: str) -> Scheme:
     )
 
 
+_ROUND_LAYOUTS: dict[str, Layout] = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq"}
+_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+
+
+def _read_auto_round(fields: Fields) -> Format:
+    """Intel's AutoRound: tensors of GPTQ or AWQ, for the layers of the blocks that it names, with settings by module."""
+    packing = fields.take("packing_format", "auto_round:auto_gptq")
+    layout = _ROUND_LAYOUTS.get(packing.removeprefix("auto_round:")) if isinstance(packing, str) else None
+    if layout is None:
+        raise fields.error(
+            "packing_format",
+            f"is {packing!r}; AutoRound's files are read in those of GPTQ and AWQ (auto_round:auto_gptq, auto_round:auto_awq). Use such a "
+            "repository of the model, or one in compressed-tensors.",
+        )
+    usual: dict[str, Any] = {
+        "bits": fields.integer("bits", 4),
+        "group_size": fields.integer("group_size", 128, least=-1),
+        "sym": fields.flag("sym", True),
+        "data_type": fields.take("data_type", "int"),
+        "act_bits": fields.take("act_bits"),
+    }
+    permuted, head = fields.flag("desc_act", False), fields.flag("quant_lm_head", False)
+    own = fields.take("extra_config") or {}
+    if not isinstance(own, dict) or not all(isinstance(said, dict) for said in own.values()):
+        raise fields.error("extra_config", f"must be an object of modules and their settings, got {own!r:.80}.")
+    kept, schemes = [], []
+    for name, said in own.items():
+        entry = f"re:{name}" if _SPECIAL.search(name) else name
+        inside = fields.inside(f"extra_config.{name}", {**usual, **said})
+        if said.get("bits") in (16, 32):
+            kept.append(entry)
+            continue
+        schemes.append((Names("module", (entry,)), _round_scheme(inside, layout, permuted=permuted)))
+        inside.finish(_NOTES["auto-round"].split())
+    blocks = _blocks(fields)
+    scheme = _round_scheme(fields.inside("settings of all modules", usual), layout, permuted=permuted)
+    if head and not any(names.match("lm_head") for names, _ in schemes):
+        schemes.append((Names("module", ("lm_head",)), scheme))
+    named_head = any(names.match("lm_head") for names, _ in schemes)
+    rest = Names("module", blocks) if blocks else ALL
+    return Format(
+        "auto-round", (*schemes, (rest, scheme)), Names("module", (*kept, *(() if named_head else ("lm_head",))))
+    )
+
+
+def _round_scheme(fields: Fields, layout: Layout, *, permuted: bool) -> Scheme:
+    """How one module is stored, from the settings for all and those of its own."""
+    fields.choice("data_type", ("int",))
+    if (rounded := fields.integer("act_bits", 16)) < 16:
+        raise fields.error(
+            "act_bits", f"is {rounded}; AutoRound's files are read with activations that aren't rounded."
+        )
+    bits, group, symmetric = fields.integer("bits"), fields.integer("group_size", least=-1), fields.flag("sym", True)
+    if bits not in ((4, 8) if layout == "gptq" else (4,)):
+        known = "4 or 8 in the words of GPTQ" if layout == "gptq" else "4 in the words of AWQ"
+        raise fields.error("bits", f"is {bits}; AutoRound's files are read with {known}.")
+    return Scheme(
+        "int4" if bits == 4 else "int8",
+        "group" if group > 0 else "channel",
+        (1, group) if group > 0 else (0, 0),
+        zeros=layout == "awq" or not symmetric,
+        permuted=permuted and group > 0,
+        zero_offset=1 if layout == "gptq" else 0,
+        layout=layout,
+    )
+
+
+def _blocks(fields: Fields) -> tuple[str, ...]:
+    """The names of the modules whose layers are quantised; none where nothing is said, which is all of them."""
+    found: list[str] = []
+    for name in ("block_name_to_quantize", "to_quant_block_names"):
+        value = fields.take(name)
+        for entry in value if isinstance(value, list) else [] if value is None else [value]:
+            parts = entry if isinstance(entry, list) else [entry]  # older files list the blocks of each tower
+            if not all(isinstance(part, str) for part in parts):
+                raise fields.error(name, f"must be names of modules, got {value!r:.80}.")
+            found += [part.strip() for text in parts for part in text.split(",")]
+    return tuple(found)
+
+
 def _read_mxfp4(fields: Fields) -> Format:
     ignored = Names("module", _list(fields, "modules_to_not_convert"))
     return Format("mxfp4", ((ALL, Scheme("fp4", "group", (1, 32), layout="gpt-oss")),), ignored)
@@ -376,9 +470,11 @@ def _read_mxfp4(fields: Fields) -> Format:
 
 _READERS: dict[str, Callable[[Fields], Format]] = {
     "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
     "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
     "mxfp4": _read_mxfp4,
 }
