@@ -180,19 +180,69 @@ def _slices_kernel(
         token += 1
 
 
+@triton.jit
+def _place_of_part(first, piece, num_heads, head):
+    """Where tokens' parts are, [BT, X]: those of their slices `first` [BT] + `piece` [X]."""
+    return ((first[:, None] + piece[None, :]) * 2 + (piece == 0)[None, :]).to(tl.int64) * num_heads + head
+
+
+@triton.jit
+def _merged(
+    x, parts, found, first, several, head, num_heads, c,
+    C: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """`x` [BT, BC] where a token has none of `several` parts, else its parts merged, BS at a time."""
+    most = tl.max(several, 0)
+    highest = tl.full((BT,), LOWEST, tl.float32)
+    total = tl.zeros((BT,), tl.float32)
+    if BT >= 16:  # first what each part counts, so that then no round waits for the one before
+        for start in range(0, most, BS):
+            piece = start + tl.arange(0, BS)
+            live = piece[None, :] < several[:, None]
+            lse = tl.load(found + _place_of_part(first, piece, num_heads, head), mask=live, other=LOWEST)
+            larger = tl.maximum(highest, tl.max(lse, 1))
+            weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
+            total = total * tl.exp2(highest - larger) + tl.sum(weights, 1)
+            highest = larger
+        share = 1.0 / tl.where(several > 0, total, 1.0)
+    for start in range(0, most, BS):
+        piece = start + tl.arange(0, BS)
+        live = piece[None, :] < several[:, None]
+        place = _place_of_part(first, piece, num_heads, head)
+        lse = tl.load(found + place, mask=live, other=LOWEST)
+        some = tl.load(
+            parts + place[:, :, None] * C + c[None, None, :], mask=live[:, :, None] & (c < C)[None, None, :], other=0.0
+        )
+        if BT >= 16:
+            weights = tl.where(live, tl.exp2(lse - highest[:, None]) * share[:, None], 0.0)
+            x += tl.sum(some * weights[:, :, None], 1)
+        else:
+            larger = tl.maximum(highest, tl.max(lse, 1))
+            weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
+            shrink = tl.exp2(highest - larger)
+            x = tl.where((several > 0)[:, None], x * shrink[:, None] + tl.sum(some * weights[:, :, None], 1), x)
+            total = total * shrink + tl.sum(weights, 1)
+            highest = larger
+    if BT < 16:
+        x = x / tl.where(several > 0, total, 1.0)[:, None]
+    return x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _values_kernel(
     whole, parts, found, part_ptr, up, out, num_tokens, num_heads, whole_token, whole_head, up_head, out_token, out_head,
     C: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BV value elements of one head of BT tokens: their slices' parts, merged BS at a time, times the up-projection."""
+    """BV value elements of one head of TOKENS tokens, in a block of BT: their slices' parts, merged BS at a time, times the
+    up-projection.
+    """
     if PDL:
         gdc_launch_dependents()
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     head = tl.program_id(1)
-    tokens = tl.program_id(2) * BT + tl.arange(0, BT)
-    there = tokens < num_tokens
+    tokens = tl.program_id(2) * TOKENS + tl.arange(0, BT)
+    there = (tokens < num_tokens) & (tl.arange(0, BT) < TOKENS)
     c = tl.arange(0, BC)
     up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
     weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
@@ -203,23 +253,8 @@ def _values_kernel(
     at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
     x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
     several = tl.where(count > 1, count, 0)
-    highest = tl.full((BT,), LOWEST, tl.float32)
-    total = tl.zeros((BT,), tl.float32)
-    for start in range(0, tl.max(several, 0), BS):
-        piece = start + tl.arange(0, BS)
-        live = piece[None, :] < several[:, None]
-        place = ((first[:, None] + piece[None, :]) * 2 + (piece == 0)[None, :]).to(tl.int64) * num_heads + head
-        lse = tl.load(found + place, mask=live, other=LOWEST)
-        some = tl.load(
-            parts + place[:, :, None] * C + c[None, None, :], mask=live[:, :, None] & (c < C)[None, None, :], other=0.0
-        )
-        larger = tl.maximum(highest, tl.max(lse, 1))
-        weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
-        shrink = tl.exp2(highest - larger)
-        x = tl.where((several > 0)[:, None], x * shrink[:, None] + tl.sum(some * weights[:, :, None], 1), x)
-        total = total * shrink + tl.sum(weights, 1)
-        highest = larger
-    x = (x / tl.where(several > 0, total, 1.0)[:, None]).to(whole.dtype.element_ty)
+    x = _merged(x, parts, found, first, several, head, num_heads, c, C, BT, BS)
+    x = x.to(whole.dtype.element_ty)
     if BT < 16:
         y = tl.sum(x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
     else:
@@ -259,11 +294,14 @@ def decode_tiles(heads: int, tokens: int, exact: bool) -> Tiles:
     return Tiles(block, 32, 8, 3, 1, least)
 
 
-def values_config(tokens: int) -> ValuesConfig:
-    """By measurement (docs/performance.md)."""
+def values_config(tokens: int, heads: int) -> ValuesConfig:
+    """By measurement (docs/performance.md). Few tokens are divided so that there is about one program a multiprocessor."""
     if tokens <= 8:
         return ValuesConfig(16, 1, 16 if tokens <= 2 else 8, 4)
-    return ValuesConfig(64, 16, 2, 8) if tokens <= 64 else ValuesConfig(128, 16, 1, 8)
+    if tokens <= 64:
+        divided = (each for each in (4, 8) if 2 * heads * blocks(tokens, each) <= 132)
+        return ValuesConfig(64, next(divided, 16), 2, 8)
+    return ValuesConfig(128, 32, 1, 8)
 
 
 class Schedule(NamedTuple):
@@ -329,12 +367,13 @@ def run_values(
     """Launch `_values_kernel`."""
     tokens, heads, latent = partial.whole_THC.shape
     value_dim = up_HVC.shape[1]
-    config = config or values_config(tokens)
+    config = config or values_config(tokens, heads)
     out_THV = partial.whole_THC.new_empty(tokens, heads, value_dim)
     _values_kernel[(blocks(value_dim, config.values), heads, blocks(tokens, config.tokens))](
         *partial, schedule.part, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
         up_HVC.stride(0), *out_THV.stride()[:2],
-        C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values, BT=config.tokens, BS=config.parts,
+        C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values,
+        BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens,
         PRECISION="tf32x3" if out_THV.dtype == torch.float32 else "tf32", num_warps=config.warps,
         **dependent(out_THV.device),
     )  # fmt: skip
