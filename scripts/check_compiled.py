@@ -1,4 +1,4 @@
-"""Look through compiled Triton kernels for operands of tensor core instructions whose address comes from nowhere.
+"""Look through compiled Triton kernels for operands of tensor core instructions that aren't what the program says.
 
     python scripts/check_compiled.py [DIR]
 
@@ -6,6 +6,10 @@ ptxas 12.8 (of Triton 3.6) sometimes forgets the register from which it works ou
 whatever is in another one: products are wrong, or the card reports an illegal access. Neither the interpreter nor the PTX
 shows it; ptxas 12.9 and later don't do it (`TRITON_PTXAS_PATH`). It shows in two ways: a uniform register is read that
 nothing has written, or the upper half of an operand's descriptor, which is a constant, is added to something other than 0.
+
+A second fault: a first operand may lie in registers, which the instruction reads some time after it was issued. Triton 3.6 lets up to seven such
+products stay on their way when a loop comes round again, and then the registers are written for the next round. Results are wrong sometimes,
+more often the longer a product takes. It shows in a write to the registers of a product before `WARPGROUP.DEPBAR` has waited for it.
 
 DIR is Triton's cache (default: where it is), after the kernels have run. The exit status is 1 if a kernel was found.
 """
@@ -26,6 +30,7 @@ LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 REGISTER = re.compile(r"(U?R)(\d+|Z)(?:\.reuse)?")
 CONSTANT = re.compile(r"-?0x[0-9a-f]+")
+BACK = re.compile(r"\bBRA\S*\s+(?:\S+,?\s+)?0x([0-9a-f]+)")
 ZERO = {"RZ", "URZ", "SRZ"}
 
 
@@ -84,6 +89,47 @@ def faults(disassembly: str) -> Iterator[str]:
         (zero.update if moves and set(operands[1:]) <= ZERO | zero else zero.difference_update)(names)
 
 
+def _after(pending: list[tuple[str, set[int]]], line: str) -> tuple[list[tuple[str, set[int]]], str]:
+    """The products on their way after an instruction, with the registers that each reads, and the product whose registers it writes."""
+    match = LINE.match(line)
+    if match is None:
+        return pending, ""
+    where, name, rest = match.groups()
+    operands = [operand.strip() for operand in rest.split(",")]
+    if name.startswith("WARPGROUP.DEPBAR"):
+        allowed = int(operands[-1], 16)
+        return pending[max(len(pending) - allowed, 0) :], ""
+    target = REGISTER.fullmatch(operands[0])
+    if name.startswith("HGMMA"):
+        first = REGISTER.fullmatch(operands[1])
+        reads = set(range(int(first[2]), int(first[2]) + 4)) if first is not None and first[2] != "Z" else set[int]()
+        return [*pending, (where, reads)], ""
+    if target is None or target[1] != "R" or target[2] == "Z" or name.startswith(("ST", "RED", "ATOMS", "BAR")):
+        return pending, ""
+    writes = set(range(int(target[2]), int(target[2]) + width(name)))
+    return pending, next((product for product, reads in pending if reads & writes), "")
+
+
+def overwritten(disassembly: str) -> Iterator[str]:
+    """Instructions that write a first operand while a product that reads it may be on its way. Each loop is walked a second time."""
+    lines = disassembly.splitlines()
+    places = {match[1]: number for number, line in enumerate(lines) if (match := LINE.match(line))}
+    pending: list[tuple[str, set[int]]] = []
+    for number, line in enumerate(lines):
+        pending, product = _after(pending, line)
+        again = list(pending)
+        branch = BACK.search(line)
+        first = places.get(branch[1].zfill(4), number) if branch else number
+        for body in lines[first:number] if pending else ():
+            again, late = _after(again, body)
+            product = product or late
+            if product:
+                break
+        if product:
+            yield f"{product}: its first operand is overwritten before it has ended"
+            return
+
+
 def disassembled(cubin: Path) -> str:
     """The kernel's instructions."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -99,10 +145,10 @@ def main() -> int:
     wrong = 0
     with ThreadPoolExecutor() as pool:
         for cubin, text in zip(kernels, pool.map(disassembled, kernels), strict=True):
-            if found := list(faults(text)):
+            if found := [*faults(text), *overwritten(text)]:
                 wrong += 1
                 print(f"{cubin.parent.name[:12]}/{cubin.name}:", *found, sep="\n    ")
-    print(f"{len(kernels)} kernels, {wrong} with operands from nowhere")
+    print(f"{len(kernels)} kernels, {wrong} with operands that aren't what the program says")
     return 1 if wrong or not kernels else 0
 
 

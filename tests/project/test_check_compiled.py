@@ -20,11 +20,16 @@ LOADED = "        /*0018*/               @P0 LDG.E.64 R44, desc[UR60][R2.64] ;\n
 
 
 @pytest.fixture
-def faults():
+def script():
     spec = importlib.util.spec_from_file_location("check_compiled", ROOT / "scripts" / "check_compiled.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return lambda text: [found.split(":")[0] for found in module.faults(text)]
+    return module
+
+
+@pytest.fixture
+def faults(script):
+    return lambda text: [found.split(":")[0] for found in script.faults(text)]
 
 
 @pytest.mark.parametrize(
@@ -47,3 +52,26 @@ def faults():
 )
 def test_operands_from_nowhere(faults, text, where):
     assert faults(text) == where
+
+
+START = "        /*0010*/                   HADD2.BF16_V2 R88, R4, -136, -136 ;\n"
+PRODUCT = "        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24, gsb0 ;\n"
+WAIT = "        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, {} ;\n"
+ROUND = "        /*0040*/              @!P0 BRA 0x10 ;\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (START + PRODUCT + WAIT.format("0x0") + ROUND, False),
+        (START + PRODUCT + WAIT.format("0x1") + ROUND, True),
+        (START + PRODUCT + WAIT.format("0x1") + ROUND.replace("0x10", "0x20"), False),
+        (START + PRODUCT + START, True),
+        (START + PRODUCT + START.replace("R88, R4", "R92, R88"), False),
+        (START + PRODUCT + START.replace("HADD2.BF16_V2 R88", "LDS.128 R85"), True),
+        (START + PRODUCT.replace("R24, R88", "R24, gdesc[UR12]") + START, False),
+        (START + PRODUCT + PRODUCT.replace("R88", "R92") + WAIT.format("0x1") + START, False),
+    ],
+)
+def test_first_operands_that_are_overwritten(script, text, found):
+    assert bool(list(script.overwritten(text))) is found
