@@ -440,6 +440,8 @@ def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
     on_gpu = resolve(EngineArgs(model=str(path), device="cuda", **sizes), 2**30, plan_only=True).plan
     model = build_model(read_model_config(path), "float32", keep_forms=True)
     assert on_gpu.other[0] == ("weights (fp8, as stored)", weights_bytes(model))
+    largest = max(m.out_features * m.in_features for m in model.modules() if isinstance(m, Linear) and not m.plain)
+    assert on_gpu.other[-1] == ("weights of a product, unpacked", 4 * largest)  # blocks of 48 are never rounded against
     assert any(type(getattr(module, "method", None)) is W8 for module in model.modules())
     assert re.fullmatch(r"\d+ layers in few bits, 1 as they were", summary(model.modules()))
 

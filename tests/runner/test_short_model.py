@@ -103,3 +103,8 @@ def test_the_whole_model_runs_in_the_largest_steps_and_the_extreme_shapes(deep: 
     runner.warm_up()
     assert layers == [9, 9]
     assert tokens == [512, 512, {"extremes": True}]  # 4 sequences of 128 tokens
+    tokens.clear()
+    runner._unpacks = True
+    monkeypatch.setattr(runner_module, "MANY_TOKENS", 200)
+    runner.warm_up()
+    assert tokens == [512, 512, 199, {"extremes": True}]

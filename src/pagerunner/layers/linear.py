@@ -8,6 +8,7 @@ import torch
 
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.ops.unpacked import product_bytes
 from pagerunner.quant.base import Unquantized, WeightMethod
 from pagerunner.quant.sinks import Axis, CopySink
 
@@ -76,6 +77,11 @@ class Linear(Module):
     def dense_OI(self) -> torch.Tensor:
         """The weights as one matrix in the model's dtype, for products of another shape."""
         return self.method.dense(self.weights)
+
+    def unpacked_bytes(self, tokens: int) -> int:
+        """The most that the layer unpacks at a time for up to so many tokens on a CUDA device."""
+        sizes = (product_bytes(one, self.dtype, tokens) for one in self.method.matrices(self.weights))
+        return max(sizes, default=0)
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""

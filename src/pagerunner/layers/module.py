@@ -79,6 +79,11 @@ class Module:
             yield module
             stack.extend(child for _, child in reversed(list(module.children())))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this module's own weights."""
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
     def randomize(self, generator: torch.Generator) -> None:
         """Fill this module's own weights with small random values: norms near 1, indices 0, all others with a deviation of 0.02."""
         for name, tensor in self.weights.items():

@@ -14,6 +14,7 @@ from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import Axis, CopySink, Sink
 
@@ -89,6 +90,11 @@ class Experts(Module):
         """Add that sum to `residual` in place."""
         own = {"weigh_inputs": self.weigh_inputs, "residual_TD": residual_TD}
         self.method.apply(x_TD, routes, self.weights, self.activation, **own)
+
+    def unpacked_bytes(self, pairs: int) -> int:
+        """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
+        matrices = self.method.matrices(self.weights)
+        return max(0 if isinstance(one, torch.Tensor) else experts_bytes(one, self.dtype, pairs) for one in matrices)
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""

@@ -15,6 +15,7 @@ import torch
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.linear import Norm
+from pagerunner.ops.stored import Stored8
 
 GROUP = 128
 """Input features that share a scale, where not all features of a token do."""
@@ -28,6 +29,24 @@ class Quantized(NamedTuple):
 
     codes: torch.Tensor
     scales: torch.Tensor
+
+
+class Rounded(NamedTuple):
+    """How a product rounds its input: to which dtype, and whether groups of its features have scales of their own."""
+
+    dtype: torch.dtype
+    grouped: bool
+
+
+def rounding(weight_OI: Stored8) -> Rounded | None:
+    """How products with these weights may round their input; None if they may not."""
+    dtype, inputs = weight_OI.codes.dtype, weight_OI.shape[1]
+    rows_alone = weight_OI.block[1] >= inputs
+    if weight_OI.activations == "none" or inputs % 16 or not weight_OI.codes.is_contiguous():
+        return None
+    if rows_alone and weight_OI.block[0] == 1:
+        return Rounded(dtype, grouped=False)
+    return Rounded(dtype, grouped=True) if weight_OI.block[1] == GROUP else None
 
 
 @gpu_kernel("quantize")

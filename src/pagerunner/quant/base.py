@@ -48,6 +48,10 @@ class WeightMethod(ABC):
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The weights as one matrix in the model's dtype, [O, I]: what the form stands for."""
 
+    def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
+        """The matrices in few bits that products read, [O, I]; none for a form in the model's dtype."""
+        return ()
+
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """Fill the weights, or those of several such matrices with a dimension before the others, with small random values.
 

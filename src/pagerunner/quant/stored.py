@@ -23,6 +23,10 @@ class StoredMethod(WeightMethod):
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
         """The matrix, or all experts' with a first dimension E."""
 
+    def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
+        """See WeightMethod."""
+        return (self.stored(weights),)
+
     def order(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The input feature of each of the stored matrix's columns, int32 [I]; None if columns are in their order."""
         return None
@@ -140,6 +144,10 @@ class Beside(WeightMethod):
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod."""
         return torch.cat([form.dense(_of(weights, number)) for number, (_, form) in enumerate(self.parts)])
+
+    def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
+        """See WeightMethod."""
+        return tuple(one for number, (_, form) in enumerate(self.parts) for one in form.matrices(_of(weights, number)))
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""

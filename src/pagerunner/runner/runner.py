@@ -12,6 +12,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost
 from pagerunner.ops.sample import sample
+from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.pages import Pages
@@ -108,7 +109,10 @@ class ModelRunner:
         staging: Staging,
         graphs: GraphSettings,
         threads: StepThreads | None = None,
+        unpacks: bool = False,
     ) -> None:
+        """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens."""
+        self._unpacks = unpacks
         self._model = model
         self._threads = threads  # a CPU's
         self._pages = pages
@@ -229,11 +233,15 @@ class ModelRunner:
     def _largest_steps(self) -> Iterator[list[StepRow]]:
         """Steps with as many tokens as a step can have, at the end of sequences and at their beginning.
 
-        A library that may still be loading serves the beginning of sequences.
+        A library that may still be loading serves the beginning of sequences. Where products of fewer tokens unpack larger parts of weights,
+        there is a step with just fewer tokens, for the memory that it takes.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
+        if self._unpacks and most >= MANY_TOKENS:
+            tokens = MANY_TOKENS - 1
+            yield _even_rows(min(-(-2 * tokens // longest), most_rows), tokens, longest, past=True)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What a graph computes.

@@ -74,7 +74,7 @@ def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
 def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch):
     monkeypatch.setattr(moe, "MOST_FEW", 1)
     monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
-    monkeypatch.setattr(moe_many, "UNPACKED_BYTES", 0)
+    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 0)
     torch.manual_seed(0)
     x, routes = torch.randn(30, 128).half(), route.twin(torch.randn(30, 6), Routing(3, normalise=True))
     block = (64, 128) if blocks else (1, 128)

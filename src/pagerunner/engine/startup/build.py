@@ -33,7 +33,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.memory.units import human_bytes
-from pagerunner.models.checkpoint.forms import summary
+from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
     Model,
     build_model,
@@ -46,6 +46,7 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
+from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -271,6 +272,7 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
             max_model_len=plan.max_model_len,
         ),
         threads=_step_threads(model, plan) if device.type == "cpu" else None,
+        unpacks=unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0,
     )
 
 

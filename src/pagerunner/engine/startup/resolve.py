@@ -191,7 +191,10 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    weights = count_weights(model, wish.dtype, wish.device)
+    counted = count_weights(model, wish.dtype, wish.device, wish.batched_tokens)
+    weights = counted.name, counted.size
+    # on a card that is there, it is part of what the warm-up measures
+    unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
     num_groups = len({spec.lifetime for spec in specs})
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
@@ -201,6 +204,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * model.vocab_size),
+            *unpacked,
         )
         if wish.device == "cuda":
             return always

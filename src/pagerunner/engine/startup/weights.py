@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pagerunner.config import Dtype
 from pagerunner.errors import ConfigError
 from pagerunner.memory.units import human_bytes
+from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization import ALL
@@ -28,8 +30,16 @@ _SMALLER = {
 features, or for 32 where a matrix is not a multiple of 128 wide."""
 
 
-def count_weights(model: ModelConfig, dtype: Dtype, device: str) -> tuple[str, int]:
-    """How a plan calls the weights of `model`, computing in `dtype` on `device`, and their bytes.
+class Weights(NamedTuple):
+    """What a plan calls weights, their bytes, and those that a product unpacks at a time."""
+
+    name: str
+    size: int
+    unpacked: int = 0
+
+
+def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) -> Weights:
+    """The weights of `model`, computing in `dtype` on `device` in steps of up to so many tokens.
 
     Weights whose format isn't known count as the checkpoint's files if they are there, else as if they were in `dtype`; the name says so.
     """
@@ -38,15 +48,21 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str) -> tuple[str, i
         online = model.format.writer == "online"
         name = model.format.schemes[0][1].number if online else model.format.writer
         as_stored = "made while loading" if online else "as stored"
+        made = build_model(model, dtype, keep_forms=keep)
         kept = as_stored if keep else f"unpacked to {dtype}"
-        return f"weights ({name}, {kept})", weights_bytes(build_model(model, dtype, keep_forms=keep))
+        if keep and (dense := loaded_unpacked_bytes(made.modules())):
+            kept += f", {human_bytes(dense)} of them unpacked to {dtype}"
+        unpacked = max(unpacked_bytes(made.modules(), tokens)) if keep else 0
+        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked)
     if model.quantization is None:
-        return "weights", weights_bytes(build_model(model, dtype))
+        return Weights("weights", weights_bytes(build_model(model, dtype)))
     method = str(model.quantization.get("quant_method", "quantised"))
     directory = Path(model.path)
     if any(directory.glob("model*.safetensors")):
-        return f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
-    return f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype))
+        return Weights(
+            f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
+        )
+    return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
 
 
 def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:

@@ -12,7 +12,7 @@ import torch
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.moe import Experts, Router
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme, inner_name
@@ -155,6 +155,21 @@ def summary(modules: Iterable[Module]) -> str:
             found["in few bits" if kept else "unpacked" if unpacked else "as they were"] += 1
     kinds = [(found[kind], kind) for kind in ("in few bits", "unpacked", "as they were") if found[kind]]
     return ", ".join(f"{count} layers {kind}" if not i else f"{count} {kind}" for i, (count, kind) in enumerate(kinds))
+
+
+def loaded_unpacked_bytes(modules: Iterable[Module]) -> int:
+    """Bytes of the matrices that a checkpoint holds in few bits and memory in the model's dtype."""
+    own = (module for module in modules if isinstance(module, Linear | Experts))
+    return sum(module.nbytes for module in own if isinstance(module.method, Dequantized | DequantizedExperts))
+
+
+def unpacked_bytes(modules: Iterable[Module], tokens: int) -> tuple[int, int]:
+    """The most that a product unpacks at a time in steps of up to so many tokens on a CUDA device: of linears, and of experts."""
+    all_modules = list(modules)
+    active = max((module.routing.active for module in all_modules if isinstance(module, Router)), default=0)
+    linears = (module.unpacked_bytes(tokens) for module in all_modules if isinstance(module, Linear))
+    experts = (module.unpacked_bytes(tokens * active) for module in all_modules if isinstance(module, Experts))
+    return max(linears, default=0), max(experts, default=0)
 
 
 def _only_unpacked(form: StoredMethod) -> bool:

@@ -23,22 +23,14 @@ from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
-
-UNPACKED_BYTES = 2**25  # unpacked at a time, at most, if there are many tokens
-MANY_TOKENS = 2048  # with fewer, products with parts of a matrix leave multiprocessors idle, and the whole is unpacked
-TILE_TOKENS = 192  # up to so many, converting in registers is faster than unpacking
-STEP = 128  # output features: a multiple of every format's blocks
+from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, TILE_TOKENS, UNPACKED_BYTES, outputs_at_once
 
 
 def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
     """The output features of each product: equal numbers of them, in whole steps."""
     features, inputs = weight_OI.shape
-    if tokens < MANY_TOKENS:
-        return iter((slice(0, features),))
-    most = max(UNPACKED_BYTES // (inputs * dtype.itemsize), STEP)
-    steps = -(-features // STEP)
-    count = -(-features // most)
-    size = -(-steps // count) * STEP
+    most = FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES
+    size = outputs_at_once(features, inputs, dtype.itemsize, most)
     return (slice(first, min(first + size, features)) for first in range(0, features, size))
 
 

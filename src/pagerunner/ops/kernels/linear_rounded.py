@@ -20,6 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pagerunner.ops.kernels.launch import blocks, dependent
 from pagerunner.ops.kernels.linear_parts import tile_of
 from pagerunner.ops.quantize import GROUP, Quantized
+from pagerunner.ops.quantize import Rounded as Rounded
+from pagerunner.ops.quantize import rounding as rounding
 from pagerunner.ops.stored import Stored8
 
 _ROWS, _GROUPS, _BLOCKS = F.ScalingType.RowWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
@@ -55,24 +57,6 @@ def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, y_ptr, num_token
         y *= tl.load(x_scales_ptr)[:, None] * tl.load(w_scales_ptr)[None, :]
     place = tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=valid[:, None] & live[None, :])
-
-
-class Rounded(NamedTuple):
-    """How a product rounds its input: to which dtype, and whether groups of its features have scales of their own."""
-
-    dtype: torch.dtype
-    grouped: bool
-
-
-def rounding(weight_OI: Stored8) -> Rounded | None:
-    """How products with these weights may round their input; None if they may not."""
-    dtype, inputs = weight_OI.codes.dtype, weight_OI.shape[1]
-    rows_alone = weight_OI.block[1] >= inputs
-    if weight_OI.activations == "none" or inputs % 16 or not weight_OI.codes.is_contiguous():
-        return None
-    if rows_alone and weight_OI.block[0] == 1:
-        return Rounded(dtype, grouped=False)
-    return Rounded(dtype, grouped=True) if weight_OI.block[1] == GROUP else None
 
 
 def product(x: Quantized, weight_OI: Stored8, dtype: torch.dtype) -> torch.Tensor:

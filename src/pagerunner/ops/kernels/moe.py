@@ -31,12 +31,10 @@ from pagerunner.ops.kernels.moe_tiles import (
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored8, dense
+from pagerunner.ops.unpacked import WORTH_UNPACKING
 
 MOST_FEW = 16
 """Pairs of an expert, on average, up to which reading the weights takes the time."""
-
-WORTH_UNPACKING = 96
-"""Pairs of an expert, on average, from which on its stored matrices are unpacked before the products."""
 
 
 @triton.jit(do_not_specialize=["active"])

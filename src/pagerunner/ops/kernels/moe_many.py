@@ -24,9 +24,7 @@ from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored8
-
-UNPACKED_BYTES = 2**28
-"""Of weights that are unpacked at a time, at most, unless four experts take more."""
+from pagerunner.ops.unpacked import EXPERTS_BYTES, experts_at_once
 
 _ROUNDED = 0
 """The number format of 8-bit floats (`kernels/codes.py`)."""
@@ -232,7 +230,7 @@ def unpacked_product(
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, outputs, inputs = weights.shape
     pairs, gated = routes.order_P.shape[0], activation is not None
-    at_once = min(experts, max(4, UNPACKED_BYTES // (outputs * inputs * x.dtype.itemsize) // 4 * 4))
+    at_once = experts_at_once(experts, outputs, inputs, x.dtype.itemsize, EXPERTS_BYTES)
     room = torch.empty(at_once * outputs, inputs, dtype=x.dtype, device=x.device)
     out = torch.empty(pairs, outputs // 2 if gated else outputs, dtype=x.dtype, device=x.device)
     config = many_config(pairs, experts, inputs, False, gated)

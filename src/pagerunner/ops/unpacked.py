@@ -1,0 +1,54 @@
+"""How much of stored weights products unpack at a time, if they unpack any. Kernels and the plan of memory read the same numbers.
+
+Shape letters: E experts, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.ops.quantize import rounding
+from pagerunner.ops.stored import Stored, Stored8
+
+UNPACKED_BYTES = 2**25  # of a matrix that is unpacked at a time, at most, if there are many tokens
+MANY_TOKENS = 2048  # with fewer, products with small parts of a matrix leave multiprocessors idle
+FEW_UNPACKED_BYTES = 2**28  # of a matrix for fewer tokens: the whole of most matrices, and not of output weights
+STEP = 128  # output features: a multiple of every format's blocks
+TILE_TOKENS = 192  # up to so many, converting in registers is faster than unpacking
+EXPERTS_BYTES = 2**28
+"""Of experts' matrices that are unpacked at a time, at most, unless four experts take more."""
+WORTH_UNPACKING = 96
+"""Pairs of an expert, on average, from which on its stored matrices are unpacked before the products."""
+
+
+def experts_at_once(experts: int, outputs: int, inputs: int, itemsize: int, most: int = EXPERTS_BYTES) -> int:
+    """Experts whose matrices [O, I] are unpacked together."""
+    return min(experts, max(4, most // (outputs * inputs * itemsize) // 4 * 4))
+
+
+def outputs_at_once(outputs: int, inputs: int, itemsize: int, most: int) -> int:
+    """Output features that are unpacked together: equal numbers of them in whole steps, and at most so many bytes if a step has no more."""
+    steps, room = -(-outputs // STEP), max(most // (inputs * itemsize), STEP)
+    return min(-(-steps // -(-outputs // room)) * STEP, outputs)
+
+
+def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
+    """The most that a product with up to so many tokens in `dtype` unpacks at a time."""
+    outputs, inputs = weight_OI.shape
+    if tokens <= TILE_TOKENS or _rounds(weight_OI, dtype):
+        return 0
+    return outputs_at_once(outputs, inputs, dtype.itemsize, FEW_UNPACKED_BYTES) * inputs * dtype.itemsize
+
+
+def experts_bytes(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> int:
+    """The most that products of up to so many (token, expert) pairs in `dtype` unpack."""
+    experts, outputs, inputs = weights_EOI.shape
+    single = {name: part[0] for name, part in weights_EOI._asdict().items() if isinstance(part, torch.Tensor)}
+    if pairs <= WORTH_UNPACKING * experts or _rounds(weights_EOI._replace(**single), dtype):
+        return 0
+    return experts_at_once(experts, outputs, inputs, dtype.itemsize) * outputs * inputs * dtype.itemsize
+
+
+def _rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:
+    """Whether products of many tokens round their input, and so unpack nothing."""
+    return isinstance(weight_OI, Stored8) and dtype != torch.float32 and rounding(weight_OI) is not None

@@ -1,0 +1,45 @@
+"""What a plan says that products unpack is what kernels unpack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.stored_cases import stored
+from pagerunner.ops.unpacked import MANY_TOKENS, TILE_TOKENS, experts_at_once, experts_bytes, product_bytes
+
+many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(192, 576), (24_576, 4_096), (32, 64), (248_320, 5_120), (106_496, 16_384)]
+)
+def test_no_number_of_tokens_unpacks_more_and_one_unpacks_as_much(outputs: int, inputs: int) -> None:
+    codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta")
+    scales = torch.empty(outputs, inputs // 32, dtype=torch.float16, device="meta")
+    weight = stored("int4 f16 32", 32, 64)._replace(codes=codes, scales=scales, zeros=None)
+    found = product_bytes(weight, torch.bfloat16, 8_192)
+    sizes = {
+        tokens: max(part.stop - part.start for part in many._parts(weight, torch.bfloat16, tokens)) * inputs * 2
+        for tokens in (TILE_TOKENS + 1, MANY_TOKENS - 1, MANY_TOKENS, 8_192)
+    }
+    assert max(sizes.values()) == sizes[MANY_TOKENS - 1] == found <= 2**28
+    assert found == outputs * inputs * 2 or found > 2**27
+    assert product_bytes(weight, torch.bfloat16, TILE_TOKENS) == 0
+
+
+def test_products_that_round_their_input_unpack_nothing() -> None:
+    weight = stored("fp8 row", 32, 64)
+    assert product_bytes(weight._replace(activations="token"), torch.bfloat16, 8_192) == 0
+    assert product_bytes(weight._replace(activations="none"), torch.bfloat16, 8_192) == 32 * 64 * 2
+    assert product_bytes(weight._replace(activations="token"), torch.float32, 8_192) == 32 * 64 * 4
+
+
+def test_experts_are_unpacked_some_at_a_time_and_only_for_many_tokens() -> None:
+    one = stored("int4 f16 32", 32, 64)
+    weights = one._replace(
+        **{n: t.expand(16, *t.shape) for n, t in one._asdict().items() if isinstance(t, torch.Tensor)}
+    )
+    assert experts_bytes(weights, torch.bfloat16, 96 * 16) == 0
+    assert experts_bytes(weights, torch.bfloat16, 96 * 16 + 1) == 16 * 32 * 64 * 2
+    assert experts_at_once(128, 5_760, 2_880, 2) == 8 and experts_at_once(128, 16_384, 8_192, 2) == 4
