@@ -2,6 +2,7 @@
 
 A scale is the largest magnitude over the largest number: 448 of e4m3, 127 of int8. So it follows the token ("dynamic" in the field's words), and no
 scale comes from a checkpoint. Example: a token whose largest feature is 8.96 has the scale 0.02, and 0.05 becomes 2.5. A scale of zeros is 1.
+No scale is below LEAST_SCALE. A NaN makes all numbers that share its scale NaN.
 
 Shape letters: T tokens, I input features, G groups of 128 input features.
 """
@@ -22,6 +23,9 @@ GROUP = 128
 ROUNDED_TOKENS = 17
 """From so many tokens on, products may round their input. With fewer, reading the weights takes the time, and no input is rounded."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+LEAST_SCALE = 2.0**-126
+"""The smallest scale. It is the smallest normal float32, and numbers are multiplied by its reciprocal, which is finite."""
 
 
 class Quantized(NamedTuple):
@@ -73,7 +77,7 @@ def _quantized(x_TI: torch.Tensor, dtype: torch.dtype, grouped: bool) -> Quantiz
     wide = GROUP if grouped else max(inputs, 1)
     groups_TGW = torch.nn.functional.pad(x_TI.float(), (0, -inputs % wide)).unflatten(1, (-1, wide))
     largest_TG1 = groups_TGW.abs().amax(2, keepdim=True)
-    scales_TG1 = torch.where(largest_TG1 == 0, 1.0, largest_TG1 / LARGEST[dtype])
+    scales_TG1 = (largest_TG1 / LARGEST[dtype]).clamp(min=LEAST_SCALE).masked_fill(largest_TG1 == 0, 1.0)
     numbers_TI = (groups_TGW * (1.0 / scales_TG1)).flatten(1)[:, :inputs].clamp(-LARGEST[dtype], LARGEST[dtype])
     codes_TI = numbers_TI.to(dtype) if dtype.is_floating_point else numbers_TI.round().to(dtype)
     return Quantized(codes_TI, scales_TG1.squeeze(2).t().contiguous().t())

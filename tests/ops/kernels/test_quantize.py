@@ -68,12 +68,31 @@ def test_half_precision_and_no_tokens():
     assert (codes.shape, scales.shape) == ((0, 192), (0, 2))
 
 
-def test_what_is_not_a_number_stays_so_in_its_own_token():
+@pytest.mark.parametrize(("dtype", "grouped"), FORMS)
+def test_what_is_not_a_number_stays_so_in_its_own_token(dtype, grouped):
     x = activations(3, 192)
     x[0, 5], x[1, 7] = math.nan, math.inf
     for run in (quantize.kernel, quantize.twin):
-        got = dequantized(run(x, E4M3))
-        assert got[0].isnan().any() and not got[1].isfinite().all() and got[2].isfinite().all()
+        got = dequantized(run(x, dtype, grouped=grouped))
+        assert got[0, 5].isnan() and not got[1, 7].isfinite() and got[2].isfinite().all()
+    for gated in (silu_quantize.kernel, silu_quantize.twin):
+        assert not dequantized(gated(x, dtype, grouped=grouped))[:2].isfinite().all(1).any()
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), FORMS)
+@pytest.mark.parametrize("largest", [1e-34, 1e-37, 1e-44])
+def test_magnitudes_whose_scale_has_no_reciprocal(dtype, grouped, largest):
+    x = activations(3, 192)
+    x[0], x[0, 5] = 0.0, largest
+    for run in (quantize.kernel, quantize.twin):
+        got = run(x, dtype, grouped=grouped)
+        numbers = dequantized(got)
+        assert got.codes.float().isfinite().all() and (got.scales >= 2.0**-126).all()
+        assert abs(float(numbers[0, 5]) - largest) <= max(largest / 16, 2.0**-126)
+        assert not numbers[0, 6:].any()
+    gate_up = torch.cat((torch.full((2, 192), -88.0), torch.ones(2, 192)), 1)  # the gates' silu is about -5e-37
+    for gated in (silu_quantize.kernel, silu_quantize.twin):
+        assert gated(gate_up, dtype, grouped=grouped).codes.float().isfinite().all()
 
 
 def same(got, want):

@@ -10,11 +10,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import GROUP, LARGEST, Quantized
+from pagerunner.ops.quantize import GROUP, LARGEST, LEAST_SCALE, Quantized
 
 ROUNDING = tl.constexpr(
     12582912.0
 )  # 1.5 * 2**23: added to a float32 and subtracted, it rounds to whole numbers, halves to even
+LEAST = tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit(do_not_specialize=["scale_column"])
@@ -43,8 +44,10 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, x_row, scale_column
     if GATED:
         up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
         x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)
-    scale = tl.where(largest == 0.0, 1.0, largest / MOST)
+    # as whole numbers the bits of magnitudes are in order, and NaN is the largest; a maximum of floats would lose it
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scale = largest / MOST
+    scale = tl.where(largest == 0.0, 1.0, tl.where(scale < LEAST, LEAST, scale))
     tl.store(scales_ptr + groups.to(tl.int64) * scale_column + token, scale, mask=groups * WIDE < K)
     numbers = x * (1.0 / scale)[:, None]
     if codes_ptr.dtype.element_ty == tl.int8:
