@@ -47,6 +47,7 @@ FORMS = {
     "int8 rows": lambda o, i: stored_8(o, i, torch.int8),
     "e4m3 blocks": lambda o, i: stored_8(o, i, block=(128, 128)),
     "e4m3 small blocks": lambda o, i: stored_8(o, i, block=(8, 32)),
+    "groups of e4m3": lambda o, i: stored_8(o, i, block=(1, 64)),
     "int4 g32": lambda o, i: stored_4(o, i, 32),
     "int4 g64": lambda o, i: stored_4(o, i, 64, scale="bfloat16"),
     "int4 g96": lambda o, i: stored_4(o, i, 96),
@@ -99,6 +100,14 @@ def test_a_norm_before_and_a_gate_behind(form, offset, tokens):
     got = norm_linear_silu.kernel(x, norm, stored, bias)
     close(got, norm_linear_silu.twin(x, norm, stored, bias), 1e-5)
     assert got.shape == (tokens, 20)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "e4m3" in form])
+def test_one_token_of_eight_bits_has_its_norm(form):
+    torch.manual_seed(8)
+    stored, x, norm = FORMS[form](40, 192), torch.randn(1, 192), Norm(torch.randn(192), 1e-2)
+    close(norm_linear.kernel(x, norm, stored), norm_linear.twin(x, norm, stored), 1e-5)
+    close(norm_linear_silu.kernel(x, norm, stored), norm_linear_silu.twin(x, norm, stored), 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)

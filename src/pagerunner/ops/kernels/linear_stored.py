@@ -361,11 +361,12 @@ def run(
     add: bool = False,
 ) -> torch.Tensor:
     """Write the product into `out`, or add it, and return it."""
-    alone = not linear_row.joins(x_TI, stored)
-    if norm is not None and alone:
+    row = linear_row.fits(x_TI, stored, out_TO.shape[1])
+    joined = row and linear_row.joins(x_TI, stored)
+    if norm is not None and not joined:
         x_TI, norm = norm(x_TI), None
-    if not isinstance(stored, Stored8) or not linear_row.fits(x_TI, stored, out_TO.shape[1]):
+    if not row or not isinstance(stored, Stored8):
         return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
-    if gated and alone and linear_row.fits(x_TI, stored, stored.shape[0]):
+    if gated and not joined and linear_row.fits(x_TI, stored, stored.shape[0]):
         return silu_and_mul(linear_row.run_row(x_TI, stored, bias_O, x_TI.new_empty(1, stored.shape[0])))
     return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
