@@ -303,6 +303,25 @@ def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(t
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_gate_that_the_file_holds_in_fp8_is_unpacked_though_formats_leave_gates_alone(
+    tmp_path: Path, keep: bool
+) -> None:
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    path = FAMILIES["qwen3_next"](folder)
+    meant = quantise(path, "fp8 block")
+    held = load_file(path / "model.safetensors")
+    for name in [name for name in held if name.endswith("shared_expert_gate.weight")]:
+        codes, scale = held[name].to(torch.float8_e4m3fn), torch.full((1, -(-held[name].shape[1] // 48)), 0.5)
+        held |= {name: codes, f"{name}_scale_inv": scale.squeeze()}  # a writer that leaves out dimensions of 1
+        meant[name] = codes.float() * 0.5
+    save_file(held, path / "model.safetensors")
+    want = loaded(plain_copy(path, tmp_path / "plain", meant))
+    for left, right in zip(matrices(loaded(path, keep=keep)), matrices(want), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_the_dtype_of_scales_is_the_files_and_fp8_has_no_say_in_it() -> None:
     said = {
         "model.layers.0.a.weight": "F8_E4M3",
@@ -314,7 +333,8 @@ def test_the_dtype_of_scales_is_the_files_and_fp8_has_no_say_in_it() -> None:
         "model.layers.0.d.weight": "BF16",
         "model.layers.0.d.weight_scale": "F32",
     }
-    assert Held.of(said, torch.bfloat16) == Held(frozenset({"layers.0.c"}), torch.float16)
+    eight = frozenset({"layers.0.a"})
+    assert Held.of(said, torch.bfloat16) == Held(frozenset({"layers.0.c"}), torch.float16, eight)
     assert Held.of({}, torch.bfloat16) == Held(frozenset(), torch.bfloat16)
 
 

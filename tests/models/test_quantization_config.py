@@ -251,6 +251,32 @@ def test_each_writers_list_is_matched_by_its_own_rule(case: str, entries: list[s
     assert (found.scheme(module) is None) is kept
 
 
+@pytest.mark.parametrize(
+    ("case", "entries", "apart"),
+    [
+        ("Qwen3-FP8", ["lm_head", "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.gate"], False),
+        ("Qwen3-FP8", ["model.layers.1.mlp.experts.7"], True),
+        ("Qwen3-FP8", ["model.layers.1.mlp.experts"], False),
+        ("Qwen3-FP8", ["model.layers.*.mlp.experts.3"], True),
+        ("fp8 channel", [r"re:.*experts\.\d+\.up_proj", "re:.*self_attn.*"], False),
+        ("fp8 channel", [r"re:.*experts\..\.up_proj"], False),  # numbers of one digit
+        ("fp8 channel", [r"re:.*\.1[0-7]\.up_proj"], True),
+        ("modelopt FP8", ["model.layers.1.mlp.experts.1*"], True),
+        ("modelopt FP8", ["model.layers.2.mlp.experts.1*", "*router*"], False),
+        ("modelopt FP8", ["*.experts.1?.*"], True),
+        ("AWQ", ["mlp.gate", "experts.12."], True),
+    ],
+)
+def test_experts_are_told_apart_only_where_a_list_can_do_so(case: str, entries: list[str], apart: bool) -> None:
+    field = "modules_to_not_convert" if "modules_to_not_convert" in CASES[case][0] else "ignore"
+    found = read_format({**CASES[case][0], field: entries}, "config.json")
+    experts = "model.layers.1.mlp.experts"
+    assert found.tells_apart(experts) is apart
+    kept = {n: found.scheme(f"{experts}.{n}.up_proj") is None for n in range(128)}
+    by_digits = [{kept[n] for n in kept if len(str(n)) == digits} for digits in (1, 2, 3)]
+    assert apart or all(len(ways) == 1 for ways in by_digits)
+
+
 def test_long_lists_are_cheap_to_ask() -> None:
     listed = [
         f"model.layers.{i}.linear_attn.{part}"

@@ -87,6 +87,11 @@ class Linear(Module):
         """See Module."""
         self.method.randomize(self.weights, generator)
 
+    def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
+        """See Module."""
+        for part in self.parts:
+            yield self, part, self._part_prefix(prefix, part).removesuffix(".")
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each part, and the part's bias."""
         first, bias_O = 0, self.weights.get("bias")

@@ -93,6 +93,11 @@ class Module:
             else:
                 tensor.zero_()
 
+    def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
+        """The checkpoint's modules whose matrices fill this module and its children: owner, part, and name; formats are for them."""
+        for name, child in self.children():
+            yield from child.sources(f"{prefix}{name}.")
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """Every tensor that a checkpoint holds, or may hold, for this module and its children; their names begin with `prefix`.
 

@@ -101,6 +101,12 @@ class Experts(Module):
         for matrix in _CUTS:
             self.method.linear.randomize(self._weights_of(matrix), generator)
 
+    def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
+        """See Module: one expert's matrices after another's, by the names that they have alone."""
+        for expert in range(self.sizes.experts):
+            for part in self.checkpoint_names:
+                yield self, f"{expert}.{part}", f"{prefix}{expert}.{part}"
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each expert's matrices, what a checkpoint may hold instead for all experts, and the biases."""
         for matrix, parts in self._matrices().items():

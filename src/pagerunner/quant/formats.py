@@ -102,6 +102,13 @@ class Names:
             return True
         return any(pattern.match(before + inner) for pattern in self._patterns for before in _SPELLINGS)
 
+    def tells_apart(self, module: str) -> bool:
+        """Whether an entry may stand for a numbered module inside `module`, and not for another whose number has as many digits."""
+        inside = f"{inner_name(module)}."
+        if any(name.startswith(inside) for name in itertools.chain(self._modules, self._names, self._beginnings)):
+            return True
+        return self._numbered
+
     def holds(self, module: str) -> bool:
         """Whether an entry is the whole name of the module, or of one around it."""
         if not self._modules:
@@ -128,6 +135,14 @@ class Names:
         """What stands before the star of wildcards such as `model.layers.3.linear_attn*`."""
         names = [name for name in self.entries if self.rule == "wildcard" and _ends_in_star(name)]
         return tuple(_AROUND.sub("", name[:-1]) for name in names)
+
+    @functools.cached_property
+    def _numbered(self) -> bool:
+        """Whether an entry that is matched as a pattern names a digit."""
+        whole = self._modules | self._names | frozenset(self._beginnings)
+        return any(
+            re.search(r"\d", entry) for entry in self.entries if _AROUND.sub("", entry).removesuffix("*") not in whole
+        )
 
     @functools.cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -173,6 +188,10 @@ class Format:
     def names(self, module: str) -> bool:
         """Whether a scheme is for this module by a name, and not for all modules."""
         return any(names.entries != _ALL and names.match(module) for names, _ in self.schemes)
+
+    def tells_apart(self, module: str) -> bool:
+        """Whether numbered modules inside `module`, such as experts, may be stored in different ways; see Names."""
+        return self.ignored.tells_apart(module) or any(names.tells_apart(module) for names, _ in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's matrix is stored; None for one that isn't quantised, or that is a part of a module that isn't."""

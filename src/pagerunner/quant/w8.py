@@ -129,7 +129,7 @@ class W8(StoredMethod):
 
 
 class ScaleSink(Sink):
-    """Fills float32 scales from those of any float dtype; e8m0 is a power of two. A scale of each row may lack its last dimension.
+    """Fills float32 scales from those of any float dtype; e8m0 is a power of two. Dimensions of 1 may be left out.
 
     `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes.
     """
@@ -140,7 +140,7 @@ class ScaleSink(Sink):
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
-        return shape == self.shape or (self.shape[1] == 1 and shape == self.shape[:1])
+        return shape == self.shape or tuple(n for n in shape if n > 1) == tuple(n for n in self.shape if n > 1) != ()
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""

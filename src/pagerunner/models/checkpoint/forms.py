@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
@@ -29,12 +29,13 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
-    `plain` are modules with nothing but a matrix of floats, without what tools write before a layer. `scales` is the dtype of the scales of
-    4-bit groups.
+    `plain` are modules with nothing but a matrix of floats, without what tools write before a layer, and `quantised` those with one of 8-bit
+    numbers. `scales` is the dtype of the scales of 4-bit groups.
     """
 
     plain: frozenset[str]
     scales: torch.dtype
+    quantised: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, dtypes: Mapping[str, str], otherwise: torch.dtype) -> Held:
@@ -46,10 +47,11 @@ class Held:
         plain = (
             name for name, own in suffixes.items() if own.keys() <= {"weight", "bias"} and own.get("weight") in _FLOATS
         )
+        numbers = (name for name, own in suffixes.items() if own.get("weight") in ("F8_E4M3", "I8") and len(own) > 1)
         packed = (own for own in suffixes.values() if not own.keys().isdisjoint(("qweight", "weight_packed")))
         groups = (own[suffix] for own in packed for suffix in ("scales", "weight_scale") if suffix in own)
         scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
-        return cls(frozenset(plain), scales)
+        return cls(frozenset(plain), scales, frozenset(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +67,52 @@ class Forms:
     held: Held
     keep: bool
 
-    def store(self, tensors: Iterable[CheckpointTensor]) -> None:
-        """Give a form to every layer of the model that takes `tensors` and that the checkpoint holds quantised.
+    def store(self, sources: Iterable[tuple[Module, str, str]]) -> None:
+        """Give a form to every layer that the checkpoint holds quantised. `sources` are those of the model's layers (`Module.sources`).
 
         Raises:
             ConfigError: experts of one layer are stored in different ways, or sizes don't suit the format.
         """
-        for owner, modules in _sources(tensors).items():
-            schemes = {part: self._scheme(owner, name) for part, name in modules.items()}
+        found: dict[Module, dict[str, str]] = {}
+        for owner, part, name in sources:
+            found.setdefault(owner, {})[part] = name
+        for owner, modules in found.items():
+            if isinstance(owner, Experts):
+                schemes = self._expert_schemes(owner, modules)
+            else:
+                schemes = {part: self._scheme(owner, name) for part, name in modules.items()}
             if not any(schemes.values()):
                 continue
             try:
                 if isinstance(owner, Experts):
                     self._store_experts(owner, schemes)
                 elif isinstance(owner, Linear):
-                    self._store_linear(owner, schemes)
+                    head = next(iter(modules.values())).endswith("lm_head")
+                    self._store_linear(owner, schemes, dense=owner.needs_dense or (owner.plain and not head))
             except ConfigError as error:
                 raise ConfigError(f"{next(iter(modules.values()))}: {error}") from None
 
+    def _expert_schemes(self, owner: Experts, modules: dict[str, str]) -> dict[str, Scheme | None]:
+        """By expert and matrix. Of experts that no list and no file tells apart, some are enough.
+
+        Lists name the experts' matrices one by one, or the matrix of all of them.
+        """
+        first, name = next(iter(modules.items()))
+        experts = name.removesuffix(f".{first}")
+        if not (self.held.plain or self.checkpoint.tells_apart(experts)):
+            alike = {"0", *(str(10**digits) for digits in range(1, 5))}
+            modules = {part: name for part, name in modules.items() if part.partition(".")[0] in alike}
+        left_alone = {
+            own: self.checkpoint.ignored.match(f"{experts}.{together}")
+            for own, together in zip(owner.checkpoint_names, ("gate_up_proj", "gate_up_proj", "down_proj"), strict=True)
+        }
+        return {
+            part: None if left_alone[part.partition(".")[2]] else self._scheme(owner, name)
+            for part, name in modules.items()
+        }
+
     def _scheme(self, owner: Module, name: str) -> Scheme | None:
-        if isinstance(owner, Linear) and owner.plain and not self.checkpoint.names(name):
+        if isinstance(owner, Linear) and owner.plain and not self._takes_plain(owner, name):
             return None
         if self.checkpoint.writer == "mxfp4" and not isinstance(owner, Experts):
             return None  # it is made for experts alone
@@ -93,6 +121,12 @@ class Forms:
         if self.checkpoint.writer != "online" and inner_name(name) in self.held.plain:
             return None
         return self.checkpoint.scheme(name)
+
+    def _takes_plain(self, owner: Linear, name: str) -> bool:
+        """Whether a linear that formats leave alone is quantised all the same: named output weights, or what files hold so."""
+        if self.checkpoint.writer != "online" and inner_name(name) in self.held.quantised:
+            return True
+        return name.endswith("lm_head") and self.checkpoint.names(name)
 
     def _store_experts(self, owner: Experts, schemes: Mapping[str, Scheme | None]) -> None:
         if len(set(schemes.values())) > 1:
@@ -106,11 +140,12 @@ class Forms:
         else:
             owner.store(DequantizedExperts(form))
 
-    def _store_linear(self, owner: Linear, schemes: Mapping[str, Scheme | None]) -> None:
+    def _store_linear(self, owner: Linear, schemes: Mapping[str, Scheme | None], *, dense: bool) -> None:
+        """`dense`: the layer is unpacked while it is loaded, whatever the format."""
         sizes = tuple(owner.parts.values())
         starts = (0, *itertools.accumulate(sizes))[:-1]
         own = [schemes[part] for part in owner.parts]
-        if self.keep and not owner.needs_dense:
+        if self.keep and not dense:
             single = self._form(own[0], starts) if own[0] is not None and len(set(own)) == 1 else None
             if single is not None and (len(own) == 1 or single.joins(starts)) and not _only_unpacked(single):
                 owner.store(single)
@@ -175,20 +210,3 @@ def unpacked_bytes(modules: Iterable[Module], tokens: int) -> tuple[int, int]:
 def _only_unpacked(form: StoredMethod) -> bool:
     """Whether no kernel takes the form."""
     return isinstance(form, Packed8) and form.packing.zeros
-
-
-def _may_be_stored(owner: Linear, name: str) -> bool:
-    """Whether a format may be for a linear. Of plain ones it is the output weights alone, and only by their name."""
-    return not owner.plain or name.endswith("lm_head.weight")
-
-
-def _sources(tensors: Iterable[CheckpointTensor]) -> dict[Module, dict[str, str]]:
-    """Of each layer that formats are for: the names of the checkpoint's modules that its parts come from."""
-    found: dict[Module, dict[str, str]] = {}
-    for tensor in tensors:
-        owner = tensor.owner
-        if tensor.instead_of or tensor.name.endswith("bias"):
-            continue
-        if isinstance(owner, Experts) or (isinstance(owner, Linear) and _may_be_stored(owner, tensor.name)):
-            found.setdefault(owner, {})[tensor.part] = tensor.name.removesuffix(".weight")
-    return found

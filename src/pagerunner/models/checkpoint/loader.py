@@ -72,6 +72,10 @@ class Model(Protocol):
         """Every part that holds weights, in a fixed order."""
         ...
 
+    def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
+        """The checkpoint's modules that matrices of the model's layers come from: layer, part of it, and name."""
+        ...
+
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """Every tensor that a checkpoint holds, or may hold, and what it fills."""
         ...
@@ -90,7 +94,7 @@ def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_
     if config.format is not None:
         held = Held.of(tensor_dtypes(Path(config.path)), getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
-        Forms(config.format, getattr(torch, dtype), held, keep).store(model.checkpoint())
+        Forms(config.format, getattr(torch, dtype), held, keep).store(model.sources())
         model.asked_by = f"quantization_config ({config.format.writer})"
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
