@@ -149,6 +149,38 @@ def test_they_survive_sleep(tmp_path: Path, level: int) -> None:
     assert of(llm) == before
 
 
+def rescale(path: str, scales: dict[str, float]) -> None:
+    """The same weights with other scales, or with none."""
+    file = Path(path) / "model.safetensors"
+    weights = {name: tensor for name, tensor in load_file(file).items() if place_of(name) is None}
+    save_file(weights | {name: torch.tensor(x) for name, x in scales.items()}, file)
+
+
+def test_a_wake_from_level_2_reads_them_again_or_refuses(tmp_path: Path) -> None:
+    pattern = "model.layers.{layer}.self_attn.{x}_scale"
+    path = write(tmp_path, named(pattern))
+    llm = LLM(path, kv_cache_dtype="fp8", enable_sleep_mode=True, skip_tokenizer_init=True)
+    before = of(llm)
+    rescale(path, named(pattern, 0.11, 0.17))
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert of(llm) == before  # the weights weren't read again, so neither are the scales
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert of(llm) == logprobs(path) != before
+    for scales, said in (
+        ({}, r"holds no scales of keys and values, but .* layer 0, 0.05 and 0.03 .* Put them back, or start the engine"),
+        (dict(list(named(pattern).items())[:2]), "layer 0 has no value scale"),
+    ):
+        llm.sleep(level=2)
+        rescale(path, scales)
+        with pytest.raises(CheckpointError, match=said):
+            llm.wake_up()
+    rescale(path, named(pattern))
+    llm.wake_up()
+    assert of(llm) == before
+
+
 def test_dummy_weights_have_none(tmp_path: Path) -> None:
     path = write(tmp_path, named("model.layers.{layer}.self_attn.{x}_scale"))
     assert resolve(EngineArgs(model=path, kv_cache_dtype="fp8", load_format="dummy")).kv_scales == {}

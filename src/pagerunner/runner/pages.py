@@ -50,12 +50,17 @@ def layer_view(
     if static:
         if static_scales is None:
             raise ValueError(f"layer {piece.layer} needs static scales")
-        both = torch.tensor(static_scales, dtype=torch.float32, device=kv_bytes.device).unsqueeze(1)
-        scales = both.repeat(1, spec.num_kv_heads).expand(num_entries, 2, spec.num_kv_heads)
+        own = torch.empty(2, spec.num_kv_heads, dtype=torch.float32, device=kv_bytes.device)
+        scales = _put_scales(own, static_scales).expand(num_entries, 2, spec.num_kv_heads)
     else:
         scales = _page_scales(kv_bytes, group, piece)
     values = piece.offset + spec.value_offset(group.page_tokens)
     return KVPages(index, view(piece.offset, spec.head_dim), view(values, spec.value_dim), scales, static)
+
+
+def _put_scales(target: torch.Tensor, scales: tuple[float, float]) -> torch.Tensor:
+    """Fill [2, num_kv_heads] with the scale of keys and that of values."""
+    return target.copy_(torch.tensor(scales, dtype=torch.float32).unsqueeze(1))
 
 
 def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) -> torch.Tensor | None:
@@ -159,6 +164,14 @@ class Pages:
                     view = _KEY_VIEWS.get(piece.spec.kind, layer_view)
                     layers[piece.layer] = view(kv_bytes, group, index, piece, static.get(piece.layer))
         self.layers: tuple[LayerMemory, ...] = tuple(layers[layer] for layer in sorted(layers))
+
+    def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
+        """Give the layers that have static scales others, in place, so graphs that were captured read them too."""
+        for layer, pair in scales.items():
+            memory = self.layers[layer]
+            assert isinstance(memory, KVPages) and memory.static and memory.scales is not None
+            with torch.inference_mode():
+                _put_scales(memory.scales[0], pair)
 
     def copies(self, copies: Sequence[PageCopy]) -> list[list[Triple]]:
         """Copies as (source, target, bytes), divided into launches: within one, the order of copies doesn't matter."""

@@ -26,7 +26,7 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.inline import InlineExecutor
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory
 from pagerunner.engine.startup.measure import StartMeter, final_plan
-from pagerunner.engine.startup.resolve import Resolved, resolve
+from pagerunner.engine.startup.resolve import Resolved, kv_scales_again, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -141,10 +141,11 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         config = msgspec.structs.replace(config, max_model_len=plan.max_model_len)
     with meter.phase("pages"):
         arena.grow("kv", plan.kv_bytes)
+    reload = partial(_reload, resolved, fill_weights, runner)
     if card is not None and config.enable_sleep_mode:
-        sleeper = _sleeper(arena, card, weights, fill_weights)
+        sleeper = _sleeper(arena, card, weights, reload)
     else:
-        sleeper = Sleeper(arena, WeightsInPlace(fill_weights))
+        sleeper = Sleeper(arena, WeightsInPlace(reload))
     startup = meter.report()
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
@@ -239,13 +240,20 @@ def _load_model(
     return model, weights, fill_weights
 
 
-def _sleeper(arena: Arena, card: Card, weights: torch.Tensor, fill_weights: Callable[[], None]) -> Sleeper:
+def _reload(resolved: Resolved, fill_weights: Callable[[], None], runner: ModelRunner) -> None:
+    """Read the checkpoint again, the scales of keys and values too."""
+    scales = kv_scales_again(resolved)  # first, as it takes no time and may raise
+    fill_weights()
+    runner.set_static_scales(scales)
+
+
+def _sleeper(arena: Arena, card: Card, weights: torch.Tensor, reload: Callable[[], None]) -> Sleeper:
     """Sleep with a host copy of the weights, which begins to be made now."""
 
     def make_copy() -> HostCopy:
         return HostCopy(weights, card.host, available_memory)
 
-    return Sleeper(arena, WeightsOnHost(fill_weights, make_copy), card.scratch)
+    return Sleeper(arena, WeightsOnHost(reload, make_copy), card.scratch)
 
 
 def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:

@@ -14,7 +14,7 @@ from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
 from pagerunner.engine.startup.weights import count_weights, too_large
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import Spec
@@ -143,6 +143,32 @@ def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scale
         return {}
     if found:
         logger.info("fp8 pages take the checkpoint's scales, of %d layers.", len(found))
+    return found
+
+
+def kv_scales_again(resolved: Resolved) -> Scales:
+    """The scales that the checkpoint has now, for the engine of `resolved`; its layers had some at its start, or had none.
+
+    Raises:
+        CheckpointError: the layers' pages were laid out for static scales, and there are none now, or a scale is damaged.
+    """
+    config, before = resolved.config, resolved.kv_scales
+    directory = Path(config.model_path)
+    if config.load_format == "dummy" or config.kv_cache_dtype != STATIC_DTYPE:
+        return {}
+    found = read_kv_scales(checkpoint_files(directory), resolved.model.layer_specs(config.kv_cache_dtype))
+    if before and not found:
+        layer, (key, value) = next(iter(before.items()))
+        raise CheckpointError(
+            f"{directory} holds no scales of keys and values, but held some when the engine started: those of layer {layer}, {key:g} and "
+            f"{value:g} for one. Put them back, or start the engine again."
+        )
+    if found and not before:
+        logger.warning(
+            "%s holds scales of keys and values now, but held none when the engine started. Its pages go on with scales of their own.",
+            directory,
+        )
+        return {}
     return found
 
 
