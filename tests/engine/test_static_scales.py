@@ -169,7 +169,10 @@ def test_a_wake_from_level_2_reads_them_again_or_refuses(tmp_path: Path) -> None
     llm.wake_up()
     assert of(llm) == logprobs(path) != before
     for scales, said in (
-        ({}, r"holds no scales of keys and values, but .* layer 0, 0.05 and 0.03 .* Put them back, or start the engine"),
+        (
+            {},
+            r"holds no scales of keys and values, but .* layer 0, 0.05 and 0.03 .* Put them back, or start the engine",
+        ),
         (dict(list(named(pattern).items())[:2]), "layer 0 has no value scale"),
     ):
         llm.sleep(level=2)

@@ -222,6 +222,41 @@ def test_sizes_that_a_format_does_not_have_are_named() -> None:
         method.sinks(method.create(12, 32, torch.float32), slice(0, 12))
 
 
+def spoiled(scales: torch.Tensor, value: float) -> torch.Tensor:
+    """Scales whose last one is `value`; bytes hold the exponent of e8m0."""
+    own = scales.clone()
+    if own.dtype == BYTE:
+        own.view(torch.float8_e8m0fnu).view(-1)[-1:] = torch.tensor([value]).to(torch.float8_e8m0fnu)
+    else:
+        own.view(-1)[-1:] = torch.tensor([value]).to(own.dtype)
+    return own
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "permuted" not in name])
+def test_scales_that_mean_no_number_are_named(layout: str) -> None:
+    packing, pack = LAYOUTS[layout]
+    method = form_of(packing)
+    held, _ = pack(torch.randn(32, 64))
+    sinks = method.sinks(empty(method, 32, 64), slice(0, 32))
+    scales = [name for name in held if name.startswith(("scale", "weight_scale", "weight_global"))]
+    assert len(scales) == (2 if "nvfp4" in layout else 1)
+    for name in scales:
+        exponents = held[name].dtype in (BYTE, torch.float8_e8m0fnu)
+        bad = {"nan": float("nan")}
+        if not exponents and held[name].dtype != E4M3:
+            bad["inf"] = float("inf")
+        if packing.is_float and not exponents:
+            bad["-0.5"] = -0.5
+        if name == "weight_global_scale":
+            bad["0"] = 0.0
+        for said, value in bad.items():
+            with pytest.raises(SinkError, match=rf"holds -?{said}\b"):
+                sinks[name].put(spoiled(held[name], value), copy)
+        fine = [2.0] if exponents or name == "weight_global_scale" else [0.0, *([] if packing.is_float else [-0.5])]
+        for value in fine:
+            sinks[name].put(spoiled(held[name], value), copy)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_of_other_dtypes_are_not_taken(layout: str) -> None:
     packing, pack = LAYOUTS[layout]

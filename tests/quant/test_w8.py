@@ -16,7 +16,7 @@ from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.stored import Stored8
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
-from pagerunner.quant.sinks import ByteSink
+from pagerunner.quant.sinks import ByteSink, SinkError
 from pagerunner.quant.w8 import W8
 
 
@@ -189,3 +189,43 @@ def test_random_weights_have_the_deviation_of_unquantised_ones(number: str, expe
     )
     for matrix in (*matrices, weights["bias"]):
         assert float(matrix.std()) == pytest.approx(0.02, rel=0.1) and abs(float(matrix.mean())) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "shape"),
+    [
+        (form("tensor"), "weight_scale", (1,)),
+        (form("channel"), "weight_scale", (4, 1)),
+        (form("block", (2, 2)), "weight_scale_inv", (2, 2)),
+    ],
+    ids=["tensor", "channel", "block"],
+)
+def test_scales_that_mean_no_number_are_named(method: W8, name: str, shape: tuple[int, ...]) -> None:
+    weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in method.create(4, 4, torch.float32).items()}
+    sink = method.sinks(weights, slice(0, 4))[name]
+    for value in (float("nan"), float("inf"), -1.0):
+        scales = torch.ones(shape)
+        scales.view(-1)[-1] = value
+        with pytest.raises(SinkError, match=rf"holds {value:g} at \[.*\]; scales must be finite and not negative"):
+            sink.put(scales, copy)
+    sink.put(torch.zeros(shape), copy)
+    with pytest.raises(SinkError, match="holds inf at"):  # in float32, as it would be kept
+        sink.put(torch.full(shape, 1e300, dtype=torch.float64), copy)
+    if name == "weight_scale_inv":
+        with pytest.raises(SinkError, match=r"holds nan at \[0, 0\]"):
+            sink.put(torch.full(shape, 255, dtype=torch.uint8).view(torch.float8_e8m0fnu), copy)
+
+
+def test_experts_together_and_scales_of_int8_are_checked_too() -> None:
+    fbgemm = form("channel", writer="fbgemm_fp8")
+    single = fbgemm.create(4, 8, torch.float32)
+    weights = {n: torch.empty(3, *t.shape, dtype=t.dtype) for n, t in single.items()}
+    sink = fbgemm.together(weights, transposed=True)["_scale"]
+    with pytest.raises(SinkError, match=r"holds -1 at \[0, 0, 0\]"):
+        sink.put(torch.full((3, 1, 4), -1.0), copy)
+    whole = form("channel", number="int8", writer="compressed-tensors")
+    weights = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in whole.create(4, 8, torch.float32).items()}
+    sink = whole.sinks(weights, slice(0, 4))["weight_scale"]
+    sink.put(torch.full((4, 1), -1.0), copy)
+    with pytest.raises(SinkError, match=r"holds -inf at \[0, 0\]; scales must be finite\."):
+        sink.put(torch.full((4, 1), float("-inf")), copy)

@@ -10,11 +10,16 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.quant.sinks import Axis, CopyWeight, Sink, SinkError
+from pagerunner.quant.sinks import Axis, CopyWeight, Sink, SinkError, check_scales
+
+Check = Callable[[torch.Tensor], None]
 
 
 class PackSink(Sink):
-    """Brings a tensor to `device` as it is, and lets `fill` put it where it belongs."""
+    """Brings a tensor to `device` as it is, and lets `fill` put it where it belongs.
+
+    `check` looks at the host tensor before, and raises SinkError.
+    """
 
     def __init__(
         self,
@@ -23,12 +28,15 @@ class PackSink(Sink):
         fill: Callable[[torch.Tensor], object],
         device: torch.device,
         axes: tuple[Axis | None, ...] | None = None,
+        check: Check | None = None,
     ) -> None:
         super().__init__(shape, dtype if isinstance(dtype, tuple) else (dtype,), axes)
-        self._fill, self._device = fill, device
+        self._fill, self._device, self._check = fill, device, check
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
+        if self._check is not None:
+            self._check(source)
         self._fill(_staged(source, self._device, copy))
 
 
@@ -42,12 +50,15 @@ class SlicesSink(Sink):
         fill: Callable[[int, torch.Tensor], object],
         device: torch.device,
         axes: tuple[Axis | None, ...] | None = None,
+        check: Check | None = None,
     ) -> None:
         super().__init__(shape, dtypes, axes)
-        self._fill, self._device = fill, device
+        self._fill, self._device, self._check = fill, device, check
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
+        if self._check is not None:
+            self._check(source)
         for number, part in enumerate(source):
             self._fill(number, _staged(part, self._device, copy))
 
@@ -63,14 +74,27 @@ def _staged(source: torch.Tensor, device: torch.device, copy: CopyWeight) -> tor
 
 
 class NumberSink(PackSink):
-    """Takes one number, which a checkpoint holds as [] or [1]."""
+    """Takes one scale, which a checkpoint holds as [] or [1]. `divides`: it is one that numbers are divided by, so it isn't 0."""
 
-    def __init__(self, dtypes: tuple[torch.dtype, ...], fill: Callable[[torch.Tensor], object], device: torch.device):
-        super().__init__((1,), dtypes, fill, device)
+    def __init__(
+        self,
+        dtypes: tuple[torch.dtype, ...],
+        fill: Callable[[torch.Tensor], object],
+        device: torch.device,
+        *,
+        divides: bool = False,
+    ) -> None:
+        super().__init__((1,), dtypes, fill, device, check=_check_divisor if divides else check_scales)
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
         return shape in ((), (1,))
+
+
+def _check_divisor(source: torch.Tensor) -> None:
+    check_scales(source)
+    if not (1 / source.float()).isfinite().all():
+        raise SinkError(f"holds {source.item():g}, and numbers are divided by it.")
 
 
 class UnusedSink(Sink):

@@ -63,6 +63,32 @@ class Sink(ABC):
         """
 
 
+def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
+    """Refuse scales that make numbers of none of their codes. Bytes are exponents (e8m0).
+
+    A scale of 0 is taken, as groups of zeros have it. `signed`: so is one below 0, which some tools write beside whole numbers.
+
+    Raises:
+        SinkError: names the first scale that is NaN, infinite or negative.
+    """
+    if source.dtype == torch.uint8:
+        source = source.view(torch.float8_e8m0fnu)
+    if source.dtype == torch.float8_e8m0fnu:
+        good = bool(source.view(torch.uint8).amax() < 255)
+    elif source.dtype == torch.float8_e4m3fn:
+        codes = source.view(torch.uint8)
+        good = not (bool(codes.amax() > 128) or bool((codes == 127).any()))  # 128 is -0
+    else:
+        least, most = torch.aminmax(source.float())  # NaN if one is
+        good = bool((least >= 0) | (least > -torch.inf) & signed) and bool(most < torch.inf)
+    if good:
+        return
+    numbers = source.float()
+    place = tuple((~(numbers.isfinite() & ((numbers >= 0) | signed))).nonzero()[0].tolist())
+    known = "finite" if signed else "finite and not negative"
+    raise SinkError(f"holds {numbers[place].item():g} at {list(place)}; scales must be {known}.")
+
+
 class CopySink(Sink):
     """Fills `target`, a view of weights, converting floats to its float dtype and indices to its integer one."""
 

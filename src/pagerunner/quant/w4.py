@@ -22,6 +22,7 @@ Shape letters: I input features, O output features, E experts, G groups of input
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from pagerunner.ops.stored import Stored, Stored4, pack4
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Layout
 from pagerunner.quant.pack_sinks import EqualSink, NumberSink, PackSink, SlicesSink, Sorting, UnusedSink
-from pagerunner.quant.sinks import FLOATS, INDICES, Axis, Sink
+from pagerunner.quant.sinks import FLOATS, INDICES, Axis, Sink, check_scales
 from pagerunner.quant.stored import StoredMethod
 from pagerunner.quant.words import AWQ_PLACES, numbers_of, words_for
 
@@ -46,6 +47,7 @@ SCALES: dict[Layout, torch.dtype] = {  # those whose dtype isn't the file's to c
 }
 _OI: tuple[Axis, Axis] = ("outputs", "inputs")
 _IO: tuple[Axis, Axis] = ("inputs", "outputs")
+_CHECK = functools.partial(check_scales, signed=True)  # AutoRound has scales below 0 beside whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class W4(StoredMethod):
         blocks_shape = (experts, outputs, half // 16, 16)
         return {
             "_blocks": SlicesSink(blocks_shape, (torch.uint8,), put_codes, device, (None, "outputs", "inputs", None)),
-            "_scales": SlicesSink(blocks_shape[:3], (torch.uint8,), put_scales, device, (None, *_OI)),
+            "_scales": SlicesSink(blocks_shape[:3], (torch.uint8,), put_scales, device, (None, *_OI), check_scales),
         }
 
     def only_together(self, *, transposed: bool) -> bool:
@@ -229,7 +231,7 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
     said = f"the config's matrix is [{outputs}, {inputs}]"
     found |= {
         "weight_packed": PackSink((outputs, words_for(inputs, bits)), torch.int32, put_words, device, _OI),
-        "weight_scale": PackSink((outputs, groups), packing.scale_dtypes, target.scales.copy_, device, _OI),
+        "weight_scale": PackSink((outputs, groups), packing.scale_dtypes, target.scales.copy_, device, _OI, _CHECK),
         "weight_shape": EqualSink(shape, INDICES, said),
     }
     if target.zeros is not None:
@@ -257,7 +259,9 @@ def _awq(packing: Packing, target: Target) -> dict[str, Sink]:
     return {
         "qweight": PackSink((inputs, outputs // 8), torch.int32, put_words, device, _IO),
         "qzeros": PackSink((groups, outputs // 8), torch.int32, put_zeros, device, _IO),
-        "scales": PackSink((groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO),
+        "scales": PackSink(
+            (groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO, _CHECK
+        ),
     }
 
 
@@ -289,7 +293,9 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
         found["qzeros"] = EqualSink(_middles(zeros_shape, packing), (torch.int32,), "quantization_config says sym true")
     return found | {
         "qweight": PackSink((words_for(inputs, bits), outputs), torch.int32, put_words, device, _IO),
-        "scales": PackSink((groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO),
+        "scales": PackSink(
+            (groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO, _CHECK
+        ),
     }
 
 
@@ -318,7 +324,14 @@ def _bytes(packing: Packing, target: Target, name: str, dtype: torch.dtype = tor
 def _scales(target: Target, dtype: torch.dtype) -> Sink:
     """Scales whose bytes are kept."""
     shape = target.scales.shape[0], target.scales.shape[1]
-    return PackSink(shape, dtype, lambda x: target.scales.copy_(x.view(target.scales.dtype)), target.scales.device, _OI)
+    return PackSink(
+        shape,
+        dtype,
+        lambda x: target.scales.copy_(x.view(target.scales.dtype)),
+        target.scales.device,
+        _OI,
+        check_scales,
+    )
 
 
 def _mxfp4(packing: Packing, target: Target) -> dict[str, Sink]:
@@ -334,7 +347,9 @@ def _compressed_nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
     assert rows is not None
     return _bytes(packing, target, "weight_packed") | {
         "weight_scale": _scales(target, torch.float8_e4m3fn),
-        "weight_global_scale": NumberSink(FLOATS, lambda x: rows.copy_(1 / x.float().reshape(1)), rows.device),
+        "weight_global_scale": NumberSink(
+            FLOATS, lambda x: rows.copy_(1 / x.float().reshape(1)), rows.device, divides=True
+        ),
         "input_global_scale": UnusedSink(FLOATS),
     }
 
@@ -364,7 +379,9 @@ def _nvfp4_together(weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
     axes: tuple[Axis | None, ...] = (None, *_IO)
     return {
         "": SlicesSink((experts, half, outputs), (torch.uint8,), put_codes, device, axes),
-        "_weight_scale": SlicesSink((experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, axes),
+        "_weight_scale": SlicesSink(
+            (experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, axes, check_scales
+        ),
         "_weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), device),
         "_input_scale": UnusedSink(FLOATS),
     }

@@ -28,7 +28,7 @@ from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
 from pagerunner.quant.pack_sinks import NumberSink, PackSink, SlicesSink, UnusedSink
-from pagerunner.quant.sinks import FLOATS, Axis, ByteSink, CopyWeight, Sink
+from pagerunner.quant.sinks import FLOATS, Axis, ByteSink, CopyWeight, Sink, check_scales
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -80,7 +80,9 @@ class W8(StoredMethod):
         own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
         found[self.scale_name] = (
-            ScalarSink(own) if self.by_tensor else ScaleSink(own, self._published_rows(codes.shape[0]))
+            ScalarSink(own)
+            if self.by_tensor
+            else ScaleSink(own, self._published_rows(codes.shape[0]), signed=codes.dtype == torch.int8)
         )
         if self.static:
             found["input_scale"] = UnusedSink(FLOATS)
@@ -131,12 +133,12 @@ class W8(StoredMethod):
 class ScaleSink(Sink):
     """Fills float32 scales from those of any float dtype; e8m0 is a power of two. Dimensions of 1 may be left out.
 
-    `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes.
+    `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes. `signed`: see check_scales.
     """
 
-    def __init__(self, target: torch.Tensor, rows: tuple[int, int]) -> None:
+    def __init__(self, target: torch.Tensor, rows: tuple[int, int], *, signed: bool = False) -> None:
         super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, ("outputs", "inputs"))
-        self.target, self.times = target, rows[1]
+        self.target, self.times, self.signed = target, rows[1], signed
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
@@ -144,6 +146,7 @@ class ScaleSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
+        check_scales(source, signed=self.signed)
         scales = source.float().reshape(self.shape)
         copy(self.target, scales.repeat_interleave(self.times, 0)[: self.target.shape[0]])
 
@@ -154,8 +157,9 @@ class _RowsSink(PackSink):
     def __init__(self, target: torch.Tensor) -> None:
         experts, outputs, _ = target.shape
         shape = (experts, 1, outputs)
+        axes: tuple[Axis | None, ...] = (None, None, "outputs")
         super().__init__(
-            shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, (None, None, "outputs")
+            shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, axes, check_scales
         )
 
     def takes(self, shape: tuple[int, ...]) -> bool:
@@ -177,4 +181,5 @@ class ScalarSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
+        check_scales(source)
         copy(self.target, source.float().reshape(1, 1).expand(self.target.shape))
