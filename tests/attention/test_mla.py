@@ -71,8 +71,7 @@ def test_bfloat16_pages_are_read_as_they_are() -> None:
 
 @pytest.mark.parametrize("backend", [LatentBackend(), PagedLatentBackend()])
 def test_says_what_it_does_not_serve(backend: LatentBackend | PagedLatentBackend) -> None:
-    served = ("bfloat16", "fp8_e4m3", "fp8_e5m2") if isinstance(backend, LatentBackend) else ("bfloat16",)
-    for dtype in served:
+    for dtype in ("bfloat16", "fp8_e4m3", "fp8_e5m2"):
         assert backend.capabilities.refusal(specs.LatentKV(8, 4, dtype), "cpu", torch.float32) is None
     for spec, word in (
         (specs.FullKV(1, 8, "float32"), "full"),
@@ -84,6 +83,13 @@ def test_says_what_it_does_not_serve(backend: LatentBackend | PagedLatentBackend
     ):
         reason = backend.capabilities.refusal(spec, "cpu", torch.float32)
         assert reason is not None and re.search(word, reason)
+
+
+@settings(max_examples=effort(12, 120), deadline=None)
+@given(cases, st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]), st.booleans())
+def test_fp8_pages(case: Case, dtype: torch.dtype, raw: bool) -> None:
+    got, want = run(replace(case, dtype=dtype, gap=4, raw=raw), PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
 @settings(max_examples=effort(25, 120), deadline=None)

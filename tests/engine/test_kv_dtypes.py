@@ -115,6 +115,14 @@ def test_logprobs_do_not_depend_on_the_memory(
     assert largest < 0.02
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_latents_are_alike_in_the_backend_of_graphs(checkpoint: Callable[[str], str], kv_cache_dtype: str) -> None:
+    path = checkpoint("deepseek-v2-lite")
+    found = logprobs(path, kv_cache_dtype, attention_backend="triton")
+    _, largest = differences(found, unconditional(path, kv_cache_dtype))
+    assert largest < 0.02
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_the_demo_model_stays_healthy(kv_cache_dtype: str) -> None:
     path = str(demo_path())

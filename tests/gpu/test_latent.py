@@ -49,6 +49,25 @@ def test_mixed(dtype: torch.dtype, in_graph: bool) -> None:
     check(replace(case, raw=True), dtype)
 
 
+@pytest.mark.parametrize(
+    ("pages", "dtype", "heads"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, 16),
+        (torch.float8_e4m3fn, torch.bfloat16, 24),
+        (torch.float8_e4m3fn, torch.bfloat16, 128),
+        (torch.float8_e4m3fn, torch.float16, 16),
+        (torch.float8_e4m3fn, torch.float32, 16),
+        (torch.float8_e5m2, torch.bfloat16, 16),
+    ],
+)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_fp8_pages(pages: torch.dtype, dtype: torch.dtype, heads: int, in_graph: bool) -> None:
+    case = replace(DECODE, heads=heads, dtype=pages, compute=dtype, in_graph=in_graph, padding=4 * in_graph)
+    check(case, dtype)
+    check(replace(case, raw=True, page_tokens=16), dtype)
+    check(replace(case, rows=MIXED.rows, raw=True), dtype)
+
+
 @pytest.mark.parametrize("limit", [2**27, 2**23])
 def test_prompts_of_cudnn(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(latent_prefill, "MAX_ELEMENTS", limit)

@@ -11,6 +11,7 @@ from helpers.attention_cases import padded
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows
+from pagerunner.ops.latent_attention import read_latent, store_latent_
 from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles, rope_angles
@@ -46,12 +47,17 @@ class Case:
 
 
 def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """The backend's output and the reference's, [T, H, V], float64 on the CPU."""
+    """The backend's output and the reference's, [T, H, V], float64 on the CPU.
+
+    Of fp8 pages the reference takes what they hold afterwards.
+    """
     torch.manual_seed(0)
     size, vector = case.page_tokens, case.latent_dim + case.rope_dim
     stride = 2 * size * vector + case.gap  # two layers; the step runs the second
     num_pages = sum(-(-(r.start + r.queries) // size) for r in case.rows) + 3
-    pool = torch.full((num_pages * stride,), float("nan"), dtype=case.dtype)
+    fp8 = case.dtype.itemsize == 1
+    scales = torch.zeros(num_pages, 2, 1) if fp8 else None
+    pool = torch.full((num_pages * stride,), float("nan")).to(case.dtype)
     pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
     free = torch.randperm(num_pages).tolist()
     vectors: list[torch.Tensor] = []
@@ -59,7 +65,7 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
     entries, offsets = [], []
     for row in case.rows:
         length = row.start + row.queries
-        own = torch.randn(length, vector).to(case.dtype).to(case.compute).float()
+        own = torch.randn(length, vector).to(case.compute if fp8 else case.dtype).to(case.compute).float()
         held: list[int] = []
         if tables:
             count = min(row.shared_pages, row.start // size, vectors[0].shape[0] // size)
@@ -67,7 +73,9 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
             own[: count * size] = vectors[0][: count * size]
         past = torch.arange(len(held) * size, row.start)
         held = held + [free.pop() for _ in range(-(-length // size) - len(held))]
-        pages[torch.tensor(held)[past // size], past % size] = own[past].to(case.dtype)
+        store_latent_.twin(
+            own[past].to(case.compute), pages, torch.tensor(held)[past // size], past % size, _one(scales)
+        )
         entries += [held[p // size] for p in range(row.start, length)]
         offsets += [p % size for p in range(row.start, length)]
         vectors.append(own)
@@ -92,7 +100,7 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         prep = _on(prep, case.padding, device)
     pool = pool.to(device)
     pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
-    layer, more = LatentPages(0, pages), case.padding
+    layer, more = LatentPages(0, pages, None if scales is None else scales.to(device)), case.padding
     batch = _batch(case, backend, device, tables, query_lens, seq_lens, entries, offsets, layer)
     given = torch.cat((given, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
     stored = torch.cat((stored, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
@@ -102,6 +110,11 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         call = LatentCall(q_THD, vectors_TL, up, layer, batch.groups[0], batch.rows, 0.4, prep)
         out = backend.run(call)
     assert out.isfinite().all()
+    if layer.scales is not None:
+        pages, scales = pages.view(torch.uint8).cpu().view(case.dtype), layer.scales.cpu()
+        for own, held in zip(vectors, tables, strict=True):
+            at = torch.arange(own.shape[0])
+            own[:] = read_latent(pages, torch.tensor(held)[at // size], at % size, torch.float32, _one(scales))
     start = torch.tensor([0, *query_lens]).cumsum(0)
     weight, q = weight.double(), q.double()
     want = []
@@ -113,6 +126,11 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         later = torch.arange(own.shape[0]) > row.start + torch.arange(row.queries).unsqueeze(-1)
         want.append(torch.einsum("hql,lhv->qhv", scores.masked_fill(later, float("-inf")).softmax(-1), values))
     return out[:tokens].double().cpu(), torch.cat(want)
+
+
+def _one(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """The vectors' scales."""
+    return None if scales is None else scales[:, 0, 0]
 
 
 def _prep(case: Case, positions: torch.Tensor) -> LatentPrep:

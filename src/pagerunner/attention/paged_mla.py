@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.attention.capability import FLOATS, Capabilities
-from pagerunner.batch import StepRows
+from pagerunner.batch import LatentPages, StepRows
 from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
     Pieces,
     expanded_attention,
     latent_values,
+    read_latent,
     store_latent_,
 )
 from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
@@ -141,7 +142,7 @@ class PagedLatentBackend:
     capabilities = Capabilities(
         forms=frozenset({"latent"}),
         compute_dtypes=FLOATS,
-        page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        page_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"}),
         projection=True,
         graphs=True,
         triton=True,
@@ -163,9 +164,9 @@ class PagedLatentBackend:
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
         q_THD, vectors_TL, up, memory, group, rows, scale, prep = call
-        pages, table = memory.latent, group.page_table
+        pages, scales_E, table = memory.latent, _vector_scales(memory), group.page_table
         plan: LatentPlan = group.plan
-        write = pages, group.write_entry, group.write_offset
+        write = pages, group.write_entry, group.write_offset, scales_E
         division = plan.divide(up.weight.shape[0])
         if division is None:
             if prep is None:
@@ -174,7 +175,7 @@ class PagedLatentBackend:
             else:
                 q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, *write)
             q_THP = q_THD[..., up.key_dim :]
-            return latent_values(q_THC, q_THP, pages, table, rows, scale, up.values_HVC, plan.scratch)
+            return latent_values(q_THC, q_THP, pages, table, rows, scale, up.values_HVC, plan.scratch, scales_E)
         if prep is None:
             store_latent_(vectors_TL, *write)
         else:
@@ -187,10 +188,11 @@ class PagedLatentBackend:
 def _divided(call: LatentCall, division: Division) -> torch.Tensor:
     """Attention once all vectors are in pages: of long rows over expanded keys, of short ones in the latent space."""
     q_THD, up, pages, scale = call.q_THD, call.up, call.pages.latent, call.scale
+    scales_E = _vector_scales(call.pages)
     out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
     for part in division.calls:
-        vectors_SL = pages[part.entries_S, part.offsets_S].to(q_THD.dtype)
+        vectors_SL = read_latent(pages, part.entries_S, part.offsets_S, q_THD.dtype, scales_E)
         both_SHU = F.linear(vectors_SL[:, : up.latent_dim], up.weight).unflatten(-1, (up.num_heads, -1))
         rope_SP = vectors_SL[:, up.latent_dim :]
         expanded_attention(q_THD, both_SHU, rope_SP, part.pieces, scale, out_THV, lse_TH, part.more)
@@ -199,9 +201,14 @@ def _divided(call: LatentCall, division: Division) -> torch.Tensor:
         q_SHD, table = q_THD[short_T], call.group.page_table
         q_SHP = q_SHD[..., up.key_dim :]
         out_THV[short_T] = latent_values(
-            absorb(q_SHD, up), q_SHP, pages, table, division.short, scale, up.values_HVC, division.scratch
+            absorb(q_SHD, up), q_SHP, pages, table, division.short, scale, up.values_HVC, division.scratch, scales_E
         )
     return out_THV
+
+
+def _vector_scales(memory: LatentPages) -> torch.Tensor | None:
+    """What fp8 vectors of pages stand for is multiplied by, [num_entries]."""
+    return None if memory.scales is None else memory.scales[:, 0, 0]
 
 
 def absorb(q_THD: torch.Tensor, up: UpProjection) -> torch.Tensor:

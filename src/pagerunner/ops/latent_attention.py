@@ -15,6 +15,8 @@ import torch
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.fp8 import from_fp8, to_fp8
+from pagerunner.ops.fp8_pages import grow_scales
 
 
 class Pieces(NamedTuple):
@@ -33,11 +35,38 @@ BLOCK_QUERIES = 128
 
 @gpu_kernel("latent_store")
 def store_latent_(
-    vectors_TL: torch.Tensor, pages_EXL: torch.Tensor, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
+    vectors_TL: torch.Tensor,
+    pages_EXL: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+    scales_E: torch.Tensor | None = None,
 ) -> None:
-    """Write the vectors of all tokens that have a page (entry of at least 0) to slot `write_offset` of it."""
+    """Write the vectors of all tokens that have a page (entry of at least 0) to slot `write_offset` of it.
+
+    fp8 pages have `scales`, which grow; see `ops.fp8_pages`. A page's tokens must be one after another.
+    """
     tokens = (write_entry_T >= 0).nonzero().squeeze(-1)
+    if scales_E is not None:
+        scales_E11 = scales_E[:, None, None]
+        scale_T1 = grow_scales(pages_EXL.unsqueeze(2), scales_E11, 0, vectors_TL.unsqueeze(1), write_entry_T)
+        codes_TL = to_fp8(vectors_TL, scale_T1, pages_EXL.dtype).view(torch.uint8)
+        pages_EXL.view(torch.uint8)[write_entry_T[tokens], write_offset_T[tokens]] = codes_TL[tokens]
+        return
     pages_EXL[write_entry_T[tokens], write_offset_T[tokens]] = vectors_TL[tokens].to(pages_EXL.dtype)
+
+
+def read_latent(
+    pages_EXL: torch.Tensor,
+    entries_S: torch.Tensor,
+    offsets_S: torch.Tensor,
+    dtype: torch.dtype,
+    scales_E: torch.Tensor | None,
+) -> torch.Tensor:
+    """The vectors of slots in `dtype`, [S, L]. `scales` are those of fp8 pages."""
+    if scales_E is None:
+        return pages_EXL[entries_S, offsets_S].to(dtype)
+    held_SL = pages_EXL.view(torch.uint8)[entries_S, offsets_S].view(pages_EXL.dtype)
+    return from_fp8(held_SL, scales_E[entries_S].unsqueeze(-1), dtype)
 
 
 @gpu_kernel("latent_decode")
@@ -50,13 +79,14 @@ def latent_values(
     scale: float,
     up_HVC: torch.Tensor,
     scratch: dict[Any, Any],
+    scales_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries carried into the latent space over every slot up to their own, carried back to values, [T, H, V].
 
     `q_THP` are the rotary parts, `table_SW` the group's page table of all slots, `up_HVC` makes values of latents. `scratch` holds
-    what the layers of one step share; it is empty at first. Padding gets zeros.
+    what the layers of one step share; it is empty at first. `scales` are those of fp8 pages. Padding gets zeros.
     """
-    out_THC = _latents(q_THC, q_THP, pages_EXL, table_SW, rows, scale)
+    out_THC = _latents(q_THC, q_THP, pages_EXL, table_SW, rows, scale, scales_E)
     return torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
@@ -67,6 +97,7 @@ def _latents(
     table_SW: torch.Tensor,
     rows: StepRows,
     scale: float,
+    scales_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted latents [T, H, C] in q's dtype, zeros for padding."""
     out_THC = torch.zeros_like(q_THC)
@@ -78,7 +109,7 @@ def _latents(
         ends_T1 = rows.positions_T[tokens].unsqueeze(-1)
         at_S = torch.arange(int(ends_T1.max()) + 1, device=q_THC.device)
         entries_S = table_SW[rows.slots_R[row].long()][at_S // size]
-        keys_SL = pages_EXL[entries_S, at_S % size].to(q_THC.dtype).float()
+        keys_SL = read_latent(pages_EXL, entries_S, at_S % size, q_THC.dtype, scales_E).float()
         scores_HTS = torch.einsum("thl,sl->hts", q_THL[tokens], keys_SL) * scale
         weights_HTS = scores_HTS.masked_fill(at_S > ends_T1, float("-inf")).softmax(-1)
         out_THC[tokens] = torch.einsum("hts,sc->thc", weights_HTS, keys_SL[:, :latent]).to(out_THC.dtype)

@@ -48,10 +48,14 @@ def prepare_latent_heads_(
     pages_EXL: torch.Tensor,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
+    scales_E: torch.Tensor | None = None,
 ) -> None:
-    """Make queries and vectors of raw ones, in place, and store the vectors in pages. Tokens whose entry is -1 are not stored."""
+    """Make queries and vectors of raw ones, in place, and store the vectors in pages. Tokens whose entry is -1 are not stored.
+
+    fp8 pages have `scales`, which grow. The vectors beside them are undefined afterwards.
+    """
     prep.apply_(q_THD, vectors_TL)
-    store_latent_(vectors_TL, pages_EXL, write_entry_T, write_offset_T)
+    store_latent_(vectors_TL, pages_EXL, write_entry_T, write_offset_T, scales_E)
 
 
 @gpu_kernel("latent_heads")
@@ -63,10 +67,11 @@ def absorb_latent_heads_(
     pages_EXL: torch.Tensor,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
+    scales_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `prepare_latent_heads_`; the result is q's first N elements in the latent space, `q @ keys`, [T, H, C].
 
     The vectors are undefined afterwards. The result's memory is one head after another.
     """
-    prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write_entry_T, write_offset_T)
+    prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write_entry_T, write_offset_T, scales_E)
     return torch.bmm(q_THD[..., : keys_HNC.shape[1]].transpose(0, 1), keys_HNC).transpose(0, 1)

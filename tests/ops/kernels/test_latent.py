@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
+from helpers.interpreter_floats import install
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import paged_mla
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.batch import StepRows
+from pagerunner.ops import latent_attention
+from pagerunner.ops.latent_attention import store_latent_
+from pagerunner.ops.latent_heads import LatentPrep, absorb_latent_heads_, prepare_latent_heads_
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.rope import rope_angles
 
 pytest.importorskip("triton")
+install()
 from pagerunner.ops.kernels import latent_decode  # noqa: E402
 
 KERNELS = ("store_latent_", "prepare_latent_heads_", "absorb_latent_heads_", "latent_values", "expanded_attention")
@@ -115,3 +123,103 @@ def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     case = Case((RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40)), page_tokens=3, raw=True)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+# Each value, and each of dtypes in a graph and outside.
+@pytest.mark.parametrize(
+    ("dtype", "heads", "in_graph", "raw"),
+    [(FP8[0], 3, False, True), (FP8[1], 20, True, True), (FP8[1], 3, False, False), (FP8[0], 20, True, False)],
+)
+def test_fp8_pages(dtype: torch.dtype, heads: int, in_graph: bool, raw: bool) -> None:
+    case = Case(ROWS, heads=heads, gap=4, dtype=dtype, in_graph=in_graph, padding=2 * in_graph, raw=raw)
+    got, want = run(case, PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("limit", [2**25, 22 * 30])
+def test_expanded_keys_of_fp8_pages(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
+    monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)
+    rows = (RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40))
+    got, want = run(Case(rows, page_tokens=3, raw=True, dtype=FP8[0]), PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+def test_keys_in_pages_of_very_different_scales() -> None:
+    """A page of large vectors beside pages of small ones and a page of zeros: the small ones' bits are kept."""
+    torch.manual_seed(0)
+    table, rows = torch.arange(4).view(1, 4), StepRows.of([1], [16], [0])
+    pages, scales = torch.zeros(4, 4, 12, dtype=FP8[0]), torch.zeros(4)
+    vectors = torch.randn(16, 12) * torch.tensor([1e-3, 8.0, 0.0, 0.2]).repeat_interleave(4).unsqueeze(1)
+    at = torch.arange(16)
+    store_latent_.twin(vectors, pages, at // 4, at % 4, scales)
+    q_THC, q_THP, up_HVC = torch.randn(1, 3, 8), torch.randn(1, 3, 4), torch.randn(3, 5, 8)
+    call = q_THC, q_THP, pages, table, rows, 0.3, up_HVC
+    want = latent_attention.latent_values.twin(*call, {}, scales)
+    torch.testing.assert_close(latent_decode.latent_values(*call, {}, scales), want, atol=1e-5, rtol=1e-5)
+
+
+class _Raw(NamedTuple):
+    """Vectors and what makes them ready."""
+
+    vectors_TL: torch.Tensor
+    prep: LatentPrep
+    q_THD: torch.Tensor
+
+
+def _raw(tokens: int, factor_T: torch.Tensor, pairs: bool) -> _Raw:
+    norm = Norm(1 + 0.2 * torch.randn(7), 1e-6)
+    angles = rope_angles(torch.arange(tokens), torch.rand(3), 1.0, torch.float32)
+    vectors_TL = torch.randn(tokens, 13) * factor_T.unsqueeze(1)
+    return _Raw(vectors_TL, LatentPrep(norm, angles, pairs), torch.randn(tokens, 2, 11))
+
+
+@settings(max_examples=effort(8, 100), deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(1, 9), st.sampled_from([0.0, 0.01, 1.0, 50.0])), min_size=1, max_size=5
+    ),
+    st.sampled_from(FP8),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_fp8_scales_grow_as_the_twins(
+    runs: list[tuple[int, int, float]], dtype: torch.dtype, pairs: bool, way: int
+) -> None:
+    """Rows that add tokens to pages which may hold some: codes and scales are the twin's, bit for bit."""
+    torch.manual_seed(0)
+    size = 5
+    pages, scales = torch.zeros(20, size, 13, dtype=dtype), torch.zeros(20)
+    free = iter(torch.randperm(20).tolist())
+    entries, offsets, factors = [], [], []
+    for start, count, factor in runs:
+        held = [next(free) for _ in range(-(-(start + count) // size))]
+        past = torch.arange(start)
+        if start:
+            store_latent_.twin(torch.randn(start, 13), pages, torch.tensor(held)[past // size], past % size, scales)
+        at = [start + i for i in range(count)]
+        entries += [held[p // size] for p in at] + [-1]
+        offsets += [p % size for p in at] + [0]
+        factors += [factor] * count + [1.0]
+    raw = _raw(len(entries), torch.tensor(factors), pairs)
+    where = torch.tensor(entries), torch.tensor(offsets)
+    results = []
+    for op in (store_latent_, prepare_latent_heads_, absorb_latent_heads_)[way : way + 1] * 2:
+        mine, own = pages.clone(), scales.clone()
+        function = op.kernel if results else op.twin
+        vectors_TL, q_THD = raw.vectors_TL.clone(), raw.q_THD.clone()
+        if op is store_latent_:
+            function(vectors_TL, mine, *where, own)
+        elif op is prepare_latent_heads_:
+            function(q_THD, vectors_TL, raw.prep, mine, *where, own)
+        else:
+            function(q_THD, vectors_TL, raw.prep, torch.ones(2, 5, 7), mine, *where, own)
+        results.append((mine.view(torch.uint8), own))
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
+    if way == 0:
+        torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0)
+    else:  # a norm's sum may differ in its last bit, and a code then in its last
+        assert (results[0][0].int() - results[1][0].int()).abs().max() <= 1

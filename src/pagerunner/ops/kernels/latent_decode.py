@@ -14,6 +14,7 @@ Scores are in units of log2. Shape letters: see the twin; S slices, BN keys of a
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.latent_store import page_arguments, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.paged_tiles import tile_scales
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
 SNAP = 4  # tiles by which a cut may move to a border
@@ -85,10 +88,28 @@ def _schedule_kernel(
 
 
 @triton.jit
+def _numbers(codes, dtype: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr):
+    """fp8 codes [BN, X] as numbers of `dtype`. The words of PTX are those of `kernels/codes.py`.
+
+    They are declared to have an effect. Otherwise the compiler converts every code in each warp that needs it.
+    """
+    if COMPILED and FP8 == tl.float8e4nv and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
+            prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+            and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
+            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        return codes.to(FP8, bitcast=True).to(dtype)
+
+
+@triton.jit
 def _tiles(
-    q_low, q_high, q_rope, pages, row_table, first, last, length, scale, page_stride, slot_stride,
+    q_low, q_high, q_rope, pages, scales, row_table, first, last, length, scale, page_stride, slot_stride, scale_stride,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and both halves [BH, HC] of
     weighted latents.
@@ -107,17 +128,32 @@ def _tiles(
         live = key < length
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
         entry = tl.load(row_table + (key + BN) // PAGE, mask=key + BN < length, other=0)
-        k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0).to(q_low.dtype)
-        k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0.0).to(q_low.dtype)
-        k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0).to(q_low.dtype)
+        k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0)
+        k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0)
+        k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0)
+        if FP8 is None:
+            k_low, k_high, k_rope = k_low.to(q_low.dtype), k_high.to(q_low.dtype), k_rope.to(q_low.dtype)
+        else:
+            k_low, k_high = _numbers(k_low, q_low.dtype, FP8, COMPILED), _numbers(k_high, q_low.dtype, FP8, COMPILED)
+            k_rope = _numbers(k_rope, q_low.dtype, FP8, COMPILED)
+            k_scale, exponent, share = tile_scales(
+                scales, scale_stride, row_table, 0, at, 0, length, 0, PAGE, BN, False, COMPILED
+            )
         scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
         scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION)
         scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
-        scores = tl.where(live[None, :], scores * scale, LOWEST)
+        if FP8 is None:
+            scores *= scale
+        else:  # a key's weight then has the scale of the vector as a value
+            scores = scores * (k_scale * scale)[None, :] + exponent[None, :]
+        scores = tl.where(live[None, :], scores, LOWEST)
         larger = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - larger)
         weights = tl.exp2(scores - larger[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        if FP8 is None:
+            total = total * shrink + tl.sum(weights, 1)
+        else:
+            total = total * shrink + tl.sum(weights * share[None, :], 1)
         weights = weights.to(k_low.dtype)
         low = tl.dot(weights, k_low, low * shrink[:, None], input_precision=PRECISION)
         high = tl.dot(weights, k_high, high * shrink[:, None], input_precision=PRECISION)
@@ -127,11 +163,12 @@ def _tiles(
 
 @triton.jit
 def _slices_kernel(
-    q_latent, q_rope, pages, whole, parts, found, unit_ptr, slice_ptr, table,
-    num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, table_stride,
+    q_latent, q_rope, pages, scales, whole, parts, found, unit_ptr, slice_ptr, table,
+    num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, scale_stride, table_stride,
     whole_token, whole_head,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One slice of BH heads. HC: half of the latents' elements, padded.
 
@@ -163,8 +200,8 @@ def _slices_kernel(
                 tl.load(latent_at, mask=in_low, other=0.0),
                 tl.load(latent_at + HC, mask=in_high, other=0.0),
                 tl.load(rope_at, mask=in_h[:, None] & (p < P)[None, :], other=0.0),
-                pages, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
-                length, scale, page_stride, slot_stride, PAGE, C, P, HC, BP, BH, BN, PRECISION,
+                pages, scales, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
+                length, scale, page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED,
             )  # fmt: skip
             if (tile == first_tile) & (upto == end):
                 whole_at = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
@@ -283,14 +320,17 @@ class ValuesConfig(NamedTuple):
     warps: int
 
 
-def decode_tiles(heads: int, tokens: int, exact: bool) -> Tiles:
-    """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed."""
+def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
+    """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed.
+
+    `fp8` pages take two stages more, as a key's scale is found by its page's entry. They are the ones that hold two tiles.
+    """
     least = 1 if tokens <= 2 else 2
     if exact:
         return Tiles(16, 32, 8, 1, 1, least)
     block = min(64, max(16, padded(heads)))
     if block == 16:
-        return Tiles(16, 32, 4, 3, 2, least)
+        return Tiles(16, 32, 4, 5 if fp8 else 3, 2, least)
     return Tiles(block, 32, 8, 3, 1, least)
 
 
@@ -341,6 +381,7 @@ def run_slices(
     scale: float,
     schedule: Schedule,
     tiles: Tiles,
+    scales_E: torch.Tensor | None = None,
 ) -> Partial:
     """Launch `_slices_kernel`."""
     tokens, heads, latent = q_THC.shape
@@ -350,10 +391,10 @@ def run_slices(
     parts = torch.empty(slices, 2, heads, latent, dtype=torch.float32, device=device)
     found = torch.empty(slices, 2, heads, dtype=torch.float32, device=device)
     _slices_kernel[(slices, blocks(heads, tiles.heads))](
-        q_THC, q_THP, pages_EXL, whole_THC, parts, found, schedule.unit, schedule.slice, table_SW,
+        q_THC, q_THP, *page_arguments(pages_EXL, scales_E), whole_THC, parts, found, schedule.unit, schedule.slice, table_SW,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
-        table_SW.stride(0), *whole_THC.stride()[:2],
-        PAGE=pages_EXL.shape[1], C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
+        scale_stride(scales_E), table_SW.stride(0), *whole_THC.stride()[:2],
+        **page_sizes(pages_EXL), COMPILED=os.environ.get("TRITON_INTERPRET") != "1", C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
         maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, **dependent(device),
@@ -389,14 +430,15 @@ def latent_values(
     scale: float,
     up_HVC: torch.Tensor,
     scratch: dict[Any, Any],
+    scales_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the twin."""
     tokens, heads = q_THC.shape[:2]
-    tiles = decode_tiles(heads, tokens, q_THC.dtype == torch.float32)
+    tiles = decode_tiles(heads, tokens, q_THC.dtype == torch.float32, scales_E is not None)
     programs = multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads)
     slices = max(1, min(programs, MOST_PARTS * tokens))
     schedule = scratch.get((slices, tiles))
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
-    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles)
+    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles, scales_E)
     return run_values(partial, schedule, up_HVC)

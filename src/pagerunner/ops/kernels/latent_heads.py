@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.latent_store import page_arguments, page_scale, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.paged_heads import quantise
 from pagerunner.ops.latent_heads import LatentPrep
 
 
@@ -86,17 +88,12 @@ def _absorb(
 
 
 @triton.jit
-def _vector(
-    vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, token, vector_token, page_stride,
-    slot_stride, angle_token, eps,
+def _ready(
+    vectors_ptr, weight, cos_ptr, sin_ptr, token, vector_token, angle_token, eps,
     C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
-    KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's vector into its page. KEEP: it also replaces the raw one."""
+    """One token's vector, ready to be stored: its latent [CP]; of its rotary part [1, 2 HP] places, which exist, and elements."""
     c, one = tl.arange(0, CP), tl.arange(0, 1)
-    weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
     dtype = vectors_ptr.dtype.element_ty
     row = vectors_ptr + token.to(tl.int64) * vector_token
     x = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
@@ -105,28 +102,84 @@ def _vector(
         x = (x + x * weight).to(dtype)
     else:
         x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
-    rotary = row + C + one[:, None]
-    at, inside, turned = _turn(rotary, cos_ptr, sin_ptr, token + one, one == 0, angle_token, HALF, HP, PAIRS)
-    if KEEP:
-        tl.debug_barrier()  # the whole program has read the raw vector
-        tl.store(row + c, x, mask=c < C)
-        tl.store(rotary + at, turned, mask=inside)
+    at, inside, turned = _turn(
+        row + C + one[:, None], cos_ptr, sin_ptr, token + one, one == 0, angle_token, HALF, HP, PAIRS
+    )
+    return x, at, inside, turned
+
+
+@triton.jit
+def _vector(
+    vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
+    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps,
+    C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's vector into its page. KEEP: it also replaces the raw one.
+
+    Into fp8 pages go all of the step's tokens of a page, if this is the first of them, because they decide its scale together.
+    They don't replace the raw ones.
+    """
+    c, one = tl.arange(0, CP), tl.arange(0, 1)
+    weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     entry = tl.load(entry_ptr + token)
-    if entry >= 0:
-        slot = pages_ptr + entry * page_stride + tl.load(offset_ptr + token) * slot_stride
-        held = pages_ptr.dtype.element_ty
-        tl.store(slot + c, x.to(held), mask=c < C)
-        tl.store(slot + C + one[:, None] + at, turned.to(held), mask=inside)
+    if FP8 is None:
+        x, at, inside, turned = _ready(
+            vectors_ptr, weight, cos_ptr, sin_ptr, token, vector_token, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET
+        )
+        if KEEP:
+            row = vectors_ptr + token.to(tl.int64) * vector_token
+            tl.debug_barrier()  # the whole program has read the raw vector
+            tl.store(row + c, x, mask=c < C)
+            tl.store(row + C + one[:, None] + at, turned, mask=inside)
+        if entry >= 0:
+            slot = pages_ptr + entry * page_stride + tl.load(offset_ptr + token) * slot_stride
+            held = pages_ptr.dtype.element_ty
+            tl.store(slot + c, x.to(held), mask=c < C)
+            tl.store(slot + C + one[:, None] + at, turned.to(held), mask=inside)
+    else:
+        before = tl.load(entry_ptr + token - 1, mask=token > 0, other=-1)
+        if (entry >= 0) & (entry != before):
+            largest = 0.0
+            end = token
+            following = entry
+            while following == entry:
+                x, at, inside, turned = _ready(
+                    vectors_ptr, weight, cos_ptr, sin_ptr, end, vector_token, angle_token, eps,
+                    C, HALF, CP, HP, PAIRS, OFFSET,
+                )  # fmt: skip
+                latent = tl.max(tl.abs(x.to(tl.float32)), 0)
+                largest = tl.maximum(largest, tl.maximum(latent, tl.max(tl.max(tl.abs(turned.to(tl.float32)), 1), 0)))
+                end += 1
+                following = tl.load(entry_ptr + end, mask=end < num_tokens, other=-1)
+            page = pages_ptr + entry * page_stride
+            scale = page_scale(
+                page, scales_ptr + entry * scale_stride, slot_stride, largest, C + 2 * HALF, PAGE, FP8, FP8_MAX
+            )
+            each = token
+            while each < end:
+                x, at, inside, turned = _ready(
+                    vectors_ptr, weight, cos_ptr, sin_ptr, each, vector_token, angle_token, eps,
+                    C, HALF, CP, HP, PAIRS, OFFSET,
+                )  # fmt: skip
+                slot = page + tl.load(offset_ptr + each) * slot_stride
+                codes = quantise(x.to(tl.float32), scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+                tl.store(slot + c, codes, mask=c < C)
+                codes = quantise(turned.to(tl.float32), scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+                tl.store(slot + C + one[:, None] + at, codes, mask=inside)
+                each += 1
 
 
 @triton.jit(do_not_specialize=["num_tokens", "absorbing"])
 def _absorb_kernel(
-    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, keys_ptr, out_ptr, pages_ptr, entry_ptr, offset_ptr,
-    num_tokens, num_heads, absorbing, eps, q_token, q_head, vector_token, keys_head, out_token, out_head,
-    page_stride, slot_stride, angle_token,
+    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, keys_ptr, out_ptr, pages_ptr, scales_ptr, entry_ptr,
+    offset_ptr, num_tokens, num_heads, absorbing, eps, q_token, q_head, vector_token, keys_head, out_token, out_head,
+    page_stride, slot_stride, scale_stride, angle_token,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`absorbing` programs for queries, then one for each token's vector."""
     if PDL:
@@ -139,25 +192,28 @@ def _absorb_kernel(
         )  # fmt: skip
     else:
         _vector(
-            vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, program - absorbing,
-            vector_token, page_stride, slot_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, False, PDL,
+            vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, program - absorbing,
+            num_tokens, vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS,
+            OFFSET, PAGE, FP8, FP8_MAX, False, PDL,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_tokens", "num_heads"])
 def _prepare_kernel(
-    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, num_heads, eps, q_token, q_head,
-    vector_token, page_stride, slot_stride, angle_token,
+    q_ptr, vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, num_tokens, num_heads,
+    eps, q_token, q_head, vector_token, page_stride, slot_stride, scale_stride, angle_token,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BH: tl.constexpr,
-    PAIRS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: its vector, and the rotary parts of all its queries, BH heads at a time."""
     if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0)
     _vector(
-        vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, entry_ptr, offset_ptr, token, vector_token, page_stride,
-        slot_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, True, PDL,
+        vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
+        vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8,
+        FP8_MAX, True, PDL,
     )  # fmt: skip
     for start in range(0, num_heads, BH):
         heads = start + tl.arange(0, BH)
@@ -203,6 +259,7 @@ def prepare_latent_heads_(
     pages_EXL: torch.Tensor,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
+    scales_E: torch.Tensor | None = None,
 ) -> None:
     """See the twin."""
     tokens, heads, size = q_THD.shape
@@ -210,9 +267,9 @@ def prepare_latent_heads_(
         return
     sizes = _sizes(prep, size, prep.norm.weight_I.shape[0])
     _prepare_kernel[(tokens,)](
-        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, pages_EXL, write_entry_T, write_offset_T,
-        heads, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), *pages_EXL.stride()[:2],
-        prep.angles.cos_T1D.stride(0), **sizes, BH=min(padded(heads), max(1, 1024 // sizes["HP"])),
+        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, *page_arguments(pages_EXL, scales_E), write_entry_T,
+        write_offset_T, tokens, heads, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), *pages_EXL.stride()[:2],
+        scale_stride(scales_E), prep.angles.cos_T1D.stride(0), **sizes, **page_sizes(pages_EXL), BH=min(padded(heads), max(1, 1024 // sizes["HP"])),
         num_warps=4, **dependent(q_THD.device),
     )  # fmt: skip
 
@@ -225,6 +282,7 @@ def absorb_latent_heads_(
     pages_EXL: torch.Tensor,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
+    scales_E: torch.Tensor | None = None,
     config: AbsorbConfig | None = None,
 ) -> torch.Tensor:
     """See the twin."""
@@ -237,10 +295,10 @@ def absorb_latent_heads_(
     absorbing = heads * blocks(latent, config.latents) * blocks(tokens, config.tokens)
     sizes = _sizes(prep, size, latent)
     _absorb_kernel[(absorbing + tokens,)](
-        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, keys_HNC, out_THC, pages_EXL, write_entry_T,
-        write_offset_T, tokens, heads, absorbing, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0),
-        keys_HNC.stride(0), *out_THC.stride()[:2], *pages_EXL.stride()[:2], prep.angles.cos_T1D.stride(0),
-        **sizes, NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents,
+        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, keys_HNC, out_THC,
+        *page_arguments(pages_EXL, scales_E), write_entry_T, write_offset_T, tokens, heads, absorbing, prep.norm.eps,
+        *q_THD.stride()[:2], vectors_TL.stride(0), keys_HNC.stride(0), *out_THC.stride()[:2], *pages_EXL.stride()[:2],
+        scale_stride(scales_E), prep.angles.cos_T1D.stride(0), **sizes, **page_sizes(pages_EXL), NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents,
         PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32",
         num_warps=config.warps, **dependent(q_THD.device),
     )  # fmt: skip
