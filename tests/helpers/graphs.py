@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.dispatch import Op
+from pagerunner.quant import panels
 
+_PRODUCT = Op(panels.product, "")  # of a CPU's kernels, which torch doesn't see
 _NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
 
 
@@ -85,7 +87,11 @@ class RecordedGraphs:
 
     def capture(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> RecordedGraph:
         """Call `run`, which does its work here, and record it."""
-        with _Recorder() as recorder, patch.object(Op, "__call__", lambda op, *a, **k: recorder.kernel(op, *a, **k)):
+        with (
+            _Recorder() as recorder,
+            patch.object(Op, "__call__", lambda op, *a, **k: recorder.kernel(op, *a, **k)),
+            patch.object(panels, "product", lambda *a, **k: recorder.kernel(_PRODUCT, *a, **k)),
+        ):
             outputs = run()
         self.graphs.append(RecordedGraph(recorder.calls, outputs))
         return self.graphs[-1]

@@ -15,6 +15,7 @@ import torch
 
 from pagerunner.memory.specs import FullKV, LatentKV, Spec
 from pagerunner.ops.dispatch import has_triton
+from pagerunner.ops.native.library import library
 
 OLDEST_DEVICE = (8, 0)  # bfloat16 and asynchronous copies; NVIDIA's Ampere generation
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -55,7 +56,8 @@ class Capabilities:
     before each replay too. `min_sharing_rows`: steps of fewer rows don't look for pages that all rows share (0: none do).
 
     What it runs on. `devices`: types (None: any). `package`: what must be installed, the module's name and the
-    distribution's. `triton`: on CUDA its kernels are Triton's (elsewhere their torch twins run). `shared_memory`: bytes that
+    distribution's. `triton`: on CUDA its kernels are Triton's (elsewhere their torch twins run).
+    `cpu_kernels`: its kernels are compiled by the machine's C compiler. `shared_memory`: bytes that
     the largest program takes, in half precision and in float32.
     """
 
@@ -76,6 +78,7 @@ class Capabilities:
     devices: frozenset[str] | None = None
     package: tuple[str, str] | None = None
     triton: bool = False
+    cpu_kernels: bool = False
     shared_memory: tuple[int, int] = (0, 0)
 
     def refusal(self, spec: Spec, device: str, dtype: torch.dtype, scores: Collection[str] = ()) -> str | None:
@@ -139,6 +142,8 @@ class Capabilities:
             return f"the package {self.package[1]} is not installed"
         if self.devices is not None and device not in self.devices:
             return f"it needs a {_listed(self.devices)} device, not {device}"
+        if self.cpu_kernels and library() is None:
+            return "this machine has no CPU kernels"
         return lacks(device, self.shared_memory[dtype == torch.float32]) if self.triton else None
 
 

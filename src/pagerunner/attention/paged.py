@@ -7,7 +7,8 @@ tests of everything around them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -24,6 +25,15 @@ from pagerunner.ops.paged_attention import (
 )
 
 
+class PagedOps(NamedTuple):
+    """The operations of `ops.paged_attention` that a backend runs, by their names there."""
+
+    store_kv_: Callable[..., None]
+    prepare_heads_: Callable[..., None]
+    paged_attention: Callable[..., torch.Tensor]
+    projected_attention: Callable[..., torch.Tensor]
+
+
 class PagedBackend:
     """See the module. It has no state of its own: an instance may serve any number of groups."""
 
@@ -38,6 +48,7 @@ class PagedBackend:
         min_sharing_rows=MIN_SHARING_ROWS,
         triton=True,
     )
+    ops: ClassVar[PagedOps] = PagedOps(store_kv_, prepare_heads_, paged_attention, projected_attention)
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
         """Only what a plan is for.
@@ -70,9 +81,9 @@ class PagedBackend:
         if wanted is not None:
             return self._wanted_alone(call, wanted)
         if isinstance(inputs, Projection):
-            return projected_attention(*inputs, pages, *write, table, rows, plan, scores)
-        store_kv_(inputs.k_TKD, inputs.v_TKV, pages, *write)
-        return paged_attention(*inputs, pages, table, rows, plan, scores)
+            return self.ops.projected_attention(*inputs, pages, *write, table, rows, plan, scores)
+        self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, *write)
+        return self.ops.paged_attention(*inputs, pages, table, rows, plan, scores)
 
     def _wanted_alone(self, call: AttentionCall, wanted_S: torch.Tensor) -> torch.Tensor:
         """Attention of the wanted tokens alone.
@@ -84,15 +95,15 @@ class PagedBackend:
             out_THV = self.run(call._replace(wanted=None))
             return out_THV.index_select(0, wanted_S)
         if isinstance(inputs, Projection):
-            prepare_heads_(*inputs, pages, group.write_entry, group.write_offset)
+            self.ops.prepare_heads_(*inputs, pages, group.write_entry, group.write_offset)
             q_SHD, k_SKD, v_SKV = inputs.prep.split(inputs.qkv_TND.index_select(0, wanted_S))
         else:
-            store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write_entry, group.write_offset)
+            self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write_entry, group.write_offset)
             q_SHD, k_SKD, v_SKV = (x.index_select(0, wanted_S) for x in inputs)
         if not q_SHD.shape[0]:
             return q_SHD[..., : v_SKV.shape[-1]]
         rows, plan = call.rows.of_tokens(wanted_S), PagedPlan(one_token=True, usual_query_len=1)
-        return paged_attention(q_SHD, k_SKD, v_SKV, pages, group.page_table, rows, plan, call.scores)
+        return self.ops.paged_attention(q_SHD, k_SKD, v_SKV, pages, group.page_table, rows, plan, call.scores)
 
 
 def usual_query_len(query_lens: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ import torch
 from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.compressed import CompressedBackend
+from pagerunner.attention.cpu import CpuBackend
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
@@ -28,10 +29,11 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Callable[[], AttentionBackend[AttentionCall]]] = {
     "triton": PagedBackend,
     "flashinfer": FlashInferBackend,
+    "cpu": CpuBackend,
     "torch_ref": TorchBackend,
 }
 # What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
-AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref")}
+AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref"), "cpu": ("cpu", "torch_ref")}
 ANYWHERE = ("torch_ref",)
 # FlashInfer builds its kernels for a minute or more, so it must be asked for by name. Triton serves the groups that it can't.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}

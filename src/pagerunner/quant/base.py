@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
@@ -51,6 +52,10 @@ class WeightMethod(ABC):
     def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
         """The matrices in few bits that products read, [O, I]; none for a form in the model's dtype."""
         return ()
+
+    def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The output features `numbers` of the matrix, [T, I]: the use of output weights as an embedding."""
+        return F.embedding(numbers_T, self.dense(weights))
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """Fill the weights, or those of several such matrices with a dimension before the others, with small random values.

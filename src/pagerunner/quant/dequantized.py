@@ -50,7 +50,12 @@ class DequantizedExperts(UnquantizedExperts):
         experts, outputs, inputs = target.shape
         single = form.create(outputs, inputs, target.dtype)
         packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
-        return Unpacking(form.dense, packed, functools.partial(form.together, transposed=transposed), target).sinks()
+
+        def fill(held: Weights) -> None:
+            for expert, target_OI in enumerate(target):
+                target_OI.copy_(form.dense({name: tensor[expert] for name, tensor in held.items()}))
+
+        return Unpacking(packed, functools.partial(form.together, transposed=transposed), target.device, fill).sinks()
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""
@@ -72,24 +77,28 @@ class _Everywhere(Dequantized):
 def _unpacking(form: WeightMethod, target_OI: torch.Tensor) -> dict[str, Sink]:
     outputs, inputs = target_OI.shape
     packed = form.create(outputs, inputs, target_OI.dtype)
-    return Unpacking(form.dense, packed, functools.partial(form.sinks, rows=slice(0, outputs)), target_OI).sinks()
+
+    def fill(held: Weights) -> None:
+        target_OI.copy_(form.dense(held))
+
+    return Unpacking(packed, functools.partial(form.sinks, rows=slice(0, outputs)), target_OI.device, fill).sinks()
 
 
 class Unpacking:
-    """Collects what a checkpoint holds of one matrix, or of all experts', and fills `target` when all of it is there.
+    """Collects what a checkpoint holds of one matrix, or of all experts', and calls `fill` with it when all of it is there.
 
-    The packed tensors lie where the target does, from the first one's arrival to the last one's. `packed` are they on the meta device;
-    `make_sinks` says what fills such tensors, and `dense` what those of one matrix stand for.
+    The packed tensors lie on `device` from the first one's arrival to the last one's. `packed` are they on the meta device; `make_sinks`
+    says what fills such tensors.
     """
 
     def __init__(
         self,
-        dense: Callable[[Weights], torch.Tensor],
         packed: Weights,
         make_sinks: Callable[[Weights], dict[str, Sink]],
-        target: torch.Tensor,
+        device: torch.device,
+        fill: Callable[[Weights], None],
     ) -> None:
-        self._dense, self._make_sinks, self._target = dense, make_sinks, target
+        self._make_sinks, self._device, self._fill = make_sinks, device, fill
         self._lock = threading.Lock()
         self._packed = packed
         self._waiting: dict[str, Sink] = {}
@@ -105,8 +114,9 @@ class Unpacking:
         """Take one tensor; unpack if it was the last one. Threads may call it at the same time."""
         with self._lock:
             if next(iter(self._packed.values())).is_meta:
-                device = self._target.device
-                self._packed = {key: torch.empty_like(tensor, device=device) for key, tensor in self._packed.items()}
+                self._packed = {
+                    key: torch.empty_like(tensor, device=self._device) for key, tensor in self._packed.items()
+                }
                 sinks = self._make_sinks(self._packed)
                 self._waiting = {key: sink for key, sink in sinks.items() if not sink.optional}
             sink = self._waiting[name]
@@ -114,15 +124,8 @@ class Unpacking:
         with self._lock:
             del self._waiting[name]
             if not self._waiting:
-                self._fill()
+                self._fill(self._packed)
                 self._packed = {}
-
-    def _fill(self) -> None:
-        if self._target.dim() == 2:
-            self._target.copy_(self._dense(self._packed))
-            return
-        for expert, target_OI in enumerate(self._target):
-            target_OI.copy_(self._dense({name: tensor[expert] for name, tensor in self._packed.items()}))
 
 
 class _PartSink(Sink):

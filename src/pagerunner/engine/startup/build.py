@@ -43,6 +43,7 @@ from pagerunner.models.checkpoint.loader import (
     tensor_dtypes,
     weights_bytes,
 )
+from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
@@ -221,6 +222,9 @@ def _load_model(
     config = resolved.config
     with meter.phase("model", "constants"):
         model = build_model(resolved.model, config.dtype, config.device)
+        panels = store_in_panels(model) if config.device == "cpu" else 0
+        if panels:
+            logger.info("%d matrices in panels, for the CPU kernels.", panels)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
 

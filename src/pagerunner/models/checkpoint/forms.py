@@ -18,6 +18,7 @@ from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme, inner_name
 from pagerunner.quant.online import Online
 from pagerunner.quant.packed8 import Packed8
+from pagerunner.quant.panels import InPanels
 from pagerunner.quant.stored import Beside, StoredExperts, StoredMethod
 from pagerunner.quant.w4 import SCALES, W4, Packing
 from pagerunner.quant.w8 import W8
@@ -187,6 +188,7 @@ def summary(modules: Iterable[Module]) -> str:
         if isinstance(module, Linear | Experts):
             kept = isinstance(module.method, StoredMethod | StoredExperts | Beside)
             unpacked = isinstance(module.method, Dequantized | DequantizedExperts)
+            unpacked = unpacked or (isinstance(module.method, InPanels) and bool(module.method.forms))
             found["in few bits" if kept else "unpacked" if unpacked else "as they were"] += 1
     kinds = [(found[kind], kind) for kind in ("in few bits", "unpacked", "as they were") if found[kind]]
     return ", ".join(f"{count} layers {kind}" if not i else f"{count} {kind}" for i, (count, kind) in enumerate(kinds))

@@ -1,0 +1,41 @@
+"""Which of a model's matrices a CPU engine keeps in panels."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import Linear
+from pagerunner.models.checkpoint.loader import Model
+from pagerunner.ops.panels import panel_width
+from pagerunner.quant.base import Unquantized, WeightMethod
+from pagerunner.quant.dequantized import Dequantized
+from pagerunner.quant.panels import InPanels
+
+
+def store_in_panels(model: Model) -> int:
+    """Keep the model's float32 matrices in panels, and return how many; 0 on a machine without CPU kernels.
+
+    The model has no memory yet. A matrix stays as it is if its output features don't fill whole panels, or if products of another shape
+    read it as one matrix. An embedding changes if it has the output weights too: looking rows up alone is faster in a plain table.
+    """
+    width = panel_width()
+    if width is None:
+        return 0
+    tied = getattr(model, "tied", False)
+    changed = 0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            form, outputs, suits = module.method, module.out_features, not module.needs_dense
+        elif isinstance(module, Embedding):
+            form, outputs, suits = module.method, module.vocab_size, tied
+        else:
+            continue
+        if suits and module.dtype == torch.float32 and outputs % width == 0 and _is_one_matrix(form):
+            module.store(InPanels(width, form.forms if isinstance(form, Dequantized) else None))
+            changed += 1
+    return changed
+
+
+def _is_one_matrix(form: WeightMethod) -> bool:
+    return type(form) in (Unquantized, Dequantized)

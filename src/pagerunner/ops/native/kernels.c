@@ -1,0 +1,3 @@
+#include "common.h"
+#include "products.h"
+#include "attention.h"

@@ -1,0 +1,141 @@
+"""The CPU kernels' shared library: compiled by the machine's own C compiler, for this very processor, and kept for the next time.
+
+It is kept in `~/.cache/pagerunner` (or XDG_CACHE_HOME's), under a name that says what it was made of: the source, the flags, the
+compiler and the processor. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+SWITCH = "PAGERUNNER_CPU_KERNELS"
+SOURCES = ("common.h", "products.h", "attention.h", "kernels.c")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+LINK = ("-shared", "-fPIC", "-lm")
+SECONDS = 120
+_OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class Library:
+    """The kernels. Their arguments are C structures; see the sources."""
+
+    def __init__(self, path: Path) -> None:
+        loaded = ctypes.CDLL(str(path))
+        loaded.pagerunner_init.argtypes = [ctypes.c_void_p] * 4
+        self.lanes: int = loaded.pagerunner_init(*_openmp())
+        self.product = _taking_bytes(loaded.pagerunner_product)
+        self.prepare = _taking_bytes(loaded.pagerunner_prepare)
+        self.attention = _taking_bytes(loaded.pagerunner_attention)
+
+    @property
+    def panel(self) -> int:
+        """Output features of a matrix that stand together."""
+        return 2 * self.lanes
+
+
+def library() -> Library | None:
+    """The kernels, if this machine can have them and they aren't turned off. The first call may compile them, which takes seconds."""
+    return None if os.environ.get(SWITCH, "1") == "0" else loaded()
+
+
+@functools.cache
+def loaded() -> Library | None:
+    """The kernels, turned off or not: for what was stored for them."""
+    try:
+        return Library(_built())
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        logger.warning("CPU kernels could not be compiled, so torch's operators serve, which are slower: %s", error)
+        return None
+
+
+def _taking_bytes(function: ctypes._NamedFuncPointer) -> ctypes._NamedFuncPointer:
+    function.argtypes, function.restype = [ctypes.c_char_p], None
+    return function
+
+
+def _openmp() -> list[int | None]:
+    """Addresses in the OpenMP runtime that torch has loaded, so that both share their threads; None without one."""
+    try:
+        own = ctypes.CDLL(torch._C.__file__)
+        return [ctypes.cast(getattr(own, name), ctypes.c_void_p).value for name in _OPENMP]
+    except (AttributeError, OSError):
+        return [None] * len(_OPENMP)
+
+
+def _built() -> Path:
+    compiler = _compiler()
+    sources = [Path(__file__).parent / name for name in SOURCES]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    said = (*compiler, *FLAGS, *LINK, _processor())
+    parts = [version, *(one.encode() for one in said), *(source.read_bytes() for source in sources)]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    directory = _directory()
+    target = directory / f"kernels-{digest[:32]}.so"
+    if not target.is_file():
+        _compile(compiler, sources[-1], target)
+    return target
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC")
+    if named:
+        return shlex.split(named)
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found is None:
+        raise OSError("there is no C compiler (cc, gcc or clang); Debian's package is gcc with libc6-dev")
+    return [found]
+
+
+def _compile(compiler: list[str], source: Path, target: Path) -> None:
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        command = [*compiler, *FLAGS, str(source), *LINK, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if done.returncode:
+            raise OSError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-500:]}")
+        made.replace(target)  # whole or not at all, whoever else compiles at the same time
+    logger.info("CPU kernels compiled in %.1f s: %s", time.perf_counter() - started, target)
+
+
+def _directory() -> Path:
+    """A folder that only this user writes to: whoever could write there could run code here."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagerunner"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = cache.stat()
+        if (
+            found.st_uid == os.getuid()
+            and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            and os.access(cache, os.W_OK)
+        ):
+            return cache
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="pagerunner-"))
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home directory may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    first = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    return "\n".join([platform.machine(), *(first[kind] for kind in kinds if kind in first)])

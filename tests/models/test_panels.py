@@ -1,0 +1,107 @@
+"""Models whose matrices are in panels: the same tokens, the same bytes, one copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import make_checkpoint
+from helpers.quantise import quantise
+from pagerunner import LLM, SamplingParams
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import Linear
+from pagerunner.models.checkpoint.loader import (
+    Model,
+    build_model,
+    dummy_weights,
+    load_weights,
+    materialize,
+    weights_bytes,
+)
+from pagerunner.models.checkpoint.panels import store_in_panels
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.ops.native.library import SWITCH, library
+from pagerunner.ops.panels import panel_width
+from pagerunner.quant.panels import InPanels
+
+pytestmark = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def models(path: Path, *, fill: bool = True) -> tuple[Model, Model]:
+    """The model with plain matrices, and with matrices in panels."""
+    found = []
+    for in_panels in (False, True):
+        model = build_model(read_model_config(path), "float32")
+        assert not in_panels or store_in_panels(model) > 0
+        materialize(model, torch.full((weights_bytes(model),), 255, dtype=torch.uint8))
+        if fill:
+            load_weights(model, path)
+        found.append(model)
+    return found[0], found[1]
+
+
+def matrices(model: Model) -> list[torch.Tensor]:
+    linears = [module.dense_OI for module in model.modules() if isinstance(module, Linear)]
+    return linears + [module.table_VD for module in model.modules() if isinstance(module, Embedding)]
+
+
+def equal(one: Model, other: Model) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(matrices(one), matrices(other), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_fills_panels(tmp_path: Path, tied: bool) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, tie_word_embeddings=tied, **WIDE)
+    plain, model = models(path)
+    assert weights_bytes(plain) == weights_bytes(model), "there is a second copy of something"
+    assert equal(plain, model)
+    tables = [module for module in model.modules() if isinstance(module, Embedding)]
+    assert [isinstance(table.method, InPanels) for table in tables] == [tied]
+    numbers = torch.tensor([0, 5, 17, 5])
+    assert torch.equal(tables[0](numbers), tables[0].table_VD[numbers])
+
+
+def test_dummy_weights_are_those_of_plain_matrices(tmp_path: Path) -> None:
+    plain, model = models(make_checkpoint(tmp_path, "llama", tokenizer=False, **WIDE), fill=False)
+    dummy_weights(plain, 3)
+    dummy_weights(model, 3)
+    assert equal(plain, model)
+
+
+@pytest.mark.parametrize("kind", ["fp8 tensor", "awq"])
+def test_quantised_weights_are_unpacked_into_panels(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, hidden_size=128, intermediate_size=128)
+    quantise(path, kind)
+    plain, model = models(path)
+    assert equal(plain, model)
+    assert any(isinstance(x, Linear) and isinstance(x.method, InPanels) and x.method.forms for x in model.modules())
+
+
+def test_a_matrix_that_fills_no_whole_panels_stays_plain(tmp_path: Path) -> None:
+    width = panel_width()
+    assert width is not None
+    path = make_checkpoint(
+        tmp_path, "qwen3", tokenizer=False, vocab_size=8 * width + 1, tie_word_embeddings=True, **WIDE
+    )
+    model = build_model(read_model_config(path), "float32")
+    store_in_panels(model)
+    (table,) = (module for module in model.modules() if isinstance(module, Embedding))
+    assert not isinstance(table.method, InPanels)
+
+
+def test_tokens_with_and_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(make_checkpoint(tmp_path, "qwen3", tokenizer=False, **WIDE))
+    prompts = [{"prompt_token_ids": [3 + i, 7, 11, *range(i)]} for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+
+    def tokens() -> list[list[int]]:
+        llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with_kernels = tokens()
+    monkeypatch.setenv(SWITCH, "0")
+    assert tokens() == with_kernels

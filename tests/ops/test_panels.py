@@ -1,0 +1,98 @@
+"""Matrices in panels, and the CPU kernels' products with them, against the plain matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.effort import effort
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.native.library import library
+from pagerunner.ops.panels import chosen_rows, panel_width, product, put_rows, rows_of
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
+
+
+def packed(matrix_OI: torch.Tensor, width: int) -> torch.Tensor:
+    panels_PIN = torch.full((matrix_OI.shape[0] // width, matrix_OI.shape[1], width), float("nan"))
+    put_rows(panels_PIN, 0, matrix_OI)
+    return panels_PIN
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.sampled_from([4, 8, 16]), st.data())
+def test_parts_of_any_size_fill_panels(panels: int, inputs: int, width: int, data: st.DataObject) -> None:
+    matrix_OI = torch.arange(panels * width * inputs, dtype=torch.float32).view(-1, inputs)
+    cuts = sorted(data.draw(st.sets(st.integers(1, panels * width), max_size=5)) | {panels * width})
+    panels_PIN = torch.full((panels, inputs, width), float("nan"))
+    first = 0
+    for last in cuts:
+        put_rows(panels_PIN, first, matrix_OI[first:last].double())
+        first = last
+    assert torch.equal(rows_of(panels_PIN), matrix_OI)
+    numbers = torch.tensor([0, panels * width - 1, panels * width // 2])
+    assert torch.equal(chosen_rows(panels_PIN, numbers), matrix_OI[numbers])
+    assert torch.equal(panels_PIN[0, 0], matrix_OI[:width, 0])
+
+
+@needs_kernels
+@settings(max_examples=effort(60, 400), deadline=None)
+@given(
+    st.integers(0, 9) | st.sampled_from([12, 13, 31, 64, 191, 193, 385]),
+    st.sampled_from([1, 7, 64, 383, 385, 800]),
+    st.integers(1, 19),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_equals_the_plain_product(tokens: int, inputs: int, panels: int, biased: bool, offset: bool, seed: int) -> None:
+    width = panel_width()
+    assert width is not None
+    random = torch.Generator().manual_seed(seed)
+    outputs = panels * width
+    x_TI = torch.randn(tokens, inputs + 3, generator=random)[:, 1 : inputs + 1]  # rows apart, not aligned
+    matrix_OI = torch.randn(outputs, inputs, generator=random) * inputs**-0.5
+    bias_O = torch.randn(outputs, generator=random) if biased else None
+    norm = Norm(torch.rand(inputs, generator=random) + 0.5, 1e-5, offset)
+    residual_TO = torch.randn(tokens, outputs, generator=random)
+    panels_PIN = packed(matrix_OI, width)
+
+    def close(got: torch.Tensor, want: torch.Tensor) -> None:
+        torch.testing.assert_close(got, want, atol=3e-5, rtol=1e-4)
+
+    close(product(x_TI, panels_PIN, bias_O), F.linear(x_TI, matrix_OI, bias_O))
+    normed_TO = F.linear(norm(x_TI.contiguous()), matrix_OI, bias_O)
+    close(product(x_TI, panels_PIN, bias_O, norm=norm), normed_TO)
+    for added_TO in (residual_TO.clone(), residual_TO.t().clone(memory_format=torch.contiguous_format).t()):
+        product(x_TI, panels_PIN, bias_O, norm=norm, add_to_TO=added_TO)
+        close(added_TO, residual_TO + normed_TO)
+    if outputs % 2 == 0:
+        close(product(x_TI, panels_PIN, bias_O, norm=norm, gate=True), silu_and_mul(normed_TO))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_gate_is_silu_for_numbers_of_all_sizes(tokens: int) -> None:
+    width = panel_width()
+    assert width is not None
+    gate = torch.cat([torch.linspace(-300, 300, width - 4), torch.tensor([0.0, -0.0, 1e-20, float("nan")])])
+    matrix_OI = torch.cat([gate, torch.ones(width)]).unsqueeze(-1)
+    got = product(torch.ones(tokens, 1), packed(matrix_OI, width), gate=True)
+    want = silu_and_mul(matrix_OI.t()).expand(tokens, -1)
+    torch.testing.assert_close(got, want, atol=1e-30, rtol=1e-5, equal_nan=True)
+
+
+@needs_kernels
+def test_a_token_that_is_not_a_number_harms_no_other() -> None:
+    width = panel_width()
+    assert width is not None
+    matrix_OI = torch.randn(4 * width, 40)
+    x_TI = torch.randn(9, 40)
+    want = product(x_TI, packed(matrix_OI, width))
+    x_TI[4] = float("nan")
+    got = product(x_TI, packed(matrix_OI, width))
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert got[4].isnan().all() and torch.equal(got[others], want[others])
