@@ -51,7 +51,7 @@ DIFFERS = {
     "--block-size": "1, 2, 4, 8 or a multiple of 16; 16 by default on every device",
     "--load-format": "`auto`, `safetensors` or `dummy`; other formats may run code when they are read",
     "--cudagraph-capture-sizes": "numbers separated by commas",
-    "--attention-backend": "`auto`, `triton`, `torch_ref` or `flashinfer`; mostly `auto`",
+    "--attention-backend": "`auto`, `triton`, `cpu`, `torch_ref` or `flashinfer`; mostly `auto`",
     "--generation-config": "`auto` or `vllm`; not a directory",
     "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
