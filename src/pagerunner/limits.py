@@ -53,7 +53,7 @@ TABLE: tuple[Limit, ...] = (
     Limit("MAX_HEADERS", 128, "headers of a request"),
     Limit("MAX_HEADER_BYTES", 64 * 1024, "bytes of a request's line and headers together"),
     Limit("MAX_CONNECTIONS", 16_384, "connections at once; the limit on open files may allow fewer"),
-    Limit("HEADER_SECONDS", 30, "seconds that a client may take to send a request's headers"),
+    Limit("HEADER_SECONDS", 30, "seconds that a client may take to send headers, or a body that is answered already"),
     Limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete"),
     Limit("BODY_TOTAL_SECONDS", 300, "seconds that a client may take to send a body, in all"),
     Limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation"),

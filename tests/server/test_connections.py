@@ -80,6 +80,26 @@ def test_half_open_sockets_are_closed_in_time(server: RunningServer, monkeypatch
     assert answer(server) == before
 
 
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_body_that_is_answered_already_is_not_waited_for_long(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, drips: bool
+) -> None:
+    """The first byte after the answer ends the time that an idle connection has; then nothing comes, or a byte now and then."""
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", 0.3)
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100 if drips else 1):
+                client.sendall(b"x")
+                time.sleep(0.05 if drips else 0)
+            assert read_to_end(client) == b""
+        assert 0.3 < time.monotonic() - began < patient(3)
+    assert answer(server)
+
+
 def test_a_body_that_never_ends_is_given_up(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
     with connected(server) as client:

@@ -67,6 +67,8 @@ class ShortUrls(logging.Filter):
 class Connection(H11Protocol):
     """A connection that is closed when a request's headers don't come in time, whether the client sent nothing or half of them.
 
+    So is one whose request was answered, and its body is still not complete.
+
     A connection beyond the limit gets a 503 and is closed.
     """
 
@@ -98,6 +100,11 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        """An answer is given; the next request is due, or the rest of this one."""
+        super().on_response_complete()
+        self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         super().connection_lost(exc)
@@ -107,7 +114,7 @@ class Connection(H11Protocol):
 
     def shutdown(self) -> None:
         """The server ends: an answer under way is sent, a client that only sends is not waited for."""
-        if self._lingering.is_closing():
+        if self._lingering.is_closing() or self._more_comes():
             self._lingering.close_now()
         else:
             super().shutdown()
@@ -149,7 +156,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        due = self.conn.their_state is h11.IDLE or self._more_comes()
+        waiting = due and not self.transport.is_closing()
         if waiting and self._deadline is None:
             self._deadline = self.loop.call_later(limits.HEADER_SECONDS, self.transport.close)
         elif not waiting and self._deadline is not None:
