@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from pagerunner import limits
 from pagerunner.cli import main as cli
 from pagerunner.errors import ConfigError
 
@@ -106,6 +107,16 @@ def test_debug_shows_the_traceback(words, monkeypatch, capsys):
     plant(monkeypatch, raiser(ConfigError("no")))
     assert cli.main(words) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_limit_of_the_environment_that_is_no_number_is_said_before_the_verb_runs(monkeypatch, capsys):
+    plant(monkeypatch, raiser(AssertionError("the verb ran")))
+    monkeypatch.setattr(limits, "FAULTS", ["PAGERUNNER_LIMIT_MAX_N must be an integer, got 'x'."])
+    assert cli.main(["planted"]) == 2
+    assert "PAGERUNNER_LIMIT_MAX_N must be an integer, got 'x'." in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:  # help needs no limits
+        cli.main(["plan", "--help"])
+    assert caught.value.code == 0
 
 
 def test_a_bug_is_exit_code_1_and_points_to_debug(monkeypatch, capsys):

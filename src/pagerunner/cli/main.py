@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from pagerunner import limits
 from pagerunner.errors import ConfigError, PagerunnerError
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -26,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "eval": ("pagerunner.cli.evaluate", "score a model on recall, addition, sorting and sentences"),
     "collect-env": ("pagerunner.cli.collect_env", "print versions and hardware for a bug report"),
 }
+_WITHOUT_ENGINE = ("bench serve", "collect-env")
 
 
 def usage() -> str:
@@ -78,6 +80,8 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(f"unknown verb {verb!r}; {hint}")
     module: Any = importlib.import_module(VERBS[verb][0])
     namespace = module.build_parser().parse(rest)
+    if limits.FAULTS and verb not in _WITHOUT_ENGINE:  # said before torch is loaded, which takes seconds
+        raise ConfigError(" ".join(limits.FAULTS))
     return int(module.run(namespace))
 
 
