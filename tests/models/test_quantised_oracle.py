@@ -234,6 +234,22 @@ def test_what_contradicts_the_format_is_named(tmp_path: Path) -> None:
     assert unasked in rewrite(packed(), unasked, torch.ones(()))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_scales_of_whole_matrices_are_read_by_transformers_names_too(tmp_path: Path, keep: bool) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    meant = quantise(path, "fp8 tensor")
+    names = {".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}
+    held = {
+        next((name.removesuffix(ours) + theirs for ours, theirs in names.items() if name.endswith(ours)), name): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    assert sum(name.endswith(tuple(names.values())) for name in held) == 2 * 14
+    save_file(held, path / "model.safetensors")
+    want = loaded(plain_copy(path, tmp_path / "plain", meant))
+    for left, right in zip(matrices(loaded(path, keep=keep)), matrices(want), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_experts_of_one_layer_are_stored_in_one_way(tmp_path: Path) -> None:
     path = MAKERS["qwen3_moe"](tmp_path)
     (path / "model.safetensors").unlink()

@@ -372,6 +372,34 @@ def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> N
         with_hf_quant_config({}, "hf_quant_config.json")
 
 
+def test_two_places_that_say_different_things_are_an_error_that_names_both(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    file, second = path / "config.json", path / "hf_quant_config.json"
+    plain = json.loads(file.read_text())
+    said = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    file.write_text(json.dumps({**plain, "quantization_config": said}))
+    second.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "proj_out"]}}))
+    assert read_model_config(path).format is not None
+    second.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    with pytest.raises(
+        ConfigError, match="config.json: quantization_config says quant_algo 'FP8', and hf_quant_config.json .*'NVFP4'"
+    ):
+        read_model_config(path)
+    second.unlink()
+    file.write_text(json.dumps({**plain, "quantization_config": said, "compression_config": CASES["int4"][0]}))
+    with pytest.raises(ConfigError, match="compression_config says something else than quantization_config"):
+        read_model_config(path)
+
+
+def test_the_order_of_input_features_has_two_names() -> None:
+    for name in ("group", "dynamic"):
+        found = read_format(compressed("pack-quantized", {**INT4, "actorder": name}), "config.json").scheme(LAYER)
+        assert found is not None and found.permuted
+    for name in ("weight", "static", None):
+        found = read_format(compressed("pack-quantized", {**INT4, "actorder": name}), "config.json").scheme(LAYER)
+        assert found is not None and not found.permuted
+
+
 @pytest.mark.parametrize(
     ("name", "rounding"),
     [("fp8", "token"), ("fp8_per_channel", "token"), ("fp8_per_block", "block"), ("int8_per_channel_weight_only", "")],

@@ -185,6 +185,11 @@ class Format:
         """Whether there are forms for all of its schemes (`models/checkpoint/forms.py`)."""
         return all(scheme.is_w8 or scheme.is_packed for _, scheme in self.schemes)
 
+    @property
+    def schemes_said(self) -> frozenset[Scheme]:
+        """How matrices are stored, without the modules that it is said of: writers list these by different names."""
+        return frozenset(scheme for _, scheme in self.schemes)
+
     def names(self, module: str) -> bool:
         """Whether a scheme is for this module by a name, and not for all modules."""
         return any(names.entries != _ALL and names.match(module) for names, _ in self.schemes)

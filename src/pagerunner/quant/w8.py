@@ -4,7 +4,7 @@ A checkpoint's formats (`quant/formats.py`) name the same tensors differently:
 
 | Writer | Scales | Tensors beside `weight` |
 |---|---|---|
-| fp8 | tensor | `weight_scale`; static activations: `input_scale` |
+| fp8 | tensor | `weight_scale` (transformers: `weight_scale_inv`); static activations: `input_scale` (`activation_scale`) |
 | fp8 | block | `weight_scale_inv`, which multiplies in spite of its name |
 | deepseek-v4 | block | `scale`, e8m0 or powers of two in float32 |
 | compressed-tensors, modelopt | tensor, channel, block | `weight_scale`; static activations: `input_scale` |

@@ -46,6 +46,8 @@ _TEXT_NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
+# What transformers calls the scales of a whole matrix in fp8, and of its activations; others have the second names.
+_SCALE_NAMES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 _IMAGE_NAMES = tuple(
     before + part
     for before in ("", "model.")
@@ -259,6 +261,9 @@ def _own_name(name: str, known: Container[str]) -> str:
         return name
     candidates = [f"model.{name}"]  # a checkpoint saved without its head, as embedding models are
     candidates += [ours + name[len(theirs) :] for theirs, ours in _TEXT_NAMES if name.startswith(theirs)]
+    for theirs, ours in _SCALE_NAMES:
+        if name.endswith(theirs):
+            candidates += [one.removesuffix(theirs) + ours for one in (name, *candidates)]
     return next((one for one in candidates if one in known or one == "lm_head.weight"), name)
 
 

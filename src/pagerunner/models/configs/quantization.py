@@ -266,7 +266,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         raise weights.error("num_bits", f"is {bits}, which {layout} is not read with; it must be among {sizes}.")
     scales = _SCALES[weights.choice("strategy", tuple(_SCALES), "tensor")]
     symmetric, order = weights.flag("symmetric", True), weights.take("actorder")
-    if order not in (None, False, "weight", "static", "group"):
+    if order not in (None, False, "weight", "static", "group", "dynamic"):
         raise weights.error("actorder", f"is {order!r}, which is not known.")
     if weights.flag("dynamic", False):
         raise weights.error("dynamic", "is true; weights have scales of their own.")
@@ -288,7 +288,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         scales,
         block or (0, 0),
         not symmetric,
-        order == "group",
+        order in ("group", "dynamic"),  # two names of the same
         layout=_COMPRESSED_LAYOUTS.get(layout, ""),
         rounding=rounding,
     )

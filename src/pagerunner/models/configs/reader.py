@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pagerunner.quant.formats import Format
 
 __all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
 
+_SECOND_FILE = "hf_quant_config.json"
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -111,6 +112,10 @@ def _take_quantization(fields: Fields, directory: Path, allowed: bool) -> tuple[
                 raise
             continue
         if read.loadable:
+            if layout is not None and layout.schemes_said != read.schemes_said:
+                raise fields.error(
+                    name, "says something else than quantization_config does; remove the one that is wrong."
+                )
             layout = read
         elif not allowed:
             raise fields.error(
@@ -118,14 +123,29 @@ def _take_quantization(fields: Fields, directory: Path, allowed: bool) -> tuple[
                 f"is set (quant_method {read.writer!r}); weights in such a format can't be served yet. Use the model's checkpoint "
                 "in bfloat16, if its maker or somebody else has published one. `pagerunner plan` says what either takes.",
             )
+    if layout is not None and layout.writer == "modelopt" and found is not None:
+        _check_second_file(found, fields, directory / _SECOND_FILE)
     return found, layout
+
+
+def _check_second_file(said: Mapping[str, Any], fields: Fields, file: Path) -> None:
+    """Model Optimizer may say the same twice. Raises ConfigError if the second file says something else than the config."""
+    if not file.is_file():
+        return
+    second = with_hf_quant_config(read_json(file), str(file))
+    for name in ("quant_algo", "group_size"):
+        if name in second and name in said and second[name] != said[name]:
+            raise ConfigError(
+                f"{fields.where}: quantization_config says {name} {said[name]!r}, and {file.name} beside it says {second[name]!r}; "
+                "remove the one that is wrong."
+            )
 
 
 def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, Any]]:
     """What config.json says of quantisation; where it says nothing, the file that older versions of Model Optimizer write."""
     given = [(name, fields.take(name)) for name in ("quantization_config", "compression_config")]
     yield from given
-    file = directory / "hf_quant_config.json"
+    file = directory / _SECOND_FILE
     if all(value is None for _, value in given) and file.is_file():
         yield file.name, with_hf_quant_config(read_json(file), str(file))
 
