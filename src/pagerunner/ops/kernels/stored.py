@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.codes import form_of, numbers4, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent
 from pagerunner.ops.stored import RUN, Stored, Stored4
 
-HALF_RUN = tl.constexpr(RUN // 2)
+HELD_BY = {
+    torch.bfloat16: (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8),
+    torch.float16: (torch.float16, torch.float8_e4m3fn),
+}
+"""Dtypes of scales whose every number is one of the key's dtype. Products of such a scale and a code are rounded once in that dtype, too."""
 
 
 @triton.jit
@@ -21,13 +26,6 @@ def scale_numbers(raw):
         bits = tl.where(raw == 0, 0x00400000, tl.where(raw == 255, 0x7FC00000, bits))
         return bits.to(tl.uint32).to(tl.float32, bitcast=True)
     return raw.to(tl.float32)
-
-
-@triton.jit
-def e2m1_numbers(codes):
-    """Codes 0..15 of e2m1 in float32: sign, exponent and mantissa in place, and the exponents' difference as a factor."""
-    wide = codes.to(tl.uint32)
-    return (((wide & 8) << 28) | ((wide & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
@@ -53,37 +51,49 @@ def _dense8_kernel(codes_ptr, scales_ptr, out_ptr, features, K: tl.constexpr, BO
 
 
 @triton.jit
+def _half_of_runs(codes, s_ptr, z_ptr, factor, rows, runs, inside, HIGH: tl.constexpr, dtype: tl.constexpr, K: tl.constexpr,
+                  G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """What the low or the high nibbles of runs [N, R, 16] stand for. HELD: scales are numbers of `dtype`, so a product in it is rounded once."""
+    groups = runs * 2 + (1 if HIGH else 0) if G == 16 else runs // (G // 32)
+    place = rows[:, None].to(tl.int64) * (K // G) + groups[None, :]
+    numbers = numbers4(codes, HIGH, dtype if HELD else tl.float32, FORM, WORDS)
+    numbers_dtype: tl.constexpr = dtype if HELD else tl.float32
+    numbers = numbers.to(numbers_dtype)
+    if ZEROS:
+        zeros = tl.load(z_ptr + place, mask=inside, other=0).to(tl.float32) - 8.0
+        numbers -= zeros.to(numbers_dtype)[:, :, None]
+    scales = scale_numbers(tl.load(s_ptr + place, mask=inside, other=0.0)) * factor[:, None]
+    return (numbers * scales.to(numbers_dtype)[:, :, None]).to(dtype)
+
+
+@triton.jit
 def _dense4_kernel(codes_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, features, K: tl.constexpr, G: tl.constexpr,
-                   E2M1: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN rows and BK columns of 4-bit codes, G of which share a scale."""
+                   FORM: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr,
+                   FACTORS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN rows and BR runs of 4-bit codes, G of which share a scale."""
     if PDL:
         gdc_launch_dependents()
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    places = tl.program_id(1) * (BK // 2) + tl.arange(0, BK // 2)
-    live = rows < features
-    inside = live[:, None] & (places < K // 2)[None, :]
-    both = tl.load(codes_ptr + rows[:, None] * (K // 2) + places[None, :], mask=inside, other=0)
-    low_cols = places // HALF_RUN * (2 * HALF_RUN) + places % HALF_RUN
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    runs = tl.program_id(1) * BR + tl.arange(0, BR)
+    inside = (rows < features)[:, None] & (runs < K // 32)[None, :]
+    place = rows[:, None].to(tl.int64) * (K // 2) + (runs * 16)[None, :]
+    codes = tl.load(codes_ptr + place[:, :, None] + tl.arange(0, 16)[None, None, :], mask=inside[:, :, None], other=0)
+    factor = tl.full((BN,), 1.0, tl.float32)
     if FACTORS:
-        factor = tl.load(factors_ptr + rows, mask=live, other=0.0)[:, None]
+        factor = tl.load(factors_ptr + rows, mask=rows < features, other=0.0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    low = _half_of_runs(
+        codes, scales_ptr, zeros_ptr, factor, rows, runs, inside, False, dtype, K, G, FORM, WORDS, HELD, ZEROS
+    )
+    high = _half_of_runs(
+        codes, scales_ptr, zeros_ptr, factor, rows, runs, inside, True, dtype, K, G, FORM, WORDS, HELD, ZEROS
+    )
+    y = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [BN, BR * 32])
+    cols = tl.program_id(1) * (BR * 32) + tl.arange(0, BR * 32)
     if PDL:
         gdc_wait()
-    for half in tl.static_range(2):
-        codes = (both >> (4 * half)) & 15
-        cols = low_cols + half * HALF_RUN
-        group = rows[:, None] * (K // G) + (cols // G)[None, :]
-        scale = scale_numbers(tl.load(scales_ptr + group, mask=inside, other=0.0))
-        if FACTORS:
-            scale *= factor
-        if E2M1:
-            numbers = e2m1_numbers(codes)
-        elif ZEROS:
-            numbers = codes.to(tl.float32) - tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)
-        else:
-            numbers = codes.to(tl.float32) - 8.0
-        y = (numbers * scale).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + rows[:, None] * K + cols[None, :], y, mask=inside)
+    out_place = out_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
+    tl.store(out_place, y, mask=(rows < features)[:, None] & (cols < K)[None, :])
 
 
 def unpack(stored: Stored, out_OI: torch.Tensor, rows: slice = slice(None)) -> None:
@@ -91,13 +101,15 @@ def unpack(stored: Stored, out_OI: torch.Tensor, rows: slice = slice(None)) -> N
     first, last, _ = rows.indices(stored.shape[0])
     features, inputs = last - first, stored.shape[1]
     if isinstance(stored, Stored4):
-        high, wide = 8, 1024
+        high, wide = 16, 8
         factors, zeros = stored.rows, stored.zeros
-        _dense4_kernel[(blocks(features, high), blocks(inputs, wide))](
+        held = factors is None and stored.scales.dtype in HELD_BY.get(out_OI.dtype, ())
+        group = inputs if stored.group >= inputs else stored.group
+        _dense4_kernel[(blocks(features, high), blocks(inputs, wide * RUN))](
             stored.codes[rows], stored.scales[rows], stored.codes if zeros is None else zeros[rows],
-            stored.codes if factors is None else factors[rows], out_OI, features, K=inputs, G=stored.group,
-            E2M1=stored.numbers == "e2m1", ZEROS=zeros is not None, FACTORS=factors is not None, BN=high, BK=wide,
-            num_warps=4, **dependent(out_OI.device),
+            stored.codes if factors is None else factors[rows], out_OI, features, K=inputs, G=group, FORM=form_of(stored),
+            WORDS=uses_words(out_OI.dtype), HELD=held, ZEROS=zeros is not None, FACTORS=factors is not None, BN=high,
+            BR=wide, num_warps=4, **dependent(out_OI.device),
         )  # fmt: skip
         return
     high, wide = 8, 512
