@@ -8,6 +8,7 @@ import torch
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, route
+from pagerunner.ops.stored import Stored4, pack4
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -61,6 +62,38 @@ def test_experts(tokens, dtype, activation, features, inner):
     down, residual = (random(48, features, inner) * 0.05).to(dtype), random(tokens, features).to(dtype)
     biases = random(48, 2 * inner).to(dtype), random(48, features).to(dtype)
     routes = route(random(tokens, 48), Routing(8, normalise=True))
+    got, want = residual.clone(), residual.clone()
+    moe_experts(x, routes, gate_up, down, activation, *biases, residual_TD=got)
+    moe_experts.twin(x, routes, gate_up, down, activation, *biases, residual_TD=want)
+    close(got - residual, want - residual)
+
+
+def nibbles(form: str, outputs: int, inputs: int) -> Stored4:
+    """Random 4-bit matrices of 24 experts, whose numbers are about as large as weights are."""
+    codes = pack4(torch.randint(0, 16, (24, outputs, inputs), dtype=torch.uint8, device="cuda"))
+    group = {"mxfp4": 32, "nvfp4": 16, "int4 f16 64 zeros": 64, "int4 f16 all": inputs}.get(form, 32)
+    shape = 24, outputs, inputs // group
+    if form == "mxfp4":
+        return Stored4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device="cuda"), group, "e2m1")
+    scales = torch.rand(shape, device="cuda") * 0.02 + 0.001
+    if form == "nvfp4":
+        rows = torch.rand(24, outputs, device="cuda") * 0.02
+        return Stored4(codes, (scales * 50).to(torch.float8_e4m3fn), group, "e2m1", rows=rows)
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device="cuda") if "zeros" in form else None
+    return Stored4(codes, scales.to(torch.float16 if "f16" in form else torch.bfloat16), group, "int4", zeros)
+
+
+@pytest.mark.parametrize(
+    "form", ["mxfp4", "nvfp4", "int4 bf16 32", "int4 bf16 32 zeros", "int4 f16 64 zeros", "int4 f16 all"]
+)
+@pytest.mark.parametrize("tokens", [1, 2, 60, 130, 500])
+@pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 1.0)])
+def test_experts_of_4_bits(form, tokens, activation):
+    features, inner = (576, 320) if "64" in form else (608, 352)
+    gate_up, down = nibbles(form, 2 * inner, features), nibbles(form, features, inner)
+    x, residual = random(tokens, features).bfloat16(), random(tokens, features).bfloat16()
+    biases = random(24, 2 * inner).bfloat16(), random(24, features).bfloat16()
+    routes = route(random(tokens, 24), Routing(4, normalise=True))
     got, want = residual.clone(), residual.clone()
     moe_experts(x, routes, gate_up, down, activation, *biases, residual_TD=got)
     moe_experts.twin(x, routes, gate_up, down, activation, *biases, residual_TD=want)

@@ -7,6 +7,8 @@ The first product computes gates and ups and stores what the activation makes of
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
+from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_many import fits, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_routing import order_pairs
@@ -30,11 +33,14 @@ from pagerunner.ops.kernels.moe_tiles import (
 )
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored, Stored8, dense
+from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
 from pagerunner.ops.unpacked import WORTH_UNPACKING
 
 MOST_FEW = 16
 """Pairs of an expert, on average, up to which reading the weights takes the time."""
+
+MOST_OF_CODES = 256
+"""Pairs of an expert, on average, up to which `codes_products` is faster than unpacking. It is more than WORTH_UNPACKING, so plans count enough."""
 
 
 @triton.jit(do_not_specialize=["active"])
@@ -153,6 +159,34 @@ def _product(
     return out
 
 
+def _products(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up: tuple[torch.Tensor | Stored, torch.Tensor | None],
+    down: tuple[torch.Tensor | Stored, torch.Tensor | None],
+    activation: GatedActivation,
+    *,
+    weigh_inputs: bool,
+) -> torch.Tensor:
+    """Both products, [P, D] in the tokens' order. Weights come with their biases."""
+    (up, up_bias), (low, low_bias) = gate_up, down
+    if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
+        first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
+        return codes_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
+    inner_PI = _any_product(x_TD, *gate_up, routes, activation, weigh=weigh_inputs)
+    return _any_product(inner_PI, *down, routes, None, weigh=not weigh_inputs)
+
+
+def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored4]:
+    """Whether `codes_products` serves such weights, and is the fastest (docs/performance.md)."""
+    if not isinstance(weights, Stored4) or not reads_codes(x, weights):
+        return False
+    each = routes.experts_TA.numel() / weights.shape[0]
+    if each > MOST_OF_CODES and unpacks(x, weights):
+        return False
+    return weights.numbers == "e2m1" or each > MOST_FEW
+
+
 def _any_product(
     x: torch.Tensor,
     w_EOK: torch.Tensor | Stored,
@@ -211,8 +245,14 @@ def moe_experts(
         biases, add = (gate_up_bias_E2I, down_bias_ED), residual_TD is not None
         own = x_TD, routes, gate_up_E2ID, down_EDI, activation, *biases, out_TD
         return one_token(*own, weigh_inputs=weigh_inputs, add=add)
-    inner_PI = _any_product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
-    out_PD = _any_product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
+    out_PD = _products(
+        x_TD,
+        routes,
+        (gate_up_E2ID, gate_up_bias_E2I),
+        (down_EDI, down_bias_ED),
+        activation,
+        weigh_inputs=weigh_inputs,
+    )
     features, active = x_TD.shape[1], routes.experts_TA.shape[1]
     block = min(1024, padded(features))
     _sum_kernel[(tokens, blocks(features, block))](
