@@ -391,6 +391,16 @@ def test_two_places_that_say_different_things_are_an_error_that_names_both(tmp_p
         read_model_config(path)
 
 
+def test_a_pattern_that_is_none_is_named() -> None:
+    for values in (
+        {**CASES["int4"][0], "ignore": ["re:.*(proj"]},
+        {**CASES["AutoRound in GPTQ's words"][0], "extra_config": {".*(proj": {"bits": 16}}},
+        {**CASES["GPTQ"][0], "dynamic": {"-:.*(proj": {}}},
+    ):
+        with pytest.raises(ConfigError, match=r"names modules by '.*\(proj', which is no pattern"):
+            read_format(values, "config.json").scheme(LAYER)
+
+
 def test_the_order_of_input_features_has_two_names() -> None:
     for name in ("group", "dynamic"):
         found = read_format(compressed("pack-quantized", {**INT4, "actorder": name}), "config.json").scheme(LAYER)

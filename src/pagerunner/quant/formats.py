@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from pagerunner.errors import ConfigError
+
 Writer = Literal[
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "deepseek-v4", "online"
 ]
@@ -92,7 +94,7 @@ class Names:
     entries: tuple[str, ...] = ()
 
     def match(self, module: str) -> bool:
-        """Whether an entry stands for the module."""
+        """Whether an entry stands for the module. Raises ConfigError for an entry that is no pattern."""
         if self.entries == _ALL or not self.entries:
             return bool(self.entries)
         inner = inner_name(module)
@@ -154,9 +156,16 @@ class Names:
             return tuple(re.compile(fnmatch.translate(entry)) for entry in wild)
         own = [entry[3:] for entry in self.entries if entry.startswith("re:")]
         layers = [entry for entry in self.entries if "*" in entry and not entry.startswith("re:")]
-        return tuple(map(re.compile, own)) + tuple(
+        return tuple(map(_compiled, own)) + tuple(
             re.compile(re.escape(entry).replace(r"\*", r"\d+") + r"(\.|$)") for entry in layers
         )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"quantization_config names modules by {pattern!r}, which is no pattern: {error}.") from None
 
 
 def _ends_in_star(name: str) -> bool:
