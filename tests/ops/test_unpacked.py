@@ -42,4 +42,10 @@ def test_experts_are_unpacked_some_at_a_time_and_only_for_many_tokens() -> None:
     )
     assert experts_bytes(weights, torch.bfloat16, 96 * 16) == 0
     assert experts_bytes(weights, torch.bfloat16, 96 * 16 + 1) == 16 * 32 * 64 * 2
+    whole = stored("int8 row", 32, 128)
+    numbers = whole._replace(
+        codes=whole.codes.expand(4, 32, 128), scales=whole.scales.expand(4, 32, 1), activations="token"
+    )
+    assert experts_bytes(numbers, torch.bfloat16, 8_192) == 4 * 32 * 128 * 2  # experts round to fp8 alone
+    assert experts_bytes(numbers._replace(codes=numbers.codes.to(torch.float8_e4m3fn)), torch.bfloat16, 8_192) == 0
     assert experts_at_once(128, 5_760, 2_880, 2) == 8 and experts_at_once(128, 16_384, 8_192, 2) == 4

@@ -44,7 +44,9 @@ def experts_bytes(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> int:
     """The most that products of up to so many (token, expert) pairs in `dtype` unpack."""
     experts, outputs, inputs = weights_EOI.shape
     single = {name: part[0] for name, part in weights_EOI._asdict().items() if isinstance(part, torch.Tensor)}
-    if pairs <= WORTH_UNPACKING * experts or _rounds(weights_EOI._replace(**single), dtype):
+    eight_bit_floats = isinstance(weights_EOI, Stored8) and weights_EOI.codes.dtype == torch.float8_e4m3fn
+    rounded = eight_bit_floats and inputs % 128 == 0 and _rounds(weights_EOI._replace(**single), dtype)
+    if rounded or pairs <= WORTH_UNPACKING * experts:
         return 0
     return experts_at_once(experts, outputs, inputs, dtype.itemsize) * outputs * inputs * dtype.itemsize
 
