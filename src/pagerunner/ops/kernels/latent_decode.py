@@ -323,14 +323,16 @@ class ValuesConfig(NamedTuple):
 def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
     """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed.
 
-    `fp8` pages take two stages more, as a key's scale is found by its page's entry. They are the ones that hold two tiles.
+    `fp8` pages take two stages more, as a key's scale is found by its page's entry. They convert a tile of few rows in more warps.
     """
     least = 1 if tokens <= 2 else 2
     if exact:
         return Tiles(16, 32, 8, 1, 1, least)
     block = min(64, max(16, padded(heads)))
     if block == 16:
-        return Tiles(16, 32, 4, 5 if fp8 else 3, 2, least)
+        if not fp8:
+            return Tiles(16, 32, 4, 3, 2, least)
+        return Tiles(16, 32, 8, 5, 1, least) if tokens <= 16 else Tiles(16, 32, 4, 5, 2, least)
     return Tiles(block, 32, 8, 3, 1, least)
 
 
