@@ -9,7 +9,8 @@ Needs two Python environments, because the peer's packages pin others:
     python scripts/compare_openvino.py run small work --peer-python peer/bin/python
 
 Each repetition runs both engines on the same fresh prompts; the last column is the median of the ratios. Two threads,
-float32 weights, greedy, end of sequence ignored.
+float32 weights, greedy, end of sequence ignored. With `--without-kernels` a third engine takes its turns: pagerunner without its CPU
+kernels, on torch's operators.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pagerunner.bench.shapes import SHAPES
@@ -119,24 +122,32 @@ def _serve(shape: str, run: Any) -> None:
         print(json.dumps([time.perf_counter() - started, tokens]), flush=True)
 
 
-def compare(shape: str, root: Path, peer_python: str, repetitions: int) -> None:
-    """Print a line per workload: median tokens per second of both, and the median of the paired ratios."""
-    ours = _start(sys.executable, "ours", shape, root)
-    peer = _start(peer_python, "peer", shape, root)
+def compare(shape: str, root: Path, peer_python: str, repetitions: int, *, without_kernels: bool) -> None:
+    """Print a line per workload: median tokens per second of each engine, and the medians of the paired ratios."""
+    workers = {
+        "pagerunner": _start(sys.executable, "ours", shape, root),
+        "openvino-genai": _start(peer_python, "peer", shape, root),
+    }
+    if without_kernels:
+        workers["without kernels"] = _start(sys.executable, "ours", shape, root, {"PAGERUNNER_CPU_KERNELS": "0"})
     for name in fitting(shape):
-        _ask(ours, name, WARM_UP_SALT)
-        _ask(peer, name, WARM_UP_SALT)
-        pairs = [(_ask(ours, name, salt), _ask(peer, name, salt)) for salt in range(repetitions)]
-        mine, theirs = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-        ratio = statistics.median(a / b for a, b in pairs)
-        print(f"{shape} {name}: {mine:,.1f} tokens/s, openvino-genai {theirs:,.1f}, ratio {ratio:.2f}", flush=True)
-    for worker in (ours, peer):
+        for worker in workers.values():
+            _ask(worker, name, WARM_UP_SALT)
+        rounds = [[_ask(worker, name, salt) for worker in workers.values()] for salt in range(repetitions)]
+        said = f"{shape} {name}: pagerunner {statistics.median(one[0] for one in rounds):,.1f} tokens/s"
+        for place, other in enumerate(list(workers)[1:], 1):
+            theirs = statistics.median(one[place] for one in rounds)
+            said += f"; {other} {theirs:,.1f}, ratio {statistics.median(one[0] / one[place] for one in rounds):.2f}"
+        print(said, flush=True)
+    for worker in workers.values():
         worker.communicate()
 
 
-def _start(python: str, side: str, shape: str, root: Path) -> subprocess.Popen[str]:
+def _start(
+    python: str, side: str, shape: str, root: Path, settings: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     source = str(Path(__file__).resolve().parent.parent / "src")
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "2", **settings}
     command = [python, __file__, side, shape, str(root)]
     pipe = subprocess.PIPE
     worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -165,9 +176,10 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="folder of the checkpoint and its export")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--without-kernels", action="store_true", help="also run pagerunner without its CPU kernels")
     args = parser.parse_args()
     if args.action == "run":
-        compare(args.shape, args.root, args.peer_python, args.repetitions)
+        compare(args.shape, args.root, args.peer_python, args.repetitions, without_kernels=args.without_kernels)
     else:
         {"make": make, "ours": serve_ours, "peer": serve_peer}[args.action](args.shape, args.root)
 
