@@ -165,9 +165,16 @@ static void weigh(const Attention *call, float *scores, long first, long last, S
 {
     if (call->softcap != 0.0f)
         for (long j = first; j < last; j++) scores[j] = tanhf(scores[j] / call->softcap) * call->softcap;
+    for (long j = 0; j < first; j++) scores[j] = -INFINITY;
+    for (long j = last; j < KEYS; j++) scores[j] = -INFINITY;
+    Vector best = load(scores);
+    for (long j = LANES; j < KEYS; j += LANES) {
+        Vector own = load(scores + j);
+        Integers more = own > best;
+        best = (Vector)(((Integers)own & more) | ((Integers)best & ~more));
+    }
     float most = softmax->most;
-    for (long j = first; j < last; j++) most = scores[j] > most ? scores[j] : most;
-    for (long j = 0; j < KEYS; j++) scores[j] = j < first || j >= last ? -INFINITY : scores[j];
+    for (int i = 0; i < LANES; i++) most = best[i] > most ? best[i] : most;
     Vector sum = splat(0.0f);
     for (long j = 0; j < KEYS; j += LANES) {
         Vector weight = exp_of(load(scores + j) - most);
@@ -214,16 +221,19 @@ static void attend(const Attention *call, long row, long head, long first, long 
     long end = position + last - first;
     for (long block = oldest(call, position); block < end; block += KEYS) {
         long count = min(KEYS, end - block);
-        for (long j = 0; j < count; j++) {
-            long at = block + j;
+        for (long j = 0; j < count;) { // a page at a time: divisions cost as much as a key's products
+            long at = block + j, own = count - j, k_step = call->k_stride, v_step = call->v_stride;
+            const float *k = call->k + (row_first + at - start) * k_step + head * size;
+            const float *v = call->v + (row_first + at - start) * v_step + head * value_size;
             if (at < start) {
-                long entry = table[at / call->page_tokens % call->table_width], slot = at % call->page_tokens;
-                keys[j] = call->k_pages + entry * call->k_entry + (slot * call->kv_heads + head) * size;
-                values[j] = call->v_pages + entry * call->v_entry + (slot * call->kv_heads + head) * value_size;
-            } else {
-                keys[j] = call->k + (row_first + at - start) * call->k_stride + head * size;
-                values[j] = call->v + (row_first + at - start) * call->v_stride + head * value_size;
+                long page = at / call->page_tokens, slot = at - page * call->page_tokens, entry = table[page % call->table_width];
+                own = min(min(own, start - at), call->page_tokens - slot);
+                k = call->k_pages + entry * call->k_entry + (slot * call->kv_heads + head) * size;
+                v = call->v_pages + entry * call->v_entry + (slot * call->kv_heads + head) * value_size;
+                k_step = call->kv_heads * size;
+                v_step = call->kv_heads * value_size;
             }
+            for (long i = 0; i < own; i++, j++) keys[j] = k + i * k_step, values[j] = v + i * v_step;
         }
         if (many) many_scores(q, queries, keys, count, size, scores, space);
         else few_scores(q, queries, keys, count, size, scores);

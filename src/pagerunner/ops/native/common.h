@@ -25,12 +25,21 @@ INLINE Vector load(const float *from) { return *(const Unaligned *)from; }
 INLINE void store(float *to, Vector x) { *(Unaligned *)to = x; }
 INLINE Vector splat(float x) { return x - (Vector){0}; } // not +: that changes -0
 
+typedef float Quarter __attribute__((vector_size(16)));
+
+// In a tree: additions one after another would take longer than the products that are summed.
 INLINE float sum_of(Vector x)
 {
-    float sum = 0.0f;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    Quarter parts[LANES / 4];
+    memcpy(parts, &x, sizeof x);
+#if LANES == 16
+    Quarter sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+#elif LANES == 8
+    Quarter sum = parts[0] + parts[1];
+#else
+    Quarter sum = parts[0];
+#endif
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // exp(x) with a relative error below 2e-7: x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial in r (Cephes' expf). 0 below -87.
