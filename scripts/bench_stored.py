@@ -16,14 +16,17 @@ import torch
 
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_many as many
-from pagerunner.ops.kernels.linear_rounded import product, rounding, run_rounded
+from pagerunner.ops.kernels.linear_rounded import cublas, rounding, run_rounded
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.stored import Stored, Stored4, Stored8, pack4
 
 HIDDEN = 4096
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24_576, 4096), "down": (4096, 12_288)}
-FORMS = ("bf16", "fp8 row", "fp8 row, rounded", "fp8 block, rounded", "int8 row, rounded", "int4 128", "mxfp4")
+FORMS = (
+    "bf16", "fp8 row", "fp8 block", "fp8 row, rounded", "fp8 block, rounded", "int8 row, rounded", "int4 128", "int4 128 zeros",
+    "mxfp4",
+)  # fmt: skip
 Weights = torch.Tensor | Stored
 
 
@@ -32,12 +35,14 @@ def random_weights(form: str, outputs: int, inputs: int) -> Weights:
     half = {"device": "cuda", "dtype": torch.bfloat16}
     if form == "bf16":
         return torch.randn(outputs, inputs, **half) * 0.02
-    if form in ("int4 128", "mxfp4"):
+    if form.startswith("int4") or form == "mxfp4":
         codes = pack4(torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda"))
         if form == "mxfp4":
             scales = torch.randint(118, 122, (outputs, inputs // 32), dtype=torch.uint8, device="cuda")
             return Stored4(codes, scales, 32, "e2m1")
-        return Stored4(codes, torch.full((outputs, inputs // 128), 0.004, **half), 128, "int4")
+        zeros = torch.randint(0, 16, (outputs, inputs // 128), dtype=torch.uint8, device="cuda")
+        scales = torch.full((outputs, inputs // 128), 0.004, **half)
+        return Stored4(codes, scales, 128, "int4", zeros if form.endswith("zeros") else None)
     kind, _, rounded = form.partition(", ")
     block = (128, 128) if kind.endswith("block") else (1, inputs)
     scales = torch.full((outputs // block[0], inputs // block[1]), 0.0005, device="cuda")
@@ -76,7 +81,7 @@ def layer_us(layers: list[dict[str, Weights]], tokens: int) -> float:
         qkv = kernels.norm_linear(stream, norm, weights["qkv"])
         kernels.linear_add_(qkv[:, :HIDDEN], weights["o"], stream)
         gate_up, down = weights["gate_up"], weights["down"]
-        if not isinstance(down, torch.Tensor) and many.rounds(stream, down):
+        if not isinstance(down, torch.Tensor):
             kernels.silu_linear_add_(kernels.norm_linear(stream, norm, gate_up), down, stream)
         else:
             kernels.linear_add_(kernels.norm_linear_silu(stream, norm, gate_up), down, stream)
@@ -99,12 +104,17 @@ def ways_of(form: str, weights: list[Weights], x: torch.Tensor, out: torch.Tenso
     first = weights[0]
     how = rounding(first) if isinstance(first, Stored8) else None
     if how is None:
-        return {"unpacked": graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])}
+        many.TILE_TOKENS, limit = 0, many.TILE_TOKENS
+        found = {"unpacked": graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])}
+        many.TILE_TOKENS = max(limit, x.shape[0])
+        found["tiles"] = graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])
+        many.TILE_TOKENS = limit
+        return found
     rounded = quantize(x, how.dtype, grouped=how.grouped)
     found = {"rounding": graph_us([lambda: quantize(x, how.dtype, grouped=how.grouped)] * 8)}
     if not form.startswith("int8"):
-        found["cuBLAS"] = graph_us([lambda w=w: product(rounded, w, x.dtype) for w in weights])
-    ours = [lambda w=w: run_rounded(rounded, w, x.dtype, grouped=how.grouped) for w in weights]
+        found["cuBLAS"] = graph_us([lambda w=w: cublas(rounded, w, x.dtype, how.grouped) for w in weights])
+    ours = [lambda w=w: run_rounded(rounded, w, None, out, grouped=how.grouped) for w in weights]
     return {**found, "ours": graph_us(ours)}
 
 
@@ -124,7 +134,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default="layers,ways")
-    parser.add_argument("--tokens", default="32,64,128,256,512,1024,4096,8192")
+    parser.add_argument("--tokens", default="17,32,64,128,256,512,1024,8192")
     args = parser.parse_args()
     tokens = [int(count) for count in args.tokens.split(",")]
     if "layers" in args.sections.split(","):

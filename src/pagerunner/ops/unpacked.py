@@ -14,7 +14,7 @@ UNPACKED_BYTES = 2**25  # of a matrix that is unpacked at a time, at most, if th
 MANY_TOKENS = 2048  # with fewer, products with small parts of a matrix leave multiprocessors idle
 FEW_UNPACKED_BYTES = 2**28  # of a matrix for fewer tokens: the whole of most matrices, and not of output weights
 STEP = 128  # output features: a multiple of every format's blocks
-TILE_TOKENS = 192  # up to so many, converting in registers is faster than unpacking
+TILE_TOKENS_8, TILE_TOKENS_4 = 256, 512  # up to so many, converting in registers is faster than unpacking 8 or 4 bits
 EXPERTS_BYTES = 2**28
 """Of experts' matrices that are unpacked at a time, at most, unless four experts take more."""
 WORTH_UNPACKING = 96
@@ -32,10 +32,15 @@ def outputs_at_once(outputs: int, inputs: int, itemsize: int, most: int) -> int:
     return min(-(-steps // -(-outputs // room)) * STEP, outputs)
 
 
+def tile_tokens(weight_OI: Stored) -> int:
+    """Up to so many tokens, a product converts the codes in registers, where a kernel can, and unpacks nothing."""
+    return TILE_TOKENS_8 if isinstance(weight_OI, Stored8) else TILE_TOKENS_4
+
+
 def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
     """The most that a product with up to so many tokens in `dtype` unpacks at a time."""
     outputs, inputs = weight_OI.shape
-    if tokens <= TILE_TOKENS or _rounds(weight_OI, dtype):
+    if tokens <= tile_tokens(weight_OI) or _rounds(weight_OI, dtype):
         return 0
     return outputs_at_once(outputs, inputs, dtype.itemsize, FEW_UNPACKED_BYTES) * inputs * dtype.itemsize
 

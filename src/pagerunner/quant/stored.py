@@ -9,7 +9,7 @@ import torch
 
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.quantize import ROUNDED_TOKENS
-from pagerunner.ops.stored import Stored, Stored8, dense
+from pagerunner.ops.stored import Stored, dense
 from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
 
@@ -60,10 +60,8 @@ class StoredMethod(WeightMethod):
         linear_add_(self._ordered(x_TI, weights), self.stored(weights), residual_TO, weights.get("bias"))
 
     def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
-        """See WeightMethod. Rounding the product's input is one pass with the gate."""
-        stored = self.stored(weights)
-        rounds = isinstance(stored, Stored8) and stored.activations != "none"
-        return rounds and tokens >= ROUNDED_TOKENS and self.order(weights) is None
+        """See WeightMethod. Rounding a product's input, or putting it in the codes' order, is one pass with the gate."""
+        return tokens >= ROUNDED_TOKENS and self.order(weights) is None
 
     def apply_silu_add_(self, gate_up_T2I: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""

@@ -13,6 +13,7 @@ from pagerunner.ops.kernels.linear_tiles import run_tiles
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense
+from pagerunner.ops.unpacked import tile_tokens
 
 interpreter_floats.install()
 FORMS = [
@@ -86,7 +87,7 @@ def test_products_of_half_precision_go_by_tiles_where_groups_fit(monkeypatch, fo
     assert float((residual.float() - want).norm() / want.norm()) < 3e-3
     assert bool(seen) is (form != "int4 f16 96")
     seen.clear()
-    many.linear(torch.randn(many.TILE_TOKENS + 1, 192).half(), matrix)
+    many.linear(torch.randn(tile_tokens(matrix) + 1, 192).half(), matrix)
     assert not seen
 
 

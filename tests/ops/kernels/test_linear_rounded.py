@@ -40,8 +40,12 @@ def test_the_kernel_multiplies_what_the_numbers_stand_for(form, high, tokens, ou
     how = rounding(matrix)
     assert how is not None
     x = quantize(torch.randn(tokens, inputs), how.dtype, grouped=how.grouped)
-    got = run_rounded(x, matrix, torch.float32, grouped=how.grouped, tiles=Tiles(16, 32, 4, 2))
-    close(got, dequantized(x) @ dense(matrix, torch.float32).t())
+    want, bias = dequantized(x) @ dense(matrix, torch.float32).t(), torch.randn(outputs)
+    for parts, add in ((1, False), (3, True)):
+        got = torch.randn(tokens, outputs + 4)[:, :outputs]
+        expected = want + bias + (got if add else 0)
+        run_rounded(x, matrix, bias, got, grouped=how.grouped, add=add, tiles=Tiles(16, 32, 4, 2, parts))
+        close(got, expected)
 
 
 def test_which_products_round_and_how():
@@ -65,9 +69,10 @@ def test_what_cublas_is_given(monkeypatch, tokens):
         return ((x.float() * by_group) @ (weight.float() * by_block[: weight.shape[0]]).t()).to(dtype)
 
     monkeypatch.setattr(kernels, "_scaled", scaled)
+    monkeypatch.setattr(kernels, "FEW_TILES", 0)
     matrix = matrix_of("fp8 block", 192, 640)
     x = quantize(torch.randn(tokens, 640), E4M3, grouped=True)
-    got = product(x, matrix, torch.bfloat16)
+    got = product(x, matrix, None, torch.bfloat16)
     close(got, dequantized(x) @ dense(matrix, torch.float32).t(), 4e-3)
     assert given["x"].shape == (68, 640), "tokens come in fours"
     assert given["x_scales"].shape == (68, 5) and given["x_scales"].stride() == (1, 68)
@@ -121,6 +126,7 @@ def test_the_gate_is_part_of_rounding():
 
 def test_bfloat16_goes_through_cublas(monkeypatch):
     monkeypatch.setattr(kernels, "run_rounded", None)
+    monkeypatch.setattr(kernels, "FEW_TILES", 0)
     matrix = matrix_of("fp8 row", 96, 256)
     x = torch.randn(70, 256).bfloat16()
     rounded = quantize(x, E4M3)
@@ -131,4 +137,4 @@ def test_no_tokens_and_float32():
     matrix = matrix_of("int8 row", 96, 256)
     x = torch.randn(70, 256)
     close(many.linear(x, matrix), x @ dense(matrix, torch.float32).t())
-    assert run_rounded(quantize(x[:0], torch.int8), matrix, torch.float32, grouped=False).shape == (0, 96)
+    assert product(quantize(x[:0], torch.int8), matrix, None, torch.float32).shape == (0, 96)

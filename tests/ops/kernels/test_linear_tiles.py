@@ -8,9 +8,10 @@ import torch
 from helpers import interpreter_floats
 from helpers.effort import by_days
 from helpers.stored_cases import stored
+from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_tiles as kernels
-from pagerunner.ops.kernels.linear_tiles import Tiles, run_tiles, serves
-from pagerunner.ops.linear import linear
+from pagerunner.ops.kernels.linear_tiles import Tiles, in_order, run_tiles, serves
+from pagerunner.ops.linear import Norm, linear
 
 interpreter_floats.install()
 FORMS = [
@@ -25,39 +26,62 @@ ADDED_AND_BIAS = [(False, True), (True, False), (True, True), (False, False)]
 @pytest.mark.parametrize(("form", "parts", "extras"), by_days(FORMS, [1, 3], ADDED_AND_BIAS))
 def test_tiles(form, parts, extras):
     add, bias = extras
-    tiles = Tiles(64, 32, 128 if "block" in form or "128" in form else 64, 4, 2, parts)
-    matrix = stored(form, 72, 384)
-    x, bias_O = torch.randn(70, 400)[:, 8:-8], torch.randn(72) if bias else None
-    out = torch.randn(70, 80)[:, :72] if add else torch.full((70, 72), float("nan"))
+    matrix = stored(form, 200, 384)
+    x, bias_O = torch.randn(40, 400)[:, 8:-8], torch.randn(200) if bias else None
+    out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
     want = linear.twin(x, matrix, bias_O) + (out if add else 0)
-    assert serves(x, matrix, tiles)
-    run_tiles(x, matrix, bias_O, out, tiles, add=add)
+    assert serves(x, matrix)
+    run_tiles(in_order(x, matrix), matrix, bias_O, out, Tiles(32, 2, 4, 2, parts), add=add)
     assert float((out - want).norm() / want.norm()) < 1e-3  # scales of numbers are rounded to float32 alone
 
 
-@pytest.mark.parametrize("form", ["fp8 row", "int4 f16 32 zeros", "e2m1 e8m0 32", "int8 row"])
+@pytest.mark.parametrize("form", ["fp8 row", "int4 f16 32 zeros", "e2m1 e8m0 32", "e2m1 e4m3 16 rows", "int8 row"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_input_features_that_no_block_divides(form, parts):
+def test_input_features_that_no_step_divides(form, parts):
     matrix = stored(form, 40, 288)
     x = torch.randn(5, 288)
     out = torch.full((5, 40), float("nan"))
-    run_tiles(x, matrix, None, out, Tiles(16, 16, 128, 4, 2, parts))
+    run_tiles(in_order(x, matrix), matrix, None, out, Tiles(16, 1, 8, 2, parts))
     want = linear.twin(x, matrix)
     assert float((out - want).norm() / want.norm()) < 1e-5
 
 
-def test_groups_that_a_block_cuts_are_for_others():
-    x = torch.randn(5, 288)
-    assert not serves(x, stored("int4 f16 96", 40, 288), Tiles(16, 16, 64, 4, 2))
-    assert serves(x, stored("int4 f16 96", 40, 288), Tiles(16, 16, 32, 4, 2))
-    assert not serves(x, stored("fp8 block", 40, 288), Tiles(16, 16, 256, 4, 2))
+def test_which_groups_are_served():
+    x = torch.randn(5, 384)
+    assert not serves(x, stored("int4 f16 96", 40, 384))
+    assert not serves(x, stored("int4 f32 32", 40, 384)), "the scales of 128 columns are more than a word"
+    assert serves(x, stored("int4 f32 64", 40, 384)) and serves(x, stored("int4 f16 128", 40, 384))
+
+
+@pytest.mark.parametrize(("form", "inputs"), [("int8 row", 320), ("int4 f16 32", 320), ("int4 f16 128", 256)])
+def test_the_order_keeps_every_input_once(form, inputs):
+    matrix = stored(form, 16, inputs)
+    x = torch.arange(1.0, 2 * inputs + 1).reshape(2, inputs)
+    ordered = in_order(x, matrix)
+    step = 64 if form == "int8 row" else 128
+    assert ordered.shape == (2, -(-inputs // step) * step)
+    for first in range(0, inputs, step):
+        kept = [sorted(row[first : first + step].tolist()) for row in (*ordered, *torch.nn.functional.pad(x, (0, 64)))]
+        assert kept[:2] == kept[2:]
+    if step == 128:
+        assert ordered[0, :16].tolist() == [1, 2, 33, 34, 65, 66, 97, 98, 3, 4, 35, 36, 67, 68, 99, 100]
+
+
+def test_norm_and_gate_come_before_the_order():
+    matrix, plain = stored("int4 f16 32", 16, 320), stored("int4 f16 32", 16, 320)
+    x, norm = torch.randn(3, 320).bfloat16(), Norm(torch.rand(320).bfloat16(), 1e-6)
+    for offset in (False, True):
+        norm = norm._replace(offset=offset)
+        assert torch.equal(in_order(x, matrix, norm), in_order(norm(x), plain))
+    gate_up = torch.randn(3, 640).half()
+    assert torch.equal(in_order(gate_up, matrix, gated=True), in_order(silu_and_mul(gate_up), plain))
 
 
 def test_half_precision():
     matrix = stored("int4 f16 32 zeros", 40, 256)
     x = torch.randn(9, 256, dtype=torch.float16)
     out = torch.empty(9, 40, dtype=torch.float16)
-    run_tiles(x, matrix, None, out, Tiles(16, 16, 64, 4, 2, 2))
+    run_tiles(in_order(x, matrix), matrix, None, out, Tiles(16, 1, 4, 2, 2))
     want = x.float() @ linear.twin(torch.eye(256), matrix)
     assert float((out.float() - want).norm() / want.norm()) < 2e-3
 
@@ -65,7 +89,6 @@ def test_half_precision():
 def test_input_features_are_divided_where_tiles_leave_multiprocessors_idle(monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     device = torch.device("cpu")
-    few, wide = stored("int4 f16 128", 512, 4096), stored("int4 f16 128", 16640, 128)
+    few, wide = stored("int4 f16 128", 512, 4096), stored("int4 f16 128", 33280, 128)
     assert [kernels.tiles_for(tokens, few, device).parts for tokens in (17, 64, 65, 192)] == [4, 4, 4, 4]
-    assert [kernels.tiles_for(tokens, wide, device).parts for tokens in (17, 192)] == [1, 1]
-    assert kernels.tiles_for(64, few, device).tokens == 64 and kernels.tiles_for(65, few, device).tokens == 128
+    assert [kernels.tiles_for(tokens, wide, device).parts for tokens in (17, 64, 192)] == [1, 1, 1]

@@ -321,7 +321,8 @@ def silu_linear_add_(
     bias_O: torch.Tensor | None = None,
 ) -> None:
     """See `ops/linear.py`."""
-    if not isinstance(weight_OI, torch.Tensor) and linear_many.rounds(gate_up_T2I, weight_OI):
+    stored = not isinstance(weight_OI, torch.Tensor)
+    if stored and (linear_many.rounds(gate_up_T2I, weight_OI) or not linear_stored.fits(gate_up_T2I, weight_OI)):
         linear_many.silu_linear_add_(gate_up_T2I, weight_OI, residual_TO, bias_O)
     else:
         linear_add_(silu_and_mul(gate_up_T2I), weight_OI, residual_TO, bias_O)

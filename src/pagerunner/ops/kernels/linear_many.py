@@ -18,12 +18,12 @@ import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
-from pagerunner.ops.kernels.linear_tiles import run_tiles, serves, tiles_for
+from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_for
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
+from pagerunner.ops.quantize import ROUNDED_TOKENS, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
-from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, TILE_TOKENS, UNPACKED_BYTES, outputs_at_once
+from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
 
 def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
@@ -48,20 +48,16 @@ def _rounding(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
 
 def linear(x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    rounded = _rounding(x_TI, weight_OI)
-    if rounded is not None:
-        return _rounded_product(quantize(x_TI, rounded.dtype, grouped=rounded.grouped), weight_OI, bias_O, x_TI.dtype)
-    out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
-    _product(x_TI, weight_OI, bias_O, out_TO)
-    return out_TO
+    return norm_linear(x_TI, None, weight_OI, bias_O)
 
 
 def linear_add_(
     x_TI: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
-    if _rounding(x_TI, weight_OI) is not None:
-        residual_TO.add_(linear(x_TI, weight_OI, bias_O))
+    if (how := _rounding(x_TI, weight_OI)) is not None:
+        x = quantize(x_TI, how.dtype, grouped=how.grouped)
+        product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype, residual_TO)
         return
     _product(x_TI, weight_OI, bias_O, residual_TO, add=True)
 
@@ -69,20 +65,30 @@ def linear_add_(
 def silu_linear_add_(
     gate_up_T2I: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
-    """See `ops/linear.py`. The product rounds its input."""
-    rounded = _rounding(gate_up_T2I, weight_OI)
-    assert rounded is not None
-    x = silu_quantize(gate_up_T2I, rounded.dtype, grouped=rounded.grouped)
-    residual_TO.add_(_rounded_product(x, weight_OI, bias_O, gate_up_T2I.dtype))
-
-
-def norm_linear(x_TI: torch.Tensor, norm: Norm, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    rounded = _rounding(x_TI, weight_OI)
-    if rounded is None:
-        return linear(norm(x_TI), weight_OI, bias_O)
-    x = quantize(x_TI, rounded.dtype, grouped=rounded.grouped, norm=norm)
-    return _rounded_product(x, weight_OI, bias_O, x_TI.dtype)
+    if (how := _rounding(gate_up_T2I, weight_OI)) is not None:
+        x = silu_quantize(gate_up_T2I, how.dtype, grouped=how.grouped)
+        product(x, _of_8_bits(weight_OI), bias_O, gate_up_T2I.dtype, residual_TO)
+        return
+    _product(gate_up_T2I, weight_OI, bias_O, residual_TO, gated=True, add=True)
+
+
+def _of_8_bits(weight_OI: Stored) -> Stored8:
+    """The matrix, which `_rounding` has found to be of 8 bits."""
+    assert isinstance(weight_OI, Stored8)
+    return weight_OI
+
+
+def norm_linear(
+    x_TI: torch.Tensor, norm: Norm | None, weight_OI: Stored, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops/linear.py`."""
+    if (how := _rounding(x_TI, weight_OI)) is not None:
+        x = quantize(x_TI, how.dtype, grouped=how.grouped, norm=norm)
+        return product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype)
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+    _product(x_TI, weight_OI, bias_O, out_TO, norm)
+    return out_TO
 
 
 def norm_linear_silu(
@@ -92,22 +98,28 @@ def norm_linear_silu(
     return silu_and_mul(norm_linear(x_TI, norm, weight_2OI, bias_2O))
 
 
-def _rounded_product(x: Quantized, weight_OI: Stored, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    assert isinstance(weight_OI, Stored8)
-    out_TO = product(x, weight_OI, dtype)
-    return out_TO if bias_O is None else out_TO.add_(bias_O)
-
-
 def _product(
-    x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, add: bool = False
+    x_TI: torch.Tensor,
+    weight_OI: Stored,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
 ) -> None:
-    """Write `linear(x)` into `out`, or add it."""
-    if x_TI.shape[0] <= TILE_TOKENS and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1:
-        tiles = tiles_for(x_TI.shape[0], weight_OI, x_TI.device)
-        if serves(x_TI, weight_OI, tiles):
-            run_tiles(x_TI, weight_OI, bias_O, out_TO, tiles, add=add)
-            return
-    parts = list(_parts(weight_OI, x_TI.dtype, x_TI.shape[0]))
+    """Write the product into `out`, or add it: of `x`, of its norm, or of `silu(gate) * up`."""
+    tokens = x_TI.shape[0]
+    most = tile_tokens(weight_OI)
+    if 0 < tokens <= most and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1 and serves(x_TI, weight_OI):
+        ordered = in_order(x_TI, weight_OI, norm, gated=gated)
+        run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_for(tokens, weight_OI, x_TI.device), add=add)
+        return
+    if norm is not None:
+        x_TI = norm(x_TI)
+    if gated:
+        x_TI = silu_and_mul(x_TI)
+    parts = list(_parts(weight_OI, x_TI.dtype, tokens))
     unpacked_PI = x_TI.new_empty(parts[0].stop, weight_OI.shape[1])
     for rows in parts:
         part_PI = unpacked_PI[: rows.stop - rows.start]

@@ -17,21 +17,27 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.ops.kernels.launch import blocks, dependent
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
 from pagerunner.ops.kernels.linear_parts import tile_of
+from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.quantize import Rounded as Rounded
 from pagerunner.ops.quantize import rounding as rounding
 from pagerunner.ops.stored import Stored8
 
+FEW_TOKENS, FEW_TILES = 32, 64  # with more of both, cuBLAS is faster where it has such a product
 _ROWS, _GROUPS, _BLOCKS = F.ScalingType.RowWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_features", "token_stride", "group_stride"])
-def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, y_ptr, num_tokens, num_features, token_stride,
+@triton.jit(do_not_specialize=["num_tokens", "num_features", "steps", "token_stride", "group_stride"])
+def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, bias_ptr, y_ptr, num_tokens, num_features, steps, token_stride,
                     group_stride, y_stride, K: tl.constexpr, BO: tl.constexpr, GROUPED: tl.constexpr, BT: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN output features of BT tokens. BK input features at a time; with GROUPED they share scales."""
+                    BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """BN output features of BT tokens. BK input features at a time; with GROUPED they share scales.
+
+    `steps` times BK input features, or the WHOLE; otherwise `y` takes one sum after another, [parts, T, O] float32.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -43,7 +49,8 @@ def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, y_ptr, num_token
     x_scales_ptr += tl.where(valid, tokens, 0).to(tl.int64) * token_stride
     dtype: tl.constexpr = tl.int32 if x_desc.dtype == tl.int8 else tl.float32
     acc = tl.zeros((BT, BN), tl.float32 if GROUPED else dtype)
-    for k in range(0, K, BK):
+    first = tl.program_id(1) * steps * BK
+    for k in range(first, tl.minimum(first + steps * BK, K), BK):
         x = x_desc.load([token_tile * BT, k])
         w = w_desc.load([feature_tile * BN, k])
         if GROUPED:
@@ -55,20 +62,54 @@ def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, y_ptr, num_token
     y = acc.to(tl.float32)
     if not GROUPED:
         y *= tl.load(x_scales_ptr)[:, None] * tl.load(w_scales_ptr)[None, :]
-    place = tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=valid[:, None] & live[None, :])
+    inside = valid[:, None] & live[None, :]
+    if WHOLE:
+        if BIAS:
+            y += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[None, :]
+    else:
+        y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
+    y_ptr += tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
+    y = y.to(y_ptr.dtype.element_ty)
+    if ADD:
+        y = (tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    tl.store(y_ptr, y, mask=inside)
 
 
-def product(x: Quantized, weight_OI: Stored8, dtype: torch.dtype) -> torch.Tensor:
-    """`x @ weight.T` in `dtype`, [T, O]. The input has scales as `rounding` says."""
-    features, inputs = weight_OI.shape
+def product(
+    x: Quantized,
+    weight_OI: Stored8,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` in `dtype`, [T, O]; or the residual, to which it is added. The input has scales as `rounding` says."""
     grouped = x.scales.shape[1] > 1 or weight_OI.block[0] > 1
-    if x.codes.dtype != torch.float8_e4m3fn or features % 16 or dtype != torch.bfloat16:
-        return run_rounded(x, weight_OI, dtype, grouped=grouped)
+    if _cublas_serves(x, weight_OI, dtype, grouped):
+        out_TO = cublas(x, weight_OI, dtype, grouped)
+        if bias_O is not None:
+            out_TO.add_(bias_O)
+        return out_TO if residual_TO is None else residual_TO.add_(out_TO)
+    add = residual_TO is not None
+    if residual_TO is None:
+        residual_TO = torch.empty(x.codes.shape[0], weight_OI.shape[0], dtype=dtype, device=x.codes.device)
+    run_rounded(x, weight_OI, bias_O, residual_TO, grouped=grouped, add=add)
+    return residual_TO
+
+
+def _cublas_serves(x: Quantized, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> bool:
+    """Whether cuBLAS has such a product, and is faster than `_rounded_kernel` (docs/performance.md)."""
+    if x.codes.dtype != torch.float8_e4m3fn or weight_OI.shape[0] % 16 or dtype != torch.bfloat16:
+        return False
+    if grouped and (weight_OI.block != (GROUP, GROUP) or weight_OI.shape[1] % GROUP):
+        return False
+    tokens = x.codes.shape[0]
+    return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(weight_OI.shape[0], 128) > FEW_TILES
+
+
+def cublas(x: Quantized, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> torch.Tensor:
+    """cuBLAS's product, where it has one."""
     if not grouped:
         return _scaled(x.codes, x.scales, weight_OI.codes, weight_OI.scales.t(), _ROWS, _ROWS, dtype)
-    if weight_OI.block != (GROUP, GROUP) or inputs % GROUP:
-        return run_rounded(x, weight_OI, dtype, grouped=True)
     tokens = x.codes.shape[0]
     codes, scales = x
     if tokens % 4:  # cuBLAS wants a scale's tokens beside each other in whole pieces of 16 bytes
@@ -92,34 +133,51 @@ def _scaled(
 
 
 class Tiles(NamedTuple):
-    """Tokens and output features of a tile, its warps, and how many blocks of 128 input features are in flight."""
+    """Tokens and output features of a tile, its warps, how many blocks of 128 input features are in flight, and parts of the input features."""
 
     tokens: int
     features: int
     warps: int
     stages: int
+    parts: int = 1
 
 
-def tiles_for(tokens: int, features: int) -> Tiles:
+def tiles_for(tokens: int, features: int, inputs: int, device: torch.device) -> Tiles:
     """The tile, by measurement (docs/performance.md)."""
-    return Tiles(64, 128, 4, 4) if blocks(tokens, 128) * blocks(features, 128) <= 264 else Tiles(128, 128, 8, 4)
+    if blocks(tokens, 128) * blocks(features, 128) > 264:
+        return Tiles(128, 128, 8, 4)
+    programs, places = blocks(tokens, 64) * blocks(features, 128), multiprocessors(device)
+    parts = (places if 2 * programs <= places else 2 * places) // programs
+    return Tiles(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // 1024)))
 
 
 def run_rounded(
-    x: Quantized, weight_OI: Stored8, dtype: torch.dtype, *, grouped: bool, tiles: Tiles | None = None
-) -> torch.Tensor:
-    """Launch `_rounded_kernel`."""
+    x: Quantized,
+    weight_OI: Stored8,
+    bias_O: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    *,
+    grouped: bool,
+    add: bool = False,
+    tiles: Tiles | None = None,
+) -> None:
+    """Launch `_rounded_kernel`: write the product into `out`, or add it."""
     tokens, inputs = x.codes.shape
     features = weight_OI.shape[0]
-    tiles = tiles or tiles_for(tokens, features)
-    out_TO = torch.empty(tokens, features, dtype=dtype, device=x.codes.device)
     if not out_TO.numel():
-        return out_TO
-    _rounded_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features),)](
+        return
+    tiles = tiles or tiles_for(tokens, features, inputs, out_TO.device)
+    steps = blocks(blocks(inputs, GROUP), tiles.parts)
+    parts = blocks(inputs, steps * GROUP)
+    whole = parts == 1
+    sums_PTO = out_TO if whole else torch.empty(parts, tokens, features, dtype=torch.float32, device=out_TO.device)
+    _rounded_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features), parts)](
         TensorDescriptor.from_tensor(x.codes, [tiles.tokens, GROUP]),
-        TensorDescriptor.from_tensor(weight_OI.codes, [tiles.features, GROUP]), x.scales, weight_OI.scales, out_TO,
-        tokens, features, x.scales.stride(0), x.scales.stride(1), features, K=inputs, BO=weight_OI.block[0],
-        GROUPED=grouped, BT=tiles.tokens, BN=tiles.features, BK=GROUP, num_warps=tiles.warps, num_stages=tiles.stages,
-        **dependent(out_TO.device),
+        TensorDescriptor.from_tensor(weight_OI.codes, [tiles.features, GROUP]), x.scales, weight_OI.scales,
+        x.scales if bias_O is None else bias_O, sums_PTO, tokens, features, steps, x.scales.stride(0),
+        x.scales.stride(1), sums_PTO.stride(-2), K=inputs, BO=weight_OI.block[0], GROUPED=grouped, BT=tiles.tokens,
+        BN=tiles.features, BK=GROUP, WHOLE=whole, ADD=add and whole, BIAS=bias_O is not None and whole,
+        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(out_TO.device),
     )  # fmt: skip
-    return out_TO
+    if not whole:
+        add_parts(sums_PTO, bias_O, out_TO, add=add)

@@ -1,10 +1,15 @@
 """Products of 17 to some hundred tokens with a stored matrix (`ops/stored.py`), whose codes are converted in registers.
 
 A program computes a tile of output features and tokens. The weights are the matrix units' first operand, which may lie in registers. So a code goes
-from memory through shared memory into the register that is multiplied, and is never written as a number. Scales of rows and of blocks multiply sums, in
-float32. Scales of groups multiply numbers, in the activations' dtype.
+from memory through shared memory into the register that is multiplied, and is never written as a number.
 
-With few tiles the input features are divided among several programs, whose sums `_sum_kernel` adds in their order.
+**The order of the inputs.** A thread reads 16 neighbouring bytes of a row. The matrix units want other columns of it: of 16 columns, thread q of four holds
+2 q, 2 q + 1, 2 q + 8 and 2 q + 9. A sum doesn't depend on its order. So codes stay where they are, and the inputs are put into the order
+in which codes come (`in_order`). Example: the first 16 columns that are multiplied are 0 to 3, 32 to 35, 64 to 67 and 96 to 99 of 4-bit codes.
+Output features change places too: `_features` says which.
+
+Scales of rows and of blocks multiply sums, in float32. Scales of groups multiply numbers, in the activations' dtype. With few tiles the input features
+are divided among several programs, whose sums `linear_sums.py` adds in their order.
 """
 
 from __future__ import annotations
@@ -15,221 +20,328 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
-from pagerunner.ops.kernels.linear_parts import tile_of
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate, tile_of
+from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
 WHOLE, SUMS, NUMBERS = 0, 1, 2
 """What scales multiply: a row's sum, the sum of each block of input features, or the numbers of each group."""
-HALF = tl.constexpr(RUN // 2)
+BYTES = 64
+"""Bytes of a row that a step takes: 16 for each of four threads."""
+WORD = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
 
 @triton.jit
-def _groups(ptr, rows, k, PLUS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr):
-    """Values of the groups that the low nibbles (PLUS 0) or the high ones (PLUS HALF) of BK columns lie in, [rows, groups]."""
-    APART: tl.constexpr = max(G, 2 * HALF)  # columns from one group of these nibbles to the next
-    COUNT: tl.constexpr = max(BK // APART, 1)
-    groups = tl.minimum((k + tl.arange(0, COUNT) * APART + PLUS) // G, K // G - 1)
-    return tl.load(ptr + rows[:, None] * (K // G) + groups[None, :])
+def _columns(place, PER: tl.constexpr):
+    """The input features that are multiplied at these places; PER codes are in a byte."""
+    step, half, quad, pair = place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
+    within = 4 * step + 2 * half + pair
+    if PER == 2:
+        within += 16 * (place // 64 % 2)
+    return place // (64 * PER) * (64 * PER) + 16 * PER * quad + within
 
 
 @triton.jit
-def _scales_at(ptr, rows, k, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SCALES: tl.constexpr,
-               HALVES: tl.constexpr):  # fmt: skip
-    """What multiplies the numbers, or the sums, of BK columns from `k`: of their low nibbles, and of their high ones. SCALES 0: nothing."""
-    if SCALES == 0:
-        low = 0.0
-    elif SCALES == 1:
-        low = tl.load(ptr + rows // BO * ((K + G - 1) // G) + k // G)
+def _order_kernel(x_ptr, norm_ptr, out_ptr, x_row, eps, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+                  PER: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token, of at most BLOCK features; zeros from K to PADDED."""
+    if PDL:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    cols = _columns(place, PER)
+    inside = cols < K
+    if NORM != 0:
+        weight = norm_weight(norm_ptr, cols, inside, NORM)
+    if PDL:
+        gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_ptr += token * x_row
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM != 0:
+        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / K) + eps)
+        if NORM == 1:  # the plain norm rounds before it multiplies by its weight (kernels/norm.py)
+            x = x.to(dtype).to(tl.float32)
+        x *= weight
+    if GATED:
+        x = silu_gate(x, tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32), dtype)
+    tl.store(out_ptr + token * PADDED + place, x.to(dtype), mask=place < PADDED)
+
+
+@triton.jit
+def _features(place, W: tl.constexpr):
+    """The rows of codes that the W warps multiply at these places: a warp reads 8 neighbouring rows, twice, and multiplies 16."""
+    return place // 8 % 2 * (8 * W) + place // 16 * 8 + place % 8
+
+
+@triton.jit
+def _operand8(numbers, W: tl.constexpr):
+    """Numbers [rows, 64] in the order of codes, as the matrix units' first operand."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    parts = tl.permute(tl.reshape(numbers, (ROWS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # quad, step, half, pair
+    return tl.reshape(tl.permute(tl.reshape(parts, (2, W, 8, 64)), (1, 0, 2, 3)), (ROWS, 64))
+
+
+@triton.jit
+def _operand4(low, high, W: tl.constexpr):
+    """Numbers of low and of high nibbles [rows, 64], as `_operand8` does it; [rows, 128]."""
+    ROWS: tl.constexpr = low.shape[0]
+    parts = tl.reshape(tl.join(low, high), (ROWS, 4, 4, 2, 2, 2))  # quad, step, half, pair, nibble
+    parts = tl.permute(parts, (0, 5, 2, 3, 1, 4))
+    return tl.reshape(tl.permute(tl.reshape(parts, (2, W, 8, 128)), (1, 0, 2, 3)), (ROWS, 128))
+
+
+@triton.jit
+def _group_words(ptr, rows, k, K: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, word: tl.constexpr):
+    """Values of all groups of 128 columns from `k`, as one word for each row. A word's lowest bits are the first group's."""
+    COUNT: tl.constexpr = 128 // G if G < 128 else 1
+    ptr = ptr.to(tl.pointer_type(tl.uint8 if BITS == 8 else tl.uint16 if BITS == 16 else tl.uint32), bitcast=True)
+    if COUNT == 1:
+        words = tl.load(ptr + rows * ((K + G - 1) // G) + k // G)
+    elif K % 128 == 0:
+        words = tl.load(ptr.to(tl.pointer_type(word), bitcast=True) + rows * (K // 128) + k // 128)
     else:
-        low = _groups(ptr, rows, k, 0, K, G, BK)
-    high = low
-    if HALVES and SCALES == 2:
-        high = _groups(ptr, rows, k, HALF, K, G, BK)
-    return low, high
+        words = tl.zeros(rows.shape, word)
+        for group in tl.static_range(COUNT):
+            value = tl.load(ptr + rows * (K // G) + tl.minimum(k // G + group, K // G - 1))
+            words |= value.to(word) << (group * BITS)
+    return words
 
 
 @triton.jit
-def _spread(values, G: tl.constexpr, BK: tl.constexpr):
-    """A value for each byte of BK columns, [rows, BK / 2], or for all, [rows, 1]."""
-    if G < BK:
-        COUNT: tl.constexpr = BK // max(G, 2 * HALF)
-        spread = tl.broadcast_to(values[:, :, None], (values.shape[0], COUNT, BK // 2 // COUNT))
-        values = tl.reshape(spread, (values.shape[0], BK // 2))
+def _of_quads(words, HIGH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """A group's value for the low or the high nibbles of each quarter of 128 columns, [rows, 4]; or for all, [rows, 1]."""
+    values = words[:, None]
+    if G < 128:
+        first = 32 * tl.arange(0, 4) + (16 if HIGH else 0)
+        values = values >> (first // G * BITS)[None, :].to(words.dtype)
+    if BITS == 8:
+        values = values.to(tl.uint8)
+    elif BITS == 16:
+        values = values.to(tl.uint16)
+    else:
+        values = values.to(tl.uint32)
+    return values.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _spread(values):
+    """Values of quarters [rows, 4], or of rows [rows, 1], for each byte."""
+    if values.shape[1] > 1:
+        values = tl.reshape(tl.broadcast_to(values[:, :, None], (values.shape[0], 4, 16)), (values.shape[0], 64))
     return values
 
 
 @triton.jit
-def _numbers(pairs, scales, zeros, HIGH: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
-             WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Numbers of one nibble of each byte [rows, BK / 2], less their zero points, times their scales."""
+def _numbers(pairs, scales, zeros, HIGH: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+             ZEROS: tl.constexpr, s_dtype: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Numbers of one nibble of each byte [rows, 64], less their zero points, times their scales."""
     numbers = numbers4(pairs, HIGH, dtype, FORM, WORDS)
     if ZEROS:
-        numbers -= (_spread(zeros, G, BK).to(tl.float32) - 8.0).to(dtype)
+        zero = _of_quads(zeros, HIGH, G, 8, tl.uint8)
+        numbers -= _spread((zero.to(tl.float32) - 8.0).to(dtype))
     if SCALES == 2:
-        numbers *= scale_numbers(_spread(scales, G, BK)).to(dtype)
+        scale = _of_quads(scales, HIGH, G, s_dtype.primitive_bitwidth, s_dtype)
+        numbers *= _spread(scale_numbers(scale).to(dtype))
     return numbers
 
 
 @triton.jit
-def _add8(acc, x_ptr, w_ptr, rows, k, scale, K: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
-          SCALES: tl.constexpr):  # fmt: skip
-    """`acc` and the product of BK input features of 8-bit codes."""
-    cols = k + tl.arange(0, BK)
-    if K % BK == 0:
-        codes = tl.load(w_ptr + rows[:, None] * K + cols[None, :])
-        x = tl.load(x_ptr + cols[:, None])
+def _ahead(s_ptr, z_ptr, rows, outs, k, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, SCALES: tl.constexpr,
+           ZEROS: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr):  # fmt: skip
+    """Scales and zero points of the step at `k`. They are too small for asynchronous copies, and are read a step before they are needed."""
+    if SCALES == 2:
+        scale = _group_words(s_ptr, rows, k, K, G, s_ptr.dtype.element_ty.primitive_bitwidth, S_WORD)
+    elif SCALES == 1:
+        scale = scale_numbers(tl.load(s_ptr + outs // BO * ((K + G - 1) // G) + k // G))
     else:
-        inside = cols < K
-        codes = tl.load(w_ptr + rows[:, None] * K + cols[None, :], mask=inside[None, :], other=0)
-        x = tl.load(x_ptr + cols[:, None], mask=inside[:, None], other=0.0)
-    numbers = numbers8(codes, x.dtype, FORM, WORDS)
-    if SCALES == 0:
-        acc = tl.dot(numbers, x, acc, input_precision="ieee")
+        scale = k
+    zero = scale
+    if ZEROS:
+        zero = _group_words(z_ptr, rows, k, K, G, 8, Z_WORD)
+    return scale, zero
+
+
+@triton.jit
+def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+             SCALES: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr):  # fmt: skip
+    """`acc` and the product of a step's codes [rows, 64] and inputs [tokens, columns]."""
+    if FORM < 2:
+        numbers = _operand8(numbers8(codes, x.dtype, FORM, WORDS), W)
     else:
-        acc += tl.dot(numbers, x, input_precision="ieee") * scale[:, None]
+        low = _numbers(codes, scale, zero, False, G, FORM, WORDS, SCALES, ZEROS, s_dtype, x.dtype)
+        high = _numbers(codes, scale, zero, True, G, FORM, WORDS, SCALES, ZEROS, s_dtype, x.dtype)
+        numbers = _operand4(low, high, W)
+    if SCALES == 1:
+        acc += tl.dot(numbers, x.T, input_precision="ieee") * scale[:, None]
+    else:
+        acc = tl.dot(numbers, x.T, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _loads4(x_ptr, w_ptr, rows, k, K: tl.constexpr, BK: tl.constexpr):
-    """Bytes of BK input features [rows, BK / 2], and the inputs of their low and of their high nibbles, [BK / 2, tokens]."""
-    places = k // 2 + tl.arange(0, BK // 2)
-    cols = places // HALF * (2 * HALF) + places % HALF
-    if K % BK == 0:
-        pairs = tl.load(w_ptr + rows[:, None] * (K // 2) + places[None, :])
-        x = tl.load(x_ptr + cols[:, None])
-        x_high = tl.load(x_ptr + cols[:, None] + HALF)
-    else:
-        inside = cols < K
-        pairs = tl.load(w_ptr + rows[:, None] * (K // 2) + places[None, :], mask=inside[None, :], other=0)
-        x = tl.load(x_ptr + cols[:, None], mask=inside[:, None], other=0.0)
-        x_high = tl.load(x_ptr + cols[:, None] + HALF, mask=inside[:, None], other=0.0)
-    return pairs, x, x_high
+def _ended(acc):
+    """The same, after the products that make it have ended.
+
+    Otherwise the next step's numbers may be written into the registers that a product still reads (`scripts/check_compiled.py`).
+    """
+    return tl.inline_asm_elementwise("// ended", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_features", "steps"])
-def _tiles_kernel(x_ptr, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride, steps,
-                  K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, WHOLE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-                  ZEROS: tl.constexpr, FACTORS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """BN output features of BT tokens. `steps` blocks of BK input features, or the WHOLE; otherwise `y` takes one sum after another, [parts, T, O] float32."""
+def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, steps,
+                  K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
+                  W: tl.constexpr, WHOLE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+                  S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
+                  ADD: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """R times 16 W output features of BT tokens.
+
+    `steps` steps of 64 bytes, or the WHOLE; otherwise `y` takes one sum after another, [parts, T, O] float32. The R products of a step share its
+    inputs, and the codes of one are converted while another is multiplied.
+    """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    token_tile, feature_tile = tile_of(num_tokens, num_features, BT, BN, 8)
+    PER: tl.constexpr = 2 if FORM >= 2 else 1
+    BK: tl.constexpr = 64 * PER
+    BN: tl.constexpr = 16 * W
+    ROW: tl.constexpr = K // PER
+    token_tile, feature_tile = tile_of(num_tokens, num_features, BT, BN * R, 8)
     tokens = token_tile * BT + tl.arange(0, BT)
-    features = feature_tile * BN + tl.arange(0, BN)
-    valid, live = tokens < num_tokens, features < num_features
-    rows = tl.where(live, features, 0).to(tl.int64)
-    x_ptr += tl.where(valid, tokens, 0).to(tl.int64)[None, :] * x_stride
+    place = feature_tile * (BN * R) + tl.arange(0, BN)
+    moved = feature_tile * (BN * R) + _features(tl.arange(0, BN), W)
+    s_dtype: tl.constexpr = s_ptr.dtype.element_ty
     first = tl.program_id(1) * steps * BK
-    acc = tl.zeros((BN, BT), tl.float32)
     last = tl.minimum(first + steps * BK, K)
-    # Groups' scales and zero points are too small for asynchronous copies. They are read a step before they are needed.
-    HALVES: tl.constexpr = FORM >= 2 and G < 2 * HALF  # low and high nibbles lie in different groups
-    scale, scale_high = _scales_at(s_ptr, rows, first, K, G, BO, BK, SCALES, HALVES)
-    zero, zero_high = _scales_at(z_ptr, rows, first, K, G, BO, BK, 2 if ZEROS else 0, HALVES)
+    codes_at, rows, outs, sums, ahead = (), (), (), (), ()
+    for r in tl.static_range(R):
+        own = tl.minimum(place + r * BN, num_features - 1).to(tl.int64)
+        rows = rows + (own,)
+        outs = outs + (tl.minimum(moved + r * BN, num_features - 1).to(tl.int64),)
+        codes_at = codes_at + (w_ptr + own[:, None] * ROW + tl.arange(0, 64)[None, :],)
+        sums = sums + (tl.zeros((BN, BT), tl.float32),)
+        ahead = ahead + (_ahead(s_ptr, z_ptr, own, outs[r], first, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),)
+    if PDL:
+        gdc_wait()
     for k in range(first, last, BK):
-        after = tl.minimum(k + BK, K - 1) // BK * BK
-        scale_now, scale_high_now, zero_now, zero_high_now = scale, scale_high, zero, zero_high
-        scale, scale_high = _scales_at(s_ptr, rows, after, K, G, BO, BK, SCALES, HALVES)
-        zero, zero_high = _scales_at(z_ptr, rows, after, K, G, BO, BK, 2 if ZEROS else 0, HALVES)
-        if FORM < 2:
-            acc = _add8(acc, x_ptr, w_ptr, rows, k, scale_now, K, BK, FORM, WORDS, SCALES)
-        else:
-            pairs, x, x_high = _loads4(x_ptr, w_ptr, rows, k, K, BK)
-            low = _numbers(pairs, scale_now, zero_now, False, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
-            high = _numbers(pairs, scale_high_now, zero_high_now, True, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
-            acc = tl.dot(low, x, acc, input_precision="ieee")
-            acc = tl.dot(high, x_high, acc, input_precision="ieee")
-    if SCALES == 0:
-        acc *= scale_numbers(tl.load(s_ptr + rows))[:, None]
-    if FACTORS:
-        acc *= tl.load(factors_ptr + rows)[:, None]
-    place = tokens.to(tl.int64)[None, :] * y_stride + features[:, None]
-    inside_y = live[:, None] & valid[None, :]
+        x = x_desc.load([token_tile * BT, k])
+        after = tl.minimum(k + BK, (K - 1) // BK * BK)
+        more, next_ahead = (), ()
+        for r in tl.static_range(R):
+            if K % BK == 0:
+                codes = tl.load(codes_at[r] + k // PER)
+            else:
+                inside = k // PER + tl.arange(0, 64) < ROW
+                codes = tl.load(codes_at[r] + k // PER, mask=inside[None, :], other=0)
+            scale, zero = ahead[r]
+            next_ahead = next_ahead + (
+                _ahead(s_ptr, z_ptr, rows[r], outs[r], after, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),
+            )
+            more = more + (_product(sums[r], x, codes, scale, zero, W, G, FORM, WORDS, SCALES, ZEROS, s_dtype),)
+        sums, ahead = more, next_ahead
+        if WAIT:
+            more = ()
+            for r in tl.static_range(R):
+                more = more + (_ended(sums[r]),)
+            sums = more
+    valid = tokens < num_tokens
     if not WHOLE:
         y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
-    elif BIAS:
-        acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-    y = acc.to(y_ptr.dtype.element_ty)
-    if ADD:
-        y = (tl.load(y_ptr + place, mask=inside_y, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(y_ptr + place, y, mask=inside_y)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-                ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BLOCK features of one token: the sum of its parts."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = features < num_features
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        place = (part * num_tokens + token) * num_features + features
-        acc += tl.load(sums_ptr + place, mask=live, other=0.0)
-    if BIAS:
-        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
-    y_ptr += token * y_stride
-    y = acc.to(y_ptr.dtype.element_ty)
-    if ADD:
-        y = (tl.load(y_ptr + features, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(y_ptr + features, y, mask=live)
+    for r in tl.static_range(R):
+        acc = sums[r]
+        if SCALES == 0:
+            acc *= scale_numbers(tl.load(s_ptr + outs[r]))[:, None]
+        if FACTORS:
+            acc *= tl.load(factors_ptr + outs[r])[:, None]
+        if WHOLE and BIAS:
+            acc += tl.load(bias_ptr + outs[r]).to(tl.float32)[:, None]
+        inside_y = (moved + r * BN < num_features)[:, None] & valid[None, :]
+        at = y_ptr + tokens.to(tl.int64)[None, :] * y_stride + (moved + r * BN)[:, None]
+        y = acc.to(y_ptr.dtype.element_ty)
+        if ADD:
+            y = (tl.load(at, mask=inside_y, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+        tl.store(at, y, mask=inside_y)
 
 
 class Tiles(NamedTuple):
-    """Tokens, output features and input features of a tile; its warps; how many blocks are in flight; parts of the input features."""
+    """Tokens of a tile; how many times 16 output features for each of its warps; its warps; how many steps are in flight; parts of the input features."""
 
     tokens: int
-    features: int
-    inputs: int
+    rows: int
     warps: int
     stages: int
     parts: int = 1
 
+    @property
+    def features(self) -> int:
+        """Output features of a tile."""
+        return 16 * self.rows * self.warps
+
 
 def tiles_for(tokens: int, weight_OI: Stored, device: torch.device) -> Tiles:
-    """The tile, by measurement (docs/performance.md): as many parts as multiprocessors would otherwise be idle."""
+    """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs."""
     features, inputs = weight_OI.shape
-    each = 1  # programs that a multiprocessor is to have
-    if tokens > 64:
-        tiles = Tiles(128, 64, 128, 4, 3)
-    elif isinstance(weight_OI, Stored8):
-        tiles, each = Tiles(64, 64, 128, 4, 4), 3
+    wide = features >= 16384
+    each = 2  # programs that a multiprocessor holds
+    if tokens <= 32:
+        tiles, each = Tiles(32, 2, 4, 3) if wide else Tiles(32, 1, 4, 5), 3
+    elif tokens <= 64:
+        tiles, each = (Tiles(64, 2, 4, 3), 3) if wide else (Tiles(64, 1, 4, 4), 2)
+    elif tokens <= 128:
+        tiles = Tiles(128, 1, 8, 3) if wide else Tiles(128, 1, 4, 3)
     else:
-        tiles = Tiles(64, 128, 128, 8, 4)
+        tiles = Tiles(128, 1, 8, 3) if wide else Tiles(128, 2, 4, 3)
     programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
-    return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // 1024, 4)))
+    return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // 1024)))
 
 
-def _scales(stored: Stored, tiles: Tiles) -> int | None:
+def _scales(stored: Stored) -> int | None:
     """What the scales multiply; None if the kernel can't have such groups."""
-    inputs, wide = stored.shape[1], tiles.inputs
-    group = stored.block[1] if isinstance(stored, Stored8) else stored.group
+    inputs = stored.shape[1]
     if isinstance(stored, Stored8):
-        if group >= inputs:
+        if stored.block[1] >= inputs:
             return WHOLE if stored.block[0] == 1 else SUMS
-        return SUMS if group % wide == 0 else None
-    if group == inputs and stored.zeros is None:
+        return SUMS if stored.block[1] % BYTES == 0 else None
+    if stored.group >= inputs and stored.zeros is None:
         return WHOLE
-    fits = group >= inputs or group % wide == 0 or (wide % group == 0 and group >= RUN // 2)
-    if not fits or group == inputs:
-        return WHOLE if fits else None
-    return NUMBERS
+    if stored.group < inputs and stored.group % 128 and stored.group not in (RUN // 2, RUN, 2 * RUN):
+        return None
+    return NUMBERS if _word(stored.scales, stored.group) <= 64 else None
 
 
-def serves(x_TI: torch.Tensor, weight_OI: Stored, tiles: Tiles) -> bool:
+def _word(values_OG: torch.Tensor, group: int) -> int:
+    """Bits of all groups' values of 128 columns."""
+    return 8 * values_OG.itemsize * max(128 // group, 1)
+
+
+def serves(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
     """Whether the kernel computes this product."""
-    return x_TI.stride(1) == 1 and weight_OI.codes.is_contiguous() and _scales(weight_OI, tiles) is not None
+    return x_TI.stride(1) == 1 and weight_OI.codes.is_contiguous() and _scales(weight_OI) is not None
+
+
+def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *, gated: bool = False) -> torch.Tensor:
+    """The inputs, their norm, or `silu(gate) * up` of them, in the order in which the codes come; [T, I or more], with zeros beyond I."""
+    tokens, inputs = x_TI.shape[0], weight_OI.shape[1]
+    per = 1 if isinstance(weight_OI, Stored8) else 2
+    wide = blocks(inputs, BYTES * per) * BYTES * per
+    out_TI = x_TI.new_empty(tokens, wide)
+    if not out_TI.numel():
+        return out_TI
+    block = padded(wide)
+    _order_kernel[(tokens,)](
+        x_TI, x_TI if norm is None else norm.weight_I, out_TI, x_TI.stride(0),
+        0.0 if norm is None else norm.eps,
+        K=inputs, PADDED=wide, BLOCK=block, PER=per,
+        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated,
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        **dependent(x_TI.device),
+    )  # fmt: skip
+    return out_TI
 
 
 def run_tiles(
@@ -241,27 +353,29 @@ def run_tiles(
     *,
     add: bool = False,
 ) -> None:
-    """Write `linear(x)` into `out`, or add it."""
-    tokens, inputs = x_TI.shape
-    features = weight_OI.shape[0]
+    """Write `linear(x)` into `out`, or add it. `x` is in the order that `in_order` makes."""
+    tokens = x_TI.shape[0]
+    features, inputs = weight_OI.shape
     eight = isinstance(weight_OI, Stored8)
     zeros, factors = (None, None) if eight else (weight_OI.zeros, weight_OI.rows)
-    steps = blocks(blocks(inputs, tiles.inputs), tiles.parts)
-    parts = blocks(inputs, steps * tiles.inputs)
+    group = weight_OI.block[1] if eight else weight_OI.group
+    wide = BYTES if eight else 2 * BYTES
+    steps = blocks(blocks(inputs, wide), tiles.parts)
+    parts = blocks(inputs, steps * wide)
     whole = parts == 1
     sums_PTO = out_TO if whole else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
-    pdl = dependent(x_TI.device)
+    scales = _scales(weight_OI)
     _tiles_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features), parts)](
-        x_TI, weight_OI.codes.view(torch.uint8), weight_OI.scales, x_TI if zeros is None else zeros,
-        x_TI if factors is None else factors, x_TI if bias_O is None else bias_O, sums_PTO, tokens, features,
-        x_TI.stride(0), sums_PTO.stride(-2), steps, K=inputs, G=weight_OI.block[1] if eight else weight_OI.group,
-        BO=weight_OI.block[0] if eight else 1, BT=tiles.tokens, BN=tiles.features, BK=tiles.inputs,
-        WHOLE=whole, FORM=form_of(weight_OI), WORDS=uses_words(x_TI.dtype),
-        SCALES=_scales(weight_OI, tiles), ZEROS=zeros is not None, FACTORS=factors is not None,
-        ADD=add and whole, BIAS=bias_O is not None and whole, num_warps=tiles.warps, num_stages=tiles.stages, **pdl,
+        TensorDescriptor.from_tensor(x_TI, [tiles.tokens, wide]), weight_OI.codes.view(torch.uint8), weight_OI.scales,
+        x_TI if zeros is None else zeros, x_TI if factors is None else factors, x_TI if bias_O is None else bias_O,
+        sums_PTO, tokens, features, sums_PTO.stride(-2), steps, K=inputs, G=group,
+        BO=weight_OI.block[0] if eight else 1, BT=tiles.tokens, R=tiles.rows, W=tiles.warps, WHOLE=whole,
+        FORM=form_of(weight_OI), WORDS=uses_words(x_TI.dtype), SCALES=scales,
+        S_WORD=WORD[_word(weight_OI.scales, group)] if scales == NUMBERS else tl.uint8,
+        Z_WORD=tl.uint8 if zeros is None else WORD[_word(zeros, group)], ZEROS=zeros is not None,
+        FACTORS=factors is not None, ADD=add and whole, BIAS=bias_O is not None and whole,
+        WAIT=uses_words(x_TI.dtype), num_warps=tiles.warps,
+        num_stages=tiles.stages, **dependent(x_TI.device),
     )  # fmt: skip
     if not whole:
-        _sum_kernel[(tokens, blocks(features, 1024))](
-            sums_PTO, sums_PTO if bias_O is None else bias_O, out_TO, tokens, features, out_TO.stride(0), PARTS=parts,
-            BLOCK=1024, ADD=add, BIAS=bias_O is not None, num_warps=4, **pdl,
-        )  # fmt: skip
+        add_parts(sums_PTO, bias_O, out_TO, add=add)
