@@ -1,6 +1,6 @@
 """Times products of many tokens with stored matrices on a CUDA device, at the shapes of Qwen3-8B.
 
-    python scripts/bench_stored.py [--sections layers,ways] [--tokens 64,256,8192]
+    python scripts/bench_stored.py [--sections layers,ways] [--tokens 64,256,8192] [--forms 'bf16;mxfp4']
 
 `layers` is one layer: its four products with norms, gate and additions, without attention. `ways` is one product in each of the ways that
 `ops/kernels/linear_many.py` chooses from. Everything is a CUDA graph over the weights of several layers, so that none stay in the
@@ -89,10 +89,10 @@ def layer_us(layers: list[dict[str, Weights]], tokens: int) -> float:
     return graph_us([lambda weights=weights: layer(weights) for weights in layers])
 
 
-def layer_table(tokens: list[int]) -> None:
+def layer_table(tokens: list[int], forms: list[str]) -> None:
     """Each form at each number of tokens."""
     print("layer".ljust(22) + "".join(f"{count:>9}" for count in tokens))
-    for form in FORMS:
+    for form in forms:
         layers = [{name: random_weights(form, *shape) for name, shape in MATRICES.items()} for _ in range(3)]
         print(form.ljust(22) + "".join(f"{layer_us(layers, count):9.0f}" for count in tokens), flush=True)
 
@@ -104,11 +104,11 @@ def ways_of(form: str, weights: list[Weights], x: torch.Tensor, out: torch.Tenso
     first = weights[0]
     how = rounding(first) if isinstance(first, Stored8) else None
     if how is None:
-        many.TILE_TOKENS, limit = 0, many.TILE_TOKENS
-        found = {"unpacked": graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])}
-        many.TILE_TOKENS = max(limit, x.shape[0])
-        found["tiles"] = graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])
-        many.TILE_TOKENS = limit
+        chosen, found = many.tile_tokens, {}
+        for way, most in (("unpacked", 0), ("tiles", x.shape[0])):
+            many.tile_tokens = lambda weight, most=most: most
+            found[way] = graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])
+        many.tile_tokens = chosen
         return found
     rounded = quantize(x, how.dtype, grouped=how.grouped)
     found = {"rounding": graph_us([lambda: quantize(x, how.dtype, grouped=how.grouped)] * 8)}
@@ -118,11 +118,11 @@ def ways_of(form: str, weights: list[Weights], x: torch.Tensor, out: torch.Tenso
     return {**found, "ours": graph_us(ours)}
 
 
-def ways_table(tokens: list[int]) -> None:
+def ways_table(tokens: list[int], forms: list[str]) -> None:
     """Each product at each number of tokens."""
     half = {"device": "cuda", "dtype": torch.bfloat16}
     for name, (outputs, inputs) in MATRICES.items():
-        for form in FORMS:
+        for form in forms:
             weights = [random_weights(form, outputs, inputs) for _ in range(max(2, 2**28 // (outputs * inputs)))]
             for count in tokens:
                 x, out = torch.randn(count, inputs, **half), torch.empty(count, outputs, **half)
@@ -135,12 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default="layers,ways")
     parser.add_argument("--tokens", default="17,32,64,128,256,512,1024,8192")
+    parser.add_argument("--forms", default=";".join(FORMS), help="separated by semicolons")
     args = parser.parse_args()
+    forms = args.forms.split(";")
     tokens = [int(count) for count in args.tokens.split(",")]
     if "layers" in args.sections.split(","):
-        layer_table(tokens)
+        layer_table(tokens, forms)
     if "ways" in args.sections.split(","):
-        ways_table(tokens)
+        ways_table(tokens, forms)
 
 
 if __name__ == "__main__":
