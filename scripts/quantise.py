@@ -3,8 +3,9 @@
     python scripts/quantise.py MODEL OUTPUT --format fp8
     python scripts/quantise.py MODEL OUTPUT --format int4 [--group-size 128]
 
-MODEL is a directory with safetensors in floats; OUTPUT is made. Every linear layer and every expert is quantised. Embeddings, output weights,
-routers, norms, and matrices that take part in products of another shape stay as they are. One file is in memory at a time.
+MODEL is a directory with safetensors in floats, or a demo's name; OUTPUT is made. Every linear layer of the text model is quantised, and
+every expert that is a matrix of its own. These stay as they are: embeddings, output weights, routers, norms, experts of a layer in one
+tensor (gpt-oss, Llama 4), matrices that take part in products of another shape, and what reads images. One file is in memory at a time.
 
 fp8: e4m3 numbers, and a float32 scale for each output feature, which makes its largest weight 448.
 int4: whole numbers from -8 to 7, and a scale for each group of input features: the one among 20 candidates with the least squared error.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -25,13 +27,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts
-from pagerunner.models.checkpoint.loader import build_model, checkpoint_files
+from pagerunner.memory.units import human_bytes
+from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, own_name
 from pagerunner.models.configs.reader import read_json, read_model_config
 
 FORMATS = ("fp8", "int4")
@@ -42,8 +46,8 @@ _INDEX = "model.safetensors.index.json"
 Packed = dict[str, torch.Tensor]
 
 
-def linear_modules(model: Path) -> dict[str, int]:
-    """The checkpoint's names of all matrices that can be quantised, each with a number that its groups must divide.
+def linear_weights(model: Path) -> dict[str, int]:
+    """The model's names of all matrices that can be quantised, each with a number that its groups must divide.
 
     That is its input features; for an expert, the common divisor of all matrices' of the layer, as they have one group size.
 
@@ -59,14 +63,8 @@ def linear_modules(model: Path) -> dict[str, int]:
         wanted = isinstance(owner, Experts) or (isinstance(owner, Linear) and not (owner.plain or owner.needs_dense))
         if wanted and tensor.name.endswith(".weight") and len(tensor.sink.shape) == 2:
             sizes = math.gcd(*owner.sizes[1:]) if isinstance(owner, Experts) else tensor.sink.shape[1]
-            found[_inner(tensor.name.removesuffix(".weight"))] = sizes
+            found[tensor.name] = sizes
     return found
-
-
-def _inner(name: str) -> str:
-    """A module's name without what stands before its layer, where files and models differ."""
-    place = name.find("layers.")
-    return name if place < 0 else name[place:]
 
 
 def to_fp8(weight_OI: torch.Tensor) -> Packed:
@@ -122,7 +120,7 @@ def quantise(model: Path, output: Path, number: str, group: int = 128) -> dict[s
         raise ConfigError(f"group_size must be a power of two of at least {LEAST_GROUP}, got {group}.")
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty.")
-    modules, files = linear_modules(model), checkpoint_files(model)
+    weights, files = linear_weights(model), checkpoint_files(model)
     output.mkdir(parents=True, exist_ok=True)
     groups: dict[int, list[str]] = {}
     kept: list[str] = []
@@ -132,21 +130,28 @@ def quantise(model: Path, output: Path, number: str, group: int = 128) -> dict[s
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in sorted(tensors.keys()):
                 tensor, module = tensors.get_tensor(name), name.removesuffix(".weight")
-                features = modules.get(_inner(module))
+                features = weights.get(own_name(name, weights))
                 size = 0 if number == "fp8" or features is None else fitting_group(features, group)
                 if features is None or size is None:
                     written[name] = tensor
-                    if name.endswith(".weight") and tensor.dim() == 2:
-                        kept.append(module)
+                    kept += _left_out(name, tensor.dim(), kept)
                     continue
                 groups.setdefault(size, []).append(module)
                 packed = to_int4(tensor, size) if size else to_fp8(tensor)
                 written |= {f"{module}.{suffix}": part.contiguous() for suffix, part in packed.items()}
-        save_file(written, output / file.name, metadata={"format": "pt"})
+        _save(written, output / file.name)
         places |= dict.fromkeys(written, file.name)
     said = _config(number, groups, kept)
     _write_others(model, output, said, places if len(files) > 1 else None)
     return said
+
+
+def _left_out(name: str, dimensions: int, listed: list[str]) -> list[str]:
+    """The module of a tensor that stays as it is, if it is a matrix that isn't listed yet; experts in one tensor are one module."""
+    module, _, own = name.rpartition(".")
+    matrix = own == "weight" and dimensions == 2
+    experts = module.endswith(".experts") and dimensions == 3
+    return [module] if (matrix or experts) and module not in listed[-2:] else []
 
 
 def _config(number: str, groups: dict[int, list[str]], kept: list[str]) -> dict[str, Any]:
@@ -185,15 +190,26 @@ def _inputs(number: str) -> dict[str, Any] | None:
     return {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
+def _save(tensors: Packed, path: Path) -> None:
+    """A file for everybody whom the umask lets read: safetensors makes its files for their owner alone."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def _write_others(model: Path, output: Path, said: dict[str, Any], places: dict[str, str] | None) -> None:
     """config.json, the index of several files, and the tokenizer's files."""
     config = read_json(model / "config.json")
     (output / "config.json").write_text(json.dumps({**config, "quantization_config": said}, indent=2) + "\n")
     if places is not None:
         (output / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2) + "\n")
-    for file in model.iterdir():
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and not (output / file.name).exists():
-            shutil.copy(file, output / file.name) if file.name != _INDEX else None
+    modules = model.glob("[0-9]_*/*")  # of an embedding model
+    for file in (*model.glob("*"), *modules):
+        copied = output / file.relative_to(model)
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != _INDEX and not copied.exists():
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copied)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -201,20 +217,24 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Quantise a checkpoint to fp8 or int4, as compressed-tensors stores them."
     )
-    parser.add_argument("model", type=Path, help="directory of a checkpoint in floats")
+    parser.add_argument("model", help="directory of a checkpoint in floats, or a demo's name")
     parser.add_argument("output", type=Path, help="directory to make")
     parser.add_argument("--format", choices=FORMATS, default="fp8", help="(default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=128, metavar="N", help="of int4 (default: %(default)s)")
     given = parser.parse_args(words)
     try:
-        said = quantise(given.model, given.output, given.format, given.group_size)
+        model = Path(find_model(given.model)[0])
+        said = quantise(model, given.output, given.format, given.group_size)
     except PagerunnerError as error:
         print(f"quantise.py: {error}", file=sys.stderr)
         return 1
-    before, after = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (given.model, given.output))
-    print(
-        f"{given.output}: {after / 1e9:.2f} GB, before {before / 1e9:.2f} GB; {len(said['ignore'])} matrices as they were."
+    except (OSError, SafetensorError) as error:
+        print(f"quantise.py: {given.output} can't be written: {error}. What is there is not complete.", file=sys.stderr)
+        return 1
+    before, after = (
+        human_bytes(sum(f.stat().st_size for f in folder.glob("*.safetensors"))) for folder in (model, given.output)
     )
+    print(f"{given.output}: {after}, before {before}; {len(said['ignore'])} matrices as they were.")
     return 0
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import quantise as script
+from helpers import families
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import effort, share_of_the_day
+from helpers.effort import by_days, effort, share_of_the_day
 from pagerunner import LLM
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_names, demo_path
@@ -31,7 +33,7 @@ ENDS = (RECALL_DISTANCES[0], RECALL_DISTANCES[-1])
 def test_a_quantised_demo_keeps_its_scores(tmp_path: Path, capsys, demo: str, number: str) -> None:
     path = tmp_path / "quantised"
     assert script.main([str(demo_path(demo)), str(path), "--format", number]) == 0
-    assert "GB, before 0.00 GB" in capsys.readouterr().out
+    assert "MiB, before " in capsys.readouterr().out
     llm = LLM(str(path), num_gpu_blocks_override=1024, max_num_seqs=32, use_tqdm=False)
     report = evaluate(
         llm, tasks=["recall", "addition", "sorting"], count=COUNT, distances=effort(ENDS, RECALL_DISTANCES)
@@ -55,6 +57,26 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     return {
         f"{i}.{name}": tensor for i, module in enumerate(model.modules()) for name, tensor in module.weights.items()
     }
+
+
+STACKED = ("gpt_oss", "llama4", "llama4_text")  # experts of a layer in one tensor
+IMAGES = ("gemma3", "llama4", "mistral3", "qwen3_5")
+
+
+@pytest.mark.parametrize(("number", "family"), by_days(script.FORMATS, sorted({*STACKED, *IMAGES})))
+def test_what_is_written_is_loaded_and_images_are_left_alone(tmp_path: Path, family: str, number: str) -> None:
+    made = families.MAKERS[family](tmp_path)
+    model = made if isinstance(made, Path) else made[0]
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text("{}")
+    script.quantise(model, tmp_path / "out", number, 32)
+    assert loaded(tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    floats = (torch.float32, torch.bfloat16)
+    assert all(tensor.dtype in floats for name, tensor in tensors.items() if "vision" in name or "visual" in name)
+    assert all(tensor.dtype in floats for tensor in tensors.values() if tensor.dim() == 3), "experts in one tensor"
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044
 
 
 MAKERS = {

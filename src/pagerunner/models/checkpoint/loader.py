@@ -160,7 +160,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     ) as copies:
         for file in files:
             for name, tensor in _tensors(file, files[file]):
-                name = _own_name(name, known)
+                name = own_name(name, known)
                 if name in filled:
                     raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
                 filled[name] = file.name
@@ -255,7 +255,7 @@ class _Copies:
         self.count(size)
 
 
-def _own_name(name: str, known: Container[str]) -> str:
+def own_name(name: str, known: Container[str]) -> str:
     """The name by which the model knows a tensor of the checkpoint; `name` itself where it doesn't."""
     if name in known:
         return name
