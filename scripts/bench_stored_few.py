@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench_kernels import BYTES_PER_US, graph_us, kinds
-from pagerunner.ops.kernels import linear_row, linear_stored
+from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
+from pagerunner.ops.kernels.linear_packed import PackedConfig
 from pagerunner.ops.kernels.linear_row import RowConfig
 from pagerunner.ops.kernels.linear_stored import FewConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
@@ -24,6 +25,7 @@ from pagerunner.ops.stored import Stored, Stored4, Stored8
 
 LAYERS = 36
 POOL_BYTES = 2**30
+Block = PackedConfig | RowConfig | FewConfig
 Weights = torch.Tensor | Stored
 
 
@@ -42,19 +44,24 @@ def make(form: str, rows: int, inputs: int) -> Weights:
         block = (128, 128) if form == "blocks" else (1, inputs)
         scales = torch.rand(-(-rows // block[0]), -(-inputs // block[1]), device="cuda")
         return Stored8(codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn), scales, block)
-    group = 32 if form == "mxfp4" else 128
+    group = {"mxfp4": 32, "nvfp4": 16}.get(form, 128)
     shape, packed = (rows, inputs // group), codes[:, : inputs // 2].contiguous()
     if form == "mxfp4":
         return Stored4(packed, torch.randint(118, 126, shape, dtype=torch.uint8, device="cuda"), group, "e2m1")
+    if form == "nvfp4":
+        scales = (torch.rand(shape, device="cuda") + 0.1).to(torch.float8_e4m3fn)
+        return Stored4(packed, scales, group, "e2m1", None, torch.rand(rows, device="cuda"))
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device="cuda") if form == "zeros" else None
     return Stored4(packed, torch.rand(shape, device="cuda").half(), group, "int4", zeros)
 
 
-def blocks_to_try(form: str, tokens: int) -> Iterator[RowConfig | FewConfig | None]:
+def blocks_to_try(form: str, tokens: int) -> Iterator[Block | None]:
     """Blocks of the kernels for stored weights; None stands for the kernels' own."""
     yield None
     if tokens == 1 and form in ("e4m3", "int8", "blocks"):
         yield from (RowConfig(*c) for c in itertools.product((1, 2, 4, 8), (4096, 16384), (4, 8, 16)))
+    if form in ("int4", "zeros", "mxfp4", "nvfp4"):
+        yield from (PackedConfig(*c) for c in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 4)))
     yield from (FewConfig(*c) for c in itertools.product((16, 32, 64, 128), (512, 1024), (4, 8), (0, 3)))
 
 
@@ -83,7 +90,7 @@ class Kind:
         else:
             linear(self.x, weights)
 
-    def by_block(self, weights: Weights, config: RowConfig | FewConfig) -> None:
+    def by_block(self, weights: Weights, config: Block) -> None:
         """One product, with this block."""
         assert not isinstance(weights, torch.Tensor)
         how = {"gated": self.gated, "add": self.add}
@@ -91,10 +98,13 @@ class Kind:
         if isinstance(config, RowConfig):
             assert isinstance(weights, Stored8)
             linear_row.run_row(self.x, weights, None, self.out, self.norm, config=config, **how)
+        elif isinstance(config, PackedConfig):
+            assert isinstance(weights, Stored4)
+            linear_packed.run_packed(x, weights, None, self.out, config=config, **how)
         else:
             linear_stored.run_few(x, weights, None, self.out, config=config, **how)
 
-    def microseconds(self, config: RowConfig | FewConfig | None) -> float:
+    def microseconds(self, config: Block | None) -> float:
         """Of one product."""
         product: Callable[[Weights], None] = self.by_choice if config is None else lambda w: self.by_block(w, config)
         return graph_us(lambda: [product(weights) for weights in self.weights], len(self.weights))
@@ -119,7 +129,7 @@ def table(form: str, tokens: int, search: bool) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--forms", default="bf16,e4m3,blocks,int8,int4,zeros,mxfp4")
+    parser.add_argument("--forms", default="bf16,e4m3,blocks,int8,int4,zeros,mxfp4,nvfp4")
     parser.add_argument("--tokens", default="1,4,16")
     parser.add_argument("--search", action="store_true")
     args = parser.parse_args()

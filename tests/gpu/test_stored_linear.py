@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from pagerunner.ops.kernels import linear_row, linear_stored
+from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense, pack4
 
@@ -37,6 +37,8 @@ FORMS = {
     "e4m3 blocks": lambda o, i: stored_8(o, i, torch.float8_e4m3fn, (128, 128)),
     "int4 g32": lambda o, i: stored_4(o, i, 32, "int4", torch.bfloat16, False, False),
     "int4 g64 zeros": lambda o, i: stored_4(o, i, 64, "int4", torch.float16, True, False),
+    "int4 g128": lambda o, i: stored_4(o, i, 128 if i % 128 == 0 else i, "int4", torch.float16, False, False),
+    "int4 g128 zeros": lambda o, i: stored_4(o, i, 128 if i % 128 == 0 else i, "int4", torch.bfloat16, True, False),
     "int4 whole": lambda o, i: stored_4(o, i, i, "int4", torch.float16, False, False),
     "mxfp4": lambda o, i: stored_4(o, i, 32, "e2m1", torch.uint8, False, False),
     "nvfp4": lambda o, i: stored_4(o, i, 16, "e2m1", torch.float8_e4m3fn, False, True),
@@ -95,6 +97,29 @@ def test_every_code_of_four_bits_is_exact(numbers, words):
     assert torch.equal(got.t(), dense(stored, torch.float32)[:, :16])
 
 
+@pytest.mark.parametrize("numbers", ["int4", "e2m1"])
+def test_every_code_and_every_scale_byte_of_packed_codes_is_exact(numbers):
+    codes = ((torch.arange(128)[:, None] + torch.arange(32)) % 16).to("cuda", torch.uint8)
+    scales = torch.arange(63, 191, dtype=torch.uint8, device="cuda")[:, None]
+    stored = Stored4(pack4(codes), scales, 32, numbers)
+    eye = torch.eye(32, device="cuda", dtype=torch.bfloat16)
+    got = torch.cat(
+        [linear_packed.run_packed(x, stored, None, torch.empty(16, 128, device="cuda")) for x in eye.split(16)]
+    )
+    assert torch.equal(got, dense(stored, torch.float32).t())
+    broken, ones = stored._replace(scales=torch.full_like(scales, 255)), torch.ones_like(eye[:1])
+    assert not linear_packed.run_packed(ones, broken, None, torch.empty(1, 128, device="cuda")).isfinite().any()
+
+
+def test_a_large_input_costs_the_others_nothing():
+    """What codes of int4 count from is taken off the sums: an error of float32 and not of bfloat16."""
+    stored, x = FORMS["int4 g128"](256, 4096), random(1, 4096).bfloat16()
+    x[0, 7] = 30000.0
+    got = linear_packed.run_packed(x, stored, None, torch.empty(1, 256, device="cuda"))
+    want = x.double() @ dense(stored, torch.float64).t()
+    assert ((got - want).abs() < 1e-5 * 30000).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("run", [linear_row.run_row, linear_stored.run_few])
 def test_every_code_of_eight_bits_is_exact(dtype, run):
@@ -118,7 +143,7 @@ def chain(x: torch.Tensor, stored: list[Stored], scale: Norm, wait: bool) -> tor
     return stream
 
 
-@pytest.mark.parametrize("form", ["e4m3 rows", "e4m3 blocks", "int4 g32"])
+@pytest.mark.parametrize("form", ["e4m3 rows", "e4m3 blocks", "int4 g32", "int4 g128", "mxfp4"])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_a_chain_of_dependent_launches_keeps_its_order(form, tokens):
     stored, x = [FORMS[form](2048, 2048) for _ in range(10)], random(tokens, 2048).bfloat16()

@@ -106,3 +106,50 @@ def _by_words(pairs, HIGH: tl.constexpr, FORM: tl.constexpr):
             "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     return numbers
+
+
+@triton.jit
+def raw_int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
+    """Numbers of the high or the low nibbles of bytes for products that take off what they count from.
+
+    With WORDS a nibble n is 128 + n, and the bytes 0, 1, 2, 3 of a word have their numbers in the order 0, 2, 1, 3: one operation makes two
+    numbers. Without, n - 8 and the order of the bytes.
+    """
+    if not WORDS:
+        numbers = numbers4(pairs, HIGH, dtype, 2, False)
+    elif HIGH:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b; shr.u32 a, $2, 4; shr.u32 b, $2, 12;
+            lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""",
+            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 b; shr.u32 b, $2, 8;
+            lop3.b32 $0, $2, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""",
+            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return numbers
+
+
+@triton.jit
+def scaled_e2m1(pairs, scales, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
+    """Numbers of the high or the low nibbles of bytes times scales; with WORDS, scales are 2 ** 64 times as large, in bfloat16,
+    and the results are 2 ** -62 of the numbers, in the order of `raw_int4`."""
+    if not WORDS:
+        numbers = (numbers4(pairs, HIGH, tl.float32, 3, False) * scales).to(dtype)
+    elif HIGH:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d; shl.b32 a, $2, 8; shl.b32 b, $2, 2; and.b32 a, a, 0x80008000; lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+            and.b32 c, $2, 0x80008000; shr.u32 d, $2, 6; lop3.b32 d, d, 0x01C001C0, c, 0xEA;
+            mul.rn.bf16x2 $0, b, $3; mul.rn.bf16x2 $1, d, $4; }""",
+            "=r,=r,r,r,r", [pairs, scales], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d; shl.b32 a, $2, 12; shl.b32 b, $2, 6; and.b32 a, a, 0x80008000; lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+            shl.b32 c, $2, 4; shr.u32 d, $2, 2; and.b32 c, c, 0x80008000; lop3.b32 d, d, 0x01C001C0, c, 0xEA;
+            mul.rn.bf16x2 $0, b, $3; mul.rn.bf16x2 $1, d, $4; }""",
+            "=r,=r,r,r,r", [pairs, scales], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return numbers

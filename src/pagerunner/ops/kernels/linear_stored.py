@@ -20,13 +20,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_row
+from pagerunner.ops.kernels import linear_packed, linear_row
 from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.stored import RUN, Stored, Stored8
+from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 
 ROWS, GROUPS, HALF_RUNS = 0, 1, 2
 """Where scales are applied: to a row's sum, to each segment's, or to those of the low and of the high nibbles of one run."""
@@ -365,6 +365,8 @@ def run(
     joined = row and linear_row.joins(x_TI, stored)
     if norm is not None and not joined:
         x_TI, norm = norm(x_TI), None
+    if isinstance(stored, Stored4) and linear_packed.fits(x_TI, stored):
+        return linear_packed.run_packed(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
     if not row or not isinstance(stored, Stored8):
         return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
     if gated and not joined and linear_row.fits(x_TI, stored, stored.shape[0]):
