@@ -191,6 +191,14 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("GPTQ", {"dynamic": {"+:.*": {"bits": 3}}}, r"dynamic.\+:\.\*: bits is 3"),
         ("GPTQ", {"dynamic": {"+:.*": {"odd": 1}}}, r"dynamic.\+:\.\*: odd is 1"),
         ("GPTQ", {"dynamic": ["-:.*"]}, "dynamic must be an object"),
+        ("GPTQ", {"dynamic": {"-:[": {}}}, r"dynamic has 're:\['.*unterminated character set"),
+        (
+            "GPTQ",
+            {"dynamic": {"+:.*q_proj": None}},
+            r"dynamic has '\+:\.\*q_proj', which must be an object of settings, got None",
+        ),
+        ("int4", {"ignore": ["lm_head", "re:("]}, r"ignore has 're:\(', which is no pattern .*missing \)"),
+        ("AutoRound in GPTQ's words", {"extra_config": {"(": {"bits": 16}}}, r"extra_config has 're:\('"),
         ("AWQ", {"zero_point": False}, "zero_point is false"),
         ("modelopt NVFP4", {"group_size": 32}, "group_size is 32"),
     ],
@@ -275,6 +283,17 @@ def test_experts_are_told_apart_only_where_a_list_can_do_so(case: str, entries: 
     kept = {n: found.scheme(f"{experts}.{n}.up_proj") is None for n in range(128)}
     by_digits = [{kept[n] for n in kept if len(str(n)) == digits} for digits in (1, 2, 3)]
     assert apart or all(len(ways) == 1 for ways in by_digits)
+
+
+def test_a_pattern_in_a_group_is_checked_and_hostile_ones_take_no_time() -> None:
+    values = compressed("pack-quantized", INT4, ignore=["re:(([a-z0-9._]+)+)+!", "re:(.*)*v_proj"])
+    group = {**values["config_groups"]["group_0"], "targets": ["re:*"]}
+    with pytest.raises(ConfigError, match=r"config_groups.group_0: targets has 're:\*', .*nothing to repeat"):
+        read_format({**values, "config_groups": {"group_0": group}}, "config.json")
+    started = time.perf_counter()
+    found = read_format(values, "config.json")
+    assert found.scheme(LAYER) is not None and found.scheme("model.layers.0.self_attn.v_proj") is None
+    assert time.perf_counter() - started < 2
 
 
 def test_long_lists_are_cheap_to_ask() -> None:
@@ -389,16 +408,6 @@ def test_two_places_that_say_different_things_are_an_error_that_names_both(tmp_p
     file.write_text(json.dumps({**plain, "quantization_config": said, "compression_config": CASES["int4"][0]}))
     with pytest.raises(ConfigError, match="compression_config says something else than quantization_config"):
         read_model_config(path)
-
-
-def test_a_pattern_that_is_none_is_named() -> None:
-    for values in (
-        {**CASES["int4"][0], "ignore": ["re:.*(proj"]},
-        {**CASES["AutoRound in GPTQ's words"][0], "extra_config": {".*(proj": {"bits": 16}}},
-        {**CASES["GPTQ"][0], "dynamic": {"-:.*(proj": {}}},
-    ):
-        with pytest.raises(ConfigError, match=r"names modules by '.*\(proj', which is no pattern"):
-            read_format(values, "config.json").scheme(LAYER)
 
 
 def test_the_order_of_input_features_has_two_names() -> None:

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from pagerunner.errors import ConfigError
+from pagerunner.quant.patterns import Pattern
 
 Writer = Literal[
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "deepseek-v4", "online"
@@ -147,7 +147,7 @@ class Names:
         )
 
     @functools.cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+    def _patterns(self) -> tuple[re.Pattern[str] | Pattern, ...]:
         """The other entries, to be matched from the start of a name."""
         if self.rule == "part":
             return tuple(re.compile(".*" + re.escape(entry)) for entry in self.entries)
@@ -156,16 +156,9 @@ class Names:
             return tuple(re.compile(fnmatch.translate(entry)) for entry in wild)
         own = [entry[3:] for entry in self.entries if entry.startswith("re:")]
         layers = [entry for entry in self.entries if "*" in entry and not entry.startswith("re:")]
-        return tuple(map(_compiled, own)) + tuple(
+        return tuple(map(Pattern, own)) + tuple(
             re.compile(re.escape(entry).replace(r"\*", r"\d+") + r"(\.|$)") for entry in layers
         )
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"quantization_config names modules by {pattern!r}, which is no pattern: {error}.") from None
 
 
 def _ends_in_star(name: str) -> bool:

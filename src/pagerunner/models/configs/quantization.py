@@ -14,6 +14,7 @@ from typing import Any
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.fields import Fields
 from pagerunner.quant.formats import Format, Layout, Names, Number, Rounding, Scales, Scheme, Writer
+from pagerunner.quant.patterns import Pattern
 
 ALL = Names("module", ("re:.*",))
 _INSTEAD = {
@@ -127,8 +128,18 @@ def _list(fields: Fields, *names: str) -> tuple[str, ...]:
             continue
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise fields.error(name, f"must be a list of names, got {value!r:.120}.")
-        entries += value
+        entries += (_checked(fields, name, entry) for entry in value)
     return tuple(entries)
+
+
+def _checked(fields: Fields, name: str, entry: str) -> str:
+    """The entry `re:PATTERN` of the field `name`, or any other, if the pattern can be matched."""
+    if entry.startswith("re:"):
+        try:
+            Pattern(entry[3:])
+        except ValueError as error:
+            raise fields.error(name, f"has {entry!r:.120}, which is no pattern that can be matched: {error}.") from None
+    return entry
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int] | None:
@@ -353,11 +364,16 @@ def _read_gptq(fields: Fields) -> Format:
         raise fields.error("dynamic", f"must be an object of patterns, got {overrides!r:.80}.")
     kept, schemes = list(_list(fields, "modules_to_not_convert")), []
     for pattern, changes in overrides.items():
+        entry = _checked(fields, "dynamic", f"re:{pattern.removeprefix('-:').removeprefix('+:')}")
         if pattern.startswith("-:"):
-            kept.append(f"re:{pattern[2:]}")
+            kept.append(entry)
             continue
-        own = fields.inside(f"dynamic.{pattern}", {**usual, **changes} if isinstance(changes, dict) else {})
-        schemes.append((Names("module", (f"re:{pattern.removeprefix('+:')}",)), _gptq_scheme(own, version)))
+        if not isinstance(changes, dict):
+            raise fields.error(
+                "dynamic", f"has {pattern!r:.120}, which must be an object of settings, got {changes!r:.80}."
+            )
+        own = fields.inside(f"dynamic.{pattern}", {**usual, **changes})
+        schemes.append((Names("module", (entry,)), _gptq_scheme(own, version)))
         own.finish(_NOTES["gptq"].split())
     scheme = _gptq_scheme(fields.inside("gptq", usual), version)
     if head:
@@ -410,7 +426,7 @@ def _read_auto_round(fields: Fields) -> Format:
         raise fields.error("extra_config", f"must be an object of modules and their settings, got {own!r:.80}.")
     kept, schemes = [], []
     for name, said in own.items():
-        entry = f"re:{name}" if _SPECIAL.search(name) else name
+        entry = _checked(fields, "extra_config", f"re:{name}") if _SPECIAL.search(name) else name
         inside = fields.inside(f"extra_config.{name}", {**usual, **said})
         if said.get("bits") in (16, 32):
             kept.append(entry)
