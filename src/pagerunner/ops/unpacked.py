@@ -5,6 +5,8 @@ Shape letters: E experts, O output features, I input features.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pagerunner.ops.quantize import rounding
@@ -13,7 +15,7 @@ from pagerunner.ops.stored import Stored, Stored8
 UNPACKED_BYTES = 2**25  # of a matrix that is unpacked at a time, at most, if there are many tokens
 MANY_TOKENS = 2048  # with fewer, products with small parts of a matrix leave multiprocessors idle
 FEW_UNPACKED_BYTES = 2**28  # of a matrix for fewer tokens: the whole of most matrices, and not of output weights
-STEP = 128  # output features: a multiple of every format's blocks
+STEP = 128  # output features
 TILE_TOKENS_8, TILE_TOKENS_4 = 256, 512  # up to so many, converting in registers is faster than unpacking 8 or 4 bits
 EXPERTS_BYTES = 2**28
 """Of experts' matrices that are unpacked at a time, at most, unless four experts take more."""
@@ -26,10 +28,15 @@ def experts_at_once(experts: int, outputs: int, inputs: int, itemsize: int, most
     return min(experts, max(4, most // (outputs * inputs * itemsize) // 4 * 4))
 
 
-def outputs_at_once(outputs: int, inputs: int, itemsize: int, most: int) -> int:
-    """Output features that are unpacked together: equal numbers of them in whole steps, and at most so many bytes if a step has no more."""
-    steps, room = -(-outputs // STEP), max(most // (inputs * itemsize), STEP)
-    return min(-(-steps // -(-outputs // room)) * STEP, outputs)
+def outputs_at_once(weight_OI: Stored, itemsize: int, most: int) -> int:
+    """Output features that are unpacked together: equal numbers of them in whole steps, and at most so many bytes if a step has no more.
+
+    A step is a whole number of the blocks that share scales. Example: blocks of 96 rows make steps of 384 output features.
+    """
+    outputs, inputs = weight_OI.shape
+    step = math.lcm(STEP, weight_OI.block[0]) if isinstance(weight_OI, Stored8) else STEP
+    steps, room = -(-outputs // step), max(most // (inputs * itemsize), step)
+    return min(-(-steps // -(-outputs // room)) * step, outputs)
 
 
 def tile_tokens(weight_OI: Stored) -> int:
@@ -39,10 +46,9 @@ def tile_tokens(weight_OI: Stored) -> int:
 
 def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
     """The most that a product with up to so many tokens in `dtype` unpacks at a time."""
-    outputs, inputs = weight_OI.shape
     if tokens <= tile_tokens(weight_OI) or _rounds(weight_OI, dtype):
         return 0
-    return outputs_at_once(outputs, inputs, dtype.itemsize, FEW_UNPACKED_BYTES) * inputs * dtype.itemsize
+    return outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES) * weight_OI.shape[1] * dtype.itemsize
 
 
 def experts_bytes(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> int:

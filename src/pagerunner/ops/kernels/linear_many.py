@@ -28,9 +28,8 @@ from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, UNPACKED_BY
 
 def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
     """The output features of each product: equal numbers of them, in whole steps."""
-    features, inputs = weight_OI.shape
-    most = FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES
-    size = outputs_at_once(features, inputs, dtype.itemsize, most)
+    features = weight_OI.shape[0]
+    size = outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES)
     return (slice(first, min(first + size, features)) for first in range(0, features, size))
 
 
@@ -109,9 +108,11 @@ def _product(
     add: bool = False,
 ) -> None:
     """Write the product into `out`, or add it: of `x`, of its norm, or of `silu(gate) * up`."""
+    if not out_TO.numel():
+        return
     tokens = x_TI.shape[0]
     most = tile_tokens(weight_OI)
-    if 0 < tokens <= most and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1 and serves(x_TI, weight_OI):
+    if tokens <= most and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1 and serves(x_TI, weight_OI):
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
         run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_for(tokens, weight_OI, x_TI.device), add=add)
         return
