@@ -174,7 +174,7 @@ def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: An
         read_model_config(rewrite(path, **{field: value}))
 
 
-def test_a_missing_table_of_experts_is_named(tmp_path: Path) -> None:
+def test_a_missing_table_of_experts_is_named_and_a_wrong_one(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path, _ = make_compressed_checkpoint(tmp_path)
@@ -183,6 +183,12 @@ def test_a_missing_table_of_experts_is_named(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name].float()}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tid2eid.*float32"):
         engine(path)
+    for outside in (-1, 9):
+        table = tensors[name].clone()
+        table[5, 1] = outside
+        save_file({**tensors, name: table}, path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"tid2eid.* holds {outside} at \[5, 1\], .* \d experts, from 0 on"):
+            engine(path)
     del tensors[name]
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="tid2eid"):

@@ -103,7 +103,11 @@ class Module:
 
         The sinks are made by the call and are good for one load.
         """
-        for name, tensor in self.weights.items():
-            yield CheckpointTensor(f"{prefix}{name}", CopySink(tensor), self, cut=self.cuts.get(name))
+        for name in self.weights:
+            yield CheckpointTensor(f"{prefix}{name}", self.sink(name), self, cut=self.cuts.get(name))
         for name, child in self.children():
             yield from child.checkpoint(f"{prefix}{name}.")
+
+    def sink(self, name: str) -> Sink:
+        """What takes the tensor of a checkpoint that fills the whole of the module's own weights `name`."""
+        return CopySink(self.weights[name])

@@ -32,6 +32,7 @@ from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.routing import Routing
+from pagerunner.quant.sinks import IndexSink, Sink
 
 
 def _float32(*shape: int) -> torch.Tensor:
@@ -190,6 +191,12 @@ class HashRouter(Router):
         first_V = torch.arange(table_VA.shape[0], device=table_VA.device).mul_(self.routing.active)
         next_A = torch.arange(self.routing.active, device=table_VA.device)
         table_VA.copy_((first_V.unsqueeze(-1) + next_A) % self.experts)
+
+    def sink(self, name: str) -> Sink:
+        """See Module."""
+        if name == "tid2eid":
+            return IndexSink(self.weights[name], self.experts, "expert")
+        return super().sink(name)
 
     def experts_of(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """The experts of tokens with these ids, [T, A]."""

@@ -101,6 +101,24 @@ class CopySink(Sink):
         copy(self.target, source)
 
 
+class IndexSink(CopySink):
+    """Fills `target` with whole numbers from 0 to `count` - 1; kernels use them as places in memory. `what` names one of the `count`."""
+
+    def __init__(self, target: torch.Tensor, count: int, what: str) -> None:
+        super().__init__(target)
+        self._count, self._what = count, what
+
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+        """See Sink. Raises SinkError if a number is outside."""
+        outside = ((source < 0) | (source >= self._count)).nonzero()
+        if len(outside):
+            place = tuple(outside[0].tolist())
+            raise SinkError(
+                f"holds {source[place].item()} at {list(place)}, but by the config there are {self._count} {self._what}s, from 0 on."
+            )
+        super().put(source, copy)
+
+
 class ByteSink(Sink):
     """Fills `target`, a view of codes, byte by byte, from a tensor of `dtype`, which is the target's unless it is given."""
 
