@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.dispatch import Op
+from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
@@ -184,7 +187,7 @@ class Router(Module):
         choice_bias: str | None = None,
     ) -> None:
         super().__init__()
-        self.routing, self.bias, self.choice_bias = routing, bias, choice_bias
+        self.experts, self.routing, self.bias, self.choice_bias = experts, routing, bias, choice_bias
         self.weights = {"weight": torch.empty(experts, features, dtype=dtype, device="meta")}
         if bias is not None:
             self.weights[bias] = torch.empty(experts, dtype=dtype, device="meta")
@@ -206,6 +209,16 @@ class Router(Module):
 
     def _weight(self, name: str | None) -> torch.Tensor | None:
         return None if name is None else self.weights[name]
+
+
+def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
+    """For each kind of routing in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
+    kinds = {(m.experts, m.routing.active) for m in modules if isinstance(m, Router)}
+    return [partial(_kernels, op, kind) for kind in kinds for op in (route, moe_experts)]
+
+
+def _kernels(op: Op[..., Any], kind: tuple[int, int], tokens: int) -> Hashable:
+    return op.kernels_for(tokens, *kind)
 
 
 class SparseMLP(FeedForward):

@@ -180,7 +180,6 @@ class HashRouter(Router):
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, routing: Routing) -> None:
         super().__init__(config.hidden_size, config.experts, dtype, routing)
-        self.experts = config.experts
         shape = (config.vocab_size, routing.active)
         self.weights["tid2eid"] = torch.empty(shape, dtype=torch.int64, device="meta")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -38,6 +38,15 @@ class Op(Generic[P, R]):
             module = importlib.import_module(f"pagerunner.ops.kernels.{self._module}")
             self._kernel = getattr(module, self.twin.__name__)
         return self._kernel
+
+    def kernels_for(self, *sizes: int) -> Hashable:
+        """What decides which kernels run for these sizes, as `<operation>_kernels` in the kernel's module says. Needs Triton.
+
+        It is equal for sizes that need the same kernels. Example: `route.kernels_for(tokens, experts)`.
+        """
+        module = importlib.import_module(f"pagerunner.ops.kernels.{self._module}")
+        found: Hashable = getattr(module, f"{self.twin.__name__}_kernels")(*sizes)
+        return found
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it."""

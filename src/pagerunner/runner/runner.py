@@ -15,6 +15,7 @@ from pagerunner.ops.sample import sample
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
+from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import HiddenStatePooler
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
@@ -110,9 +111,12 @@ class ModelRunner:
         graphs: GraphSettings,
         threads: StepThreads | None = None,
         unpacks: bool = False,
+        kernels: Sequence[KernelsOf] = (),
     ) -> None:
-        """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens."""
-        self._unpacks = unpacks
+        """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
+        the model's kernels differ; warm-ups run all of them.
+        """
+        self._unpacks, self._kernels = unpacks, kernels
         self._model = model
         self._threads = threads  # a CPU's
         self._pages = pages
@@ -190,7 +194,7 @@ class ModelRunner:
             self._sampler.init_slot(SlotInit(slot, _first_request(everything), []))
 
     def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
-        for rows in self._first_steps():
+        for rows in (*self._first_steps(), *self._steps_of_more_kernels()):
             self.run(StepPlan(step_id=-1, rows=rows)).result()
         self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
@@ -241,11 +245,24 @@ class ModelRunner:
         there is a step with just fewer tokens, for the memory that it takes.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
-        yield _even_rows(min(-(-2 * most // longest), most_rows), most, longest, past=True)
+        yield self._long_rows(most)
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
         if self._unpacks and most >= MANY_TOKENS:
-            tokens = MANY_TOKENS - 1
-            yield _even_rows(min(-(-2 * tokens // longest), most_rows), tokens, longest, past=True)
+            yield self._long_rows(MANY_TOKENS - 1)
+
+    def _steps_of_more_kernels(self) -> Iterator[list[StepRow]]:
+        """Steps for kernels that no other step of the warm-up needs."""
+        if not self._kernels:
+            return
+        steps = (*self._first_steps(), *self._largest_steps())
+        met = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in self._graphs.keys}
+        for tokens in more_counts(self._kernels, met, self._builder.max_tokens):
+            yield self._long_rows(tokens)
+
+    def _long_rows(self, tokens: int) -> list[StepRow]:
+        """A step of so many tokens at the end of long sequences."""
+        longest = self._max_model_len
+        return _even_rows(min(-(-2 * tokens // longest), self._builder.max_rows), tokens, longest, past=True)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What a graph computes.

@@ -28,6 +28,7 @@ from pagerunner.engine.startup.machine import DeviceMemory, available_memory
 from pagerunner.engine.startup.measure import StartMeter, final_plan
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
+from pagerunner.layers.moe import kernels_of
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
@@ -47,6 +48,7 @@ from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
+from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
@@ -285,6 +287,7 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
         ),
         threads=_step_threads(model, plan) if device.type == "cpu" else None,
         unpacks=unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0,
+        kernels=kernels_of(model.modules()) if device.type == "cuda" and has_triton() else (),
     )
 
 

@@ -7,6 +7,7 @@ The first product computes gates and ups and stores what the activation makes of
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TypeGuard
 
 import torch
@@ -17,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
-from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_products, reads_codes
-from pagerunner.ops.kernels.moe_many import fits, many_product, unpacked_product, unpacks
+from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
+from pagerunner.ops.kernels.moe_many import fits, many_config, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
@@ -125,6 +126,12 @@ def _sum_kernel(pairs_ptr, experts_ptr, out_ptr, features, out_stride, A: tl.con
     tl.store(place, acc.to(dtype), mask=mask)
 
 
+def _most_pairs(pairs: int, experts: int) -> int:
+    """Pairs of a tile, by measurement (docs/performance.md)."""
+    each = pairs / experts
+    return 16 if each <= MOST_FEW else 64 if each <= 128 else 128
+
+
 def _product(
     x: torch.Tensor,
     w_EOK: torch.Tensor | Stored,
@@ -139,8 +146,7 @@ def _product(
     experts, outputs, inputs = w_EOK.shape
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    per_expert = pairs / experts
-    bm = 16 if per_expert <= MOST_FEW else 64 if per_expert <= 128 else 128
+    bm = _most_pairs(pairs, experts)
     bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
     tensors, constants = stored_args(w_EOK, x.dtype)
     if not isinstance(w_EOK, torch.Tensor):
@@ -267,6 +273,15 @@ def _readable(weights: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tenso
     if serves(weights):
         return weights
     return weights.contiguous() if isinstance(weights, torch.Tensor) else dense(weights, dtype)
+
+
+def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashable, ...]:
+    """See `Op.kernels_for`: everything that products choose by, whatever form the weights have."""
+    pairs = tokens * active
+    each = pairs / experts
+    ways = tokens == 1, each <= MOST_FEW, each > WORTH_UNPACKING, each > MOST_OF_CODES
+    many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
+    return *ways, _most_pairs(pairs, experts), codes_config(pairs, experts), *many
 
 
 def _ordered(routes: Routes, experts: int) -> Routes:

@@ -6,6 +6,9 @@ program chooses for some tokens and counts, then it places their pairs behind th
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -260,6 +263,33 @@ def kind_of_scores(routing: Routing) -> int:
     return _KINDS[routing.scores]
 
 
+class RouteConfig(NamedTuple):
+    """Whether one launch chooses experts and places pairs; the tokens of a program; its warps."""
+
+    at_once: bool
+    rows: int
+    warps: int
+
+
+@functools.cache
+def route_config(tokens: int, experts: int) -> RouteConfig:
+    """The launch of `_route_kernel`, by measurement (docs/performance.md)."""
+    wide = padded(experts)
+    at_once = tokens * wide <= _MOST_AT_ONCE
+    scores = max(_FEWEST, min(_MOST, padded(tokens * wide // _BLOCKS)))
+    rows = padded(max(tokens, 1)) if at_once else max(1, scores // wide)
+    return RouteConfig(at_once, rows, 1 if rows == 1 and at_once else 8 if rows > 8 else 4)
+
+
+def _order_block(pairs: int) -> int:
+    return 2048 if pairs > 256 else 256
+
+
+def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, int, bool]:
+    """See `Op.kernels_for`."""
+    return route_config(tokens, experts), _order_block(tokens * active), tokens <= _FEW_TOKENS
+
+
 def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs of each expert, one expert's behind another's [P], and where each expert's begin [E + 1]."""
     order_P = experts_TA.new_empty(experts_TA.numel(), dtype=torch.int32)
@@ -271,7 +301,7 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
         starts_E1,
         touched_experts(experts_TA.device),
         pairs,
-        BLOCK=2048 if pairs > 256 else 256,
+        BLOCK=_order_block(pairs),
         **dependent(experts_TA.device),
     )
     return order_P, starts_E1
@@ -341,12 +371,9 @@ def route(
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
     touched = touched_experts(device)
-    at_once = tokens * padded(experts) <= _MOST_AT_ONCE
-    scores = max(_FEWEST, min(_MOST, padded(tokens * padded(experts) // _BLOCKS)))
-    rows = padded(max(tokens, 1)) if at_once else max(1, scores // padded(experts))
+    at_once, rows, warps = route_config(tokens, experts)
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
-    warps = 1 if rows == 1 and at_once else 8 if rows > 8 else 4
     _route_kernel[(count,)](
         logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,

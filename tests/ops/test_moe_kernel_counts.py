@@ -1,0 +1,79 @@
+"""A warm-up's numbers of tokens need every kernel of a mixture of experts that any other number of tokens needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.effort import by_days, share_of_the_day
+from pagerunner.layers.moe import Router, kernels_of
+from pagerunner.ops.activation import SILU
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.routing import Routing, norm_expert_logits, route
+from pagerunner.ops.stored import Stored4, Stored8
+from pagerunner.runner.graphs import MIXED_SIZES
+from pagerunner.runner.kernel_counts import more_counts
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+MOST, FEATURES, INNER = 8192, 256, 256
+USUAL = {*range(1, 17), 32, *MIXED_SIZES, 272, 275, MOST}
+"""Numbers of tokens that a warm-up runs in any case."""
+SIZES = {"Qwen3-30B": (128, 8), "gpt-oss-20b": (32, 4), "DeepSeek-V2-Lite": (64, 6), "Qwen3-Next": (512, 10)}
+
+
+def weights(form: str, experts: int, outputs: int, inputs: int) -> Any:
+    """All experts' matrices, which no kernel reads here."""
+    if form == "bf16":
+        return torch.empty(experts, outputs, inputs, dtype=torch.bfloat16)
+    if form == "fp8":
+        codes = torch.empty(experts, outputs, inputs, dtype=torch.float8_e4m3fn)
+        return Stored8(codes, torch.empty(experts, outputs // 128, inputs // 128), (128, 128), "block")
+    codes = torch.empty(experts, outputs, inputs // 2, dtype=torch.uint8)
+    return Stored4(codes, torch.empty(experts, outputs, inputs // 32, dtype=torch.uint8), 32, "e2m1")
+
+
+class Layer:
+    """A router and its experts, whose kernels aren't run: it tells which ones would be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, experts: int, active: int, form: str) -> None:
+        self.router = Router(FEATURES, experts, torch.bfloat16, Routing(active))
+        self.experts = experts
+        self.weights = weights(form, experts, 2 * INNER, FEATURES), weights(form, experts, FEATURES, INNER)
+        self.x = torch.empty(MOST, FEATURES, dtype=torch.bfloat16)
+        self.launches: set[Any] = set()
+        monkeypatch.setattr(
+            interpreter.InterpretedFunction, "run", lambda kernel, *args, **how: self._note(kernel, args, how)
+        )
+
+    def _note(self, kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+        """What Triton compiles a kernel for: constants, and of other whole numbers whether they are 1 or multiples of 16."""
+        free = kernel.kwargs.get("do_not_specialize") or ()
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        sorts = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
+        constants = [(name, str(value)) for name, value in how.items() if name not in ("grid", "warmup")]
+        blocks = [str(v.block_shape) for v in args if hasattr(v, "block_shape")]
+        self.launches.add((kernel.fn.__name__, *sorts, *sorted(constants), *blocks))
+
+    def kernels(self, tokens: int) -> set[Any]:
+        self.launches = set()
+        norm = Norm(torch.empty(FEATURES, dtype=torch.bfloat16), 1e-6)
+        weight = torch.empty(self.experts, FEATURES, dtype=torch.bfloat16)
+        if tokens <= 16:
+            norm_expert_logits.kernel(self.x[:tokens], norm, weight)
+        routes = route.kernel(torch.empty(tokens, self.experts), self.router.routing)
+        moe_experts.kernel(self.x[:tokens], routes._replace(order_P=None, starts_E1=None), *self.weights, SILU)
+        moe_experts.kernel(self.x[:tokens], routes, *self.weights, SILU)
+        return self.launches
+
+
+@pytest.mark.parametrize(("model", "form"), by_days(SIZES, ["bf16", "fp8", "mxfp4"]))
+def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeypatch, model, form):
+    layer = Layer(monkeypatch, *SIZES[model], form)
+    more = more_counts(kernels_of([layer.router]), USUAL, MOST)
+    assert len(more) <= 5
+    met = set().union(*(layer.kernels(tokens) for tokens in (*USUAL, *more)))
+    for tokens in share_of_the_day(MOST, 97):
+        assert layer.kernels(tokens + 1) <= met, tokens + 1
