@@ -27,6 +27,7 @@ from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.startup.weights import in_fewer_bits
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts
@@ -336,6 +337,27 @@ def test_a_gate_that_the_file_holds_in_fp8_is_unpacked_though_formats_leave_gate
     want = loaded(plain_copy(path, tmp_path / "plain", meant))
     for left, right in zip(matrices(loaded(path, keep=keep)), matrices(want), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["fp8 tensor", "int4"])
+def test_experts_that_the_file_holds_together_in_floats_are_floats(tmp_path: Path, kind: str, keep: bool) -> None:
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    path = MAKERS["gpt_oss"](folder)
+    meant = quantise(path, kind)
+    want = loaded(plain_copy(path, tmp_path / "plain", meant))
+    for left, right in zip(matrices(loaded(path, keep=keep)), matrices(want), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_what_fewer_bits_would_take_is_the_same_with_files_and_without(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    model = read_model_config(path)
+    size = weights_bytes(build_model(model, "float32"))
+    found = dict(in_fewer_bits(model, "float32", size))
+    (path / "model.safetensors").unlink()
+    assert found and found == dict(in_fewer_bits(model, "float32", size))
 
 
 def test_the_dtype_of_scales_is_the_files_and_fp8_has_no_say_in_it() -> None:

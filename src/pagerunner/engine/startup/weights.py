@@ -71,7 +71,7 @@ def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple
         for scheme in schemes:
             form = Format("compressed-tensors", ((ALL, scheme),), _NONE)
             try:
-                taken = weights_bytes(build_model(replace(model, format=form), dtype, keep_forms=True))
+                taken = weights_bytes(build_model(replace(model, format=form), dtype, keep_forms=True, of_files=False))
             except ConfigError:  # sizes that don't suit the form
                 continue
             if taken < 0.8 * size:

@@ -30,7 +30,7 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
-    `plain` are modules with nothing but a matrix of floats, without what tools write before a layer, and `quantised` those with one of 8-bit
+    `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of 8-bit
     numbers. `scales` is the dtype of the scales of 4-bit groups.
     """
 
@@ -48,11 +48,16 @@ class Held:
         plain = (
             name for name, own in suffixes.items() if own.keys() <= {"weight", "bias"} and own.get("weight") in _FLOATS
         )
+        together = (
+            inner_name(name)
+            for name, dtype in dtypes.items()
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and dtype in _FLOATS
+        )
         numbers = (name for name, own in suffixes.items() if own.get("weight") in ("F8_E4M3", "I8") and len(own) > 1)
         packed = (own for own in suffixes.values() if not own.keys().isdisjoint(("qweight", "weight_packed")))
         groups = (own[suffix] for own in packed for suffix in ("scales", "weight_scale") if suffix in own)
         scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
-        return cls(frozenset(plain), scales, frozenset(numbers))
+        return cls(frozenset((*plain, *together)), scales, frozenset(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +108,9 @@ class Forms:
         if not (self.held.plain or self.checkpoint.tells_apart(experts)):
             alike = {"0", *(str(10**digits) for digits in range(1, 5))}
             modules = {part: name for part, name in modules.items() if part.partition(".")[0] in alike}
+        floats = self.held.plain if self.checkpoint.writer != "online" else frozenset()
         left_alone = {
-            own: self.checkpoint.ignored.match(f"{experts}.{together}")
+            own: self.checkpoint.ignored.match(f"{experts}.{together}") or inner_name(f"{experts}.{together}") in floats
             for own, together in zip(owner.checkpoint_names, ("gate_up_proj", "gate_up_proj", "down_proj"), strict=True)
         }
         return {

@@ -83,18 +83,21 @@ class Model(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_forms: bool | None = None) -> Model:
+def build_model(
+    config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_forms: bool | None = None, of_files: bool = True
+) -> Model:
     """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`.
 
     `keep_forms`: quantised weights stay in few bits in memory; otherwise they are unpacked to `dtype` while they are loaded. None
-    keeps them on a CUDA device alone.
+    keeps them on a CUDA device alone. `of_files`: what the checkpoint's files hold decides beside the config; not so for a format that the
+    checkpoint isn't in, which a plan only tries.
     """
     family = FAMILIES[config.family]
     model: Model = getattr(importlib.import_module(family.module), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
     if config.format is not None:
-        held = Held.of(tensor_dtypes(Path(config.path)), getattr(torch, config.dtype))
+        held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
         Forms(config.format, getattr(torch, dtype), held, keep).store(model.sources())
         model.asked_by = f"quantization_config ({config.format.writer})"
