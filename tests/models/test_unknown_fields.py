@@ -12,7 +12,9 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint, make_config
 from pagerunner import LLM
-from pagerunner.errors import ConfigError
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.models.checkpoint.kv_scales import place_of
+from pagerunner.models.checkpoint.loader import checkpoint_files
 from pagerunner.models.configs.reader import read_model_config
 
 
@@ -89,3 +91,30 @@ def test_an_engine_takes_overrides(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="some_switch"):
         LLM(str(path), **options)
     LLM(str(path), hf_overrides={"some_switch": None}, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("vocab_size", 10**30, r"vocab_size must be at most 2147483647, got 10{30}"),
+        ("head_dim", 2**40, "head_dim must be at most 2147483647"),
+        ("num_hidden_layers", 10**7, "num_hidden_layers must be at most 10000, got 10000000"),
+    ],
+)
+def test_sizes_that_no_model_has_are_named(tmp_path: Path, field: str, value: int, said: str) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ConfigError, match=said):
+        read_model_config(path)
+
+
+def test_numbers_and_names_of_thousands_of_characters_are_told(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5_000}}))
+    with pytest.raises(CheckpointError, match="a is in 'x+, which is not a plain file name"):
+        checkpoint_files(path)
+    assert place_of(f"model.layers.{'1' * 5_000}.self_attn.k_scale") is None
+    (path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": ' + "1" * 5_000 + "}")
+    with pytest.raises(CheckpointError, match="config.json is not valid JSON: .*digits"):
+        read_model_config(path)

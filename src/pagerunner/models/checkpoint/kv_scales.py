@@ -22,7 +22,7 @@ from pagerunner.memory.specs import FullKV, Spec
 
 Scales = Mapping[int, tuple[float, float]]  # by layer: of keys, of values
 DTYPE = "fp8_e4m3"
-_PLACE = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(?:self_attn|attn|attention)\."
+_PLACE = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,9})\.(?:self_attn|attn|attention)\."
 _NAMES = tuple(
     (re.compile(_PLACE + pattern + "$"), which)
     for pattern, which in (

@@ -38,6 +38,7 @@ ALIGNMENT = 256
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that copy weights: enough to read from a disk and fill page-locked buffers at once."""
 Progress = Callable[[int, int], None]
+_LONGEST_NAME = 240  # characters of a file's name; file systems take 255 bytes
 _INDEX = "model.safetensors.index.json"
 # How checkpoints of text and images name the text model's tensors, and how they name the other parts: the files of the
 # makers, then those that transformers writes since 4.52.
@@ -340,8 +341,8 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
         raise CheckpointError(f"{index} has no weight_map of tensor names to file names.")
     found: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
-        if Path(file).name != file:
-            raise CheckpointError(f"{index}: {name} is in {file!r}, which is not a plain file name.")
+        if Path(file).name != file or len(file) > _LONGEST_NAME or "\0" in file:
+            raise CheckpointError(f"{index}: {name} is in {file!r:.120}, which is not a plain file name.")
         found.setdefault(directory / file, []).append(name)
     for path in found:
         if not path.is_file():

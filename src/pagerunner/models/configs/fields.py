@@ -43,6 +43,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "use_qk_norm": False,
     "per_layer_config": {},
 }
+_MOST = 2**31 - 1  # no size of a model comes near; products of larger ones overflow
 # Unknown fields that ask for something else where they are false; every other unknown field is unset when it is false.
 _FALSE_MATTERS = frozenset({"is_causal", "causal", "use_causal_mask"})
 
@@ -76,7 +77,7 @@ class Fields:
         return self._values.pop(name, default)
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`; `default` where it is absent or null, unless None, which asks for one."""
+        """A whole number of at least `least`, and of 31 bits; `default` where it is absent or null, unless None, which asks for one."""
         value = self._values.pop(name, None)
         if value is None:
             if default is None:
@@ -86,6 +87,8 @@ class Fields:
             raise self.error(name, f"must be a whole number, got {value!r}.")
         if value < least:
             raise self.error(name, f"must be at least {least}, got {value}.")
+        if value > _MOST:
+            raise self.error(name, f"must be at most {_MOST}, got {value!s:.40}.")
         return value
 
     def number(self, name: str, default: float | None = None, *, above: float = -math.inf) -> float:

@@ -18,6 +18,7 @@ from pagerunner.quant.formats import Format
 
 __all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
 
+_MOST_LAYERS = 10_000  # published models have fewer than 200; each one is built to be planned
 _SECOND_FILE = "hf_quant_config.json"
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -215,7 +216,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{file} is not UTF-8 text.") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise CheckpointError(f"{file} is not valid JSON: {error}.") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}.")
@@ -261,11 +262,14 @@ def _read_common(
     }
     if generation.get("do_sample") is False:
         defaults.setdefault("temperature", 0.0)
+    layers = fields.integer("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise fields.error("num_hidden_layers", f"must be at most {_MOST_LAYERS}, got {layers}.")
     return {
         "path": str(directory),
         "family": family,
         "dtype": dtype,
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": layers,
         "vocab_size": vocab_size,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "bos_token_id": bos[0] if bos else None,
