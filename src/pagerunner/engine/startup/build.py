@@ -49,7 +49,7 @@ from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.ops.dispatch import has_triton
-from pagerunner.ops.unpacked import MANY_TOKENS
+from pagerunner.ops.unpacked import MANY_TOKENS, tile_kernels
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -271,6 +271,8 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
+    unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
+    kernels = [*kernels_of(model.modules()), *([tile_kernels] if unpacks else [])]
     return ModelRunner(
         model=model,
         pages=pages,
@@ -286,8 +288,8 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
             max_model_len=plan.max_model_len,
         ),
         threads=_step_threads(model, plan) if device.type == "cpu" else None,
-        unpacks=unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0,
-        kernels=kernels_of(model.modules()) if device.type == "cuda" and has_triton() else (),
+        unpacks=unpacks,
+        kernels=kernels if device.type == "cuda" and has_triton() else (),
     )
 
 
