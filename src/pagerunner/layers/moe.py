@@ -224,7 +224,8 @@ def _kernels(op: Op[..., Any], kind: tuple[int, int], tokens: int) -> Hashable:
 class SparseMLP(FeedForward):
     """A router, the experts to which it sends each token, and a `shared` feed-forward that every token passes if there is one.
 
-    What comes out of the shared one is multiplied by the sigmoid of `shared_gate`, a linear of one feature. `names` are the parts' names in
+    What comes out of the shared one is multiplied by the sigmoid of `shared_gate`, a linear of one feature; that is three small kernels
+    behind the experts. `names` are the parts' names in
     the checkpoint where they differ from the attributes'.
     """
 

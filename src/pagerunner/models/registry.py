@@ -22,7 +22,7 @@ class Family:
     """One model_type: how its config.json is read, and the module and class of its model.
 
     `read(fields, common)` takes the family's own fields; `common` holds what ModelConfig itself declares. `defaults` are
-    fields that published files leave out.  The config.json of a `nested` family describes a model of text and images, of
+    fields that published files leave out. The config.json of a `nested` family describes a model of text and images, of
     which the text part, in text_config, is run; its model_type there is one of `text_types` (default: the family's with `_text`).
     """
 
