@@ -105,7 +105,14 @@ def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
     plan = planned(capsys, model, "--memory", "80GiB")
     assert plan["other"][0]["name"] == "weights (hqq: size unknown, counted in bfloat16)"
     assert main(["plan", model, "--memory", "80GiB", "--quiet"]) == 0
-    assert "Weights in hqq can be planned, but not served yet" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Weights in hqq can be planned, but not served yet" in said and "quant_method is 'hqq'; known are" in said
+    (tmp_path / "odd").mkdir()
+    odd = place(
+        tmp_path / "odd", "Qwen/Qwen3-8B", quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128}
+    )
+    assert main(["plan", odd, "--memory", "80GiB", "--quiet"]) == 0
+    assert "bits is 3; GPTQ is read with 4 or 8" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="quant_method is 'hqq'"):
         read_model_config(model)
 

@@ -428,3 +428,11 @@ def test_weights_that_are_rounded_while_loading_go_with_rounded_activations_unle
 ):
     made = asked_format(name, None, "config.json")
     assert made is not None and [scheme.rounding for _, scheme in made.schemes] == [rounding]
+
+
+@pytest.mark.parametrize("inputs", [{"num_bits": 16}, {"num_bits": 4}, {"type": "int"}])
+def test_activations_are_rounded_to_what_weights_of_8_bits_are(inputs: dict[str, Any]) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    read_format(compressed("float-quantized", weights, TOKENS), "config.json")
+    with pytest.raises(ConfigError, match="input_activations: num_bits is .*; beside weights of 8 bits and type float"):
+        read_format(compressed("float-quantized", weights, {**TOKENS, **inputs}), "config.json")

@@ -88,8 +88,21 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved) -> str:
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
     if quantization is not None and resolved.model.format is None:
         method = quantization.get("quant_method", "this format")
-        lines.append(f"Weights in {method} can be planned, but not served yet; a checkpoint in bfloat16 can.")
+        lines.append(
+            f"Weights in {method} can be planned, but not served yet; a checkpoint in bfloat16 can. {_why(resolved)}".rstrip()
+        )
     return "\n".join([*lines, ""])
+
+
+def _why(resolved: Resolved) -> str:
+    """What a server would say of the weights' format."""
+    from pagerunner.models.configs.reader import read_model_config
+
+    try:
+        read_model_config(resolved.model.path)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _memory(text: str) -> int:

@@ -293,7 +293,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
     if wanted is not None and block != (1, wanted):
         raise fields.error("weights", f"has the group_size {group!r} in {layout}, whose groups have {wanted} numbers.")
     number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
-    rounding = _compressed_rounding(fields)
+    rounding = _compressed_rounding(fields, kind, bits)
     return Scheme(
         number,
         scales,
@@ -305,15 +305,19 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
     )
 
 
-def _compressed_rounding(fields: Fields) -> Rounding:
-    """How activations are rounded. What layers return is never rounded."""
+def _compressed_rounding(fields: Fields, kind: str, bits: int) -> Rounding:
+    """How activations are rounded beside weights of `bits` and of the type `kind`. What layers return is never rounded."""
     if (outputs := fields.take("output_activations")) is not None:
         raise fields.error("output_activations", f"is {outputs!r:.80}; rounding what layers return is not supported.")
     inputs = _arguments(fields, "input_activations")
     if inputs is None:
         return ""
-    inputs.integer("num_bits", 8)
-    inputs.choice("type", ("float", "int"), "int")
+    own_bits, own_kind = inputs.integer("num_bits", 8), inputs.choice("type", ("float", "int"), "int")
+    if bits == 8 and (own_bits, own_kind) != (bits, kind):  # products of fewer bits never round activations
+        raise inputs.error(
+            "num_bits",
+            f"is {own_bits}, of type {own_kind}; beside weights of 8 bits and type {kind} activations are rounded to the same.",
+        )
     strategy = inputs.choice("strategy", tuple(_ROUNDINGS), "tensor")
     dynamic = inputs.take("dynamic")
     if dynamic not in (None, True, False, "local"):
