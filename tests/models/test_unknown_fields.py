@@ -118,3 +118,10 @@ def test_numbers_and_names_of_thousands_of_characters_are_told(tmp_path: Path) -
     (path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": ' + "1" * 5_000 + "}")
     with pytest.raises(CheckpointError, match="config.json is not valid JSON: .*digits"):
         read_model_config(path)
+
+
+def test_which_cache_and_kernels_transformers_takes_changes_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, cache_implementation="hybrid", use_mamba_kernels=True)
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "act_group_aware": True, "hyb_act": True}
+    read_model_config(path)
+    assert read_model_config(write(tmp_path, quantization_config=said)).format is not None

@@ -28,7 +28,7 @@ IRRELEVANT_FIELDS = frozenset(
     no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping diversity_penalty bad_words_ids
     begin_suppress_tokens suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
     remove_invalid_values output_scores renormalize_logits torchscript use_bfloat16 tf_legacy_loss pruned_heads
-    tie_encoder_decoder is_matryoshka matryoshka_dimensions
+    tie_encoder_decoder is_matryoshka matryoshka_dimensions cache_implementation use_mamba_kernels
     """.split()
 )
 # Fields that other families use, at the values that leave the computation alone.

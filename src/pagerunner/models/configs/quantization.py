@@ -52,7 +52,7 @@ _NOTES = {
     "awq": "backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config damp_percent",
     "gptq": "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
     "pack_dtype cache_block_outputs batch_size block_name_to_quantize dataset tokenizer module_name_preceding_first_block "
-    "model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length disable_exllama backend",
+    "model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length disable_exllama backend act_group_aware hyb_act",
     "auto-round": "autoround_version iters nsamples seqlen lr minmax_lr batch_size train_bs dataset amp enable_minmax_tuning "
     "enable_norm_bias_tuning enable_quanted_input enable_alg_ext enable_torch_compile gradient_accumulate_steps low_gpu_mem_usage "
     "low_cpu_mem_usage scale_dtype backend damp_percent true_sequential static_groups quant_block_list provider seed act_data_type "
