@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
-from helpers.graphs import RecordedGraphs
+from helpers.graphs import RecordedGraph, RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import select
 from pagerunner.attention.base import GraphShape, PlanInputs
@@ -185,6 +185,23 @@ def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, 
     total = runner.num_graphs
     assert warmed == captured == [(done, total) for done in range(1, total + 1)]
     assert report.num_graphs == total and report.seconds > 0
+
+
+def test_graphs_are_captured_in_inference_mode(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of it, autograd notes every operation, and may refuse tensors that were made in it."""
+    modes: list[bool] = []
+    capture = engine.capture
+
+    def noted(run: Callable[[], tuple[torch.Tensor, ...]]) -> RecordedGraph:
+        modes.append(torch.is_inference_mode_enabled())
+        return capture(run)
+
+    monkeypatch.setattr(engine, "capture", noted)
+    runner = runner_of(start(model))
+    assert modes == [True] * runner.num_graphs and modes
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_warm_up_takes_the_memory_of_the_largest_reports(

@@ -210,11 +210,11 @@ class ModelRunner:
             self.run(StepPlan(step_id=-1, rows=rows)).result()
         self._scorer.clear()
 
-    @torch.inference_mode()
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
         """Give layers whose fp8 pages take a checkpoint's scales other ones, of keys and of values."""
         self._pages.set_static_scales(scales)
 
+    @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
         return self._graphs.capture(self._work, progress)
