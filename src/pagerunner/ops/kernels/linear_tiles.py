@@ -26,6 +26,7 @@ from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate, tile_of
 from pagerunner.ops.kernels.linear_sums import add_parts
+from pagerunner.ops.kernels.operands import ended, must_end
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
@@ -185,15 +186,6 @@ def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM:
     return acc
 
 
-@triton.jit
-def _ended(acc):
-    """The same, after the products that make it have ended.
-
-    Otherwise the next step's numbers may be written into the registers that a product still reads (`scripts/check_compiled.py`).
-    """
-    return tl.inline_asm_elementwise("// ended", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_features", "steps"])
 def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, steps,
                   K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
@@ -247,7 +239,7 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
         if WAIT:
             more = ()
             for r in tl.static_range(R):
-                more = more + (_ended(sums[r]),)
+                more = more + (ended(sums[r]),)
             sums = more
     valid = tokens < num_tokens
     if not WHOLE:
@@ -374,7 +366,7 @@ def run_tiles(
         S_WORD=WORD[_word(weight_OI.scales, group)] if scales == NUMBERS else tl.uint8,
         Z_WORD=tl.uint8 if zeros is None else WORD[_word(zeros, group)], ZEROS=zeros is not None,
         FACTORS=factors is not None, ADD=add and whole, BIAS=bias_O is not None and whole,
-        WAIT=uses_words(x_TI.dtype), num_warps=tiles.warps,
+        WAIT=must_end(), num_warps=tiles.warps,
         num_stages=tiles.stages, **dependent(x_TI.device),
     )  # fmt: skip
     if not whole:

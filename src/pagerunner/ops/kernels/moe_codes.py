@@ -24,7 +24,9 @@ from pagerunner.ops.kernels.operands import (
     PIECE,
     arranged,
     column_at,
+    ended,
     lifted_scales,
+    must_end,
     nibbles_numbers,
     operand,
     raised,
@@ -85,7 +87,8 @@ def _add(acc, x, x_more, low, high, step_scales, SCALES: tl.constexpr, WARPS: tl
 
 @triton.jit
 def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, columns, K: tl.constexpr, G: tl.constexpr,
-          FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, RAISED: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+          FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, RAISED: tl.constexpr, WARPS: tl.constexpr,
+          WAIT: tl.constexpr):  # fmt: skip
     """Rows of words of 4-bit codes times inputs, float32 [N, M]. Scales of the next step are read during this one.
 
     `rows` and `live` (whether there is such a row) are those of loaded rows, the others those of the result's. A row has `columns` scales.
@@ -117,6 +120,8 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
         low = _finished(low, now, zeros_now, x.dtype, FORM, ZEROS, SCALES, RAISED)
         high = _finished(high, more_now, more_zeros_now, x.dtype, FORM, ZEROS, SCALES, RAISED)
         acc = _add(acc, x, x_more, low, high, step_now, SCALES, WARPS)
+        if WAIT:
+            acc = ended(acc)
     return acc
 
 
@@ -148,7 +153,7 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
                   OUT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr,
                   G: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
                   RAISED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-                  WEIGH: tl.constexpr, LIFT: tl.constexpr, WARPS: tl.constexpr,
+                  WEIGH: tl.constexpr, LIFT: tl.constexpr, WARPS: tl.constexpr, WAIT: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """BN rows of weights times BM pairs of one expert, whose inputs are arranged. A row of weights has `columns` scales.
 
@@ -178,7 +183,23 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
         w, s, z = w_ptr + wide * w_expert, s_ptr + wide * s_expert, z_ptr + wide * s_expert
         x_place = x_ptr + source[None, :] * WIDE + tl.arange(0, 64)[:, None]
         acc = _sums(
-            x_place, w, s, z, rows, live, final_rows, final_live, columns, K, G, FORM, SCALES, ZEROS, RAISED, WARPS
+            x_place,
+            w,
+            s,
+            z,
+            rows,
+            live,
+            final_rows,
+            final_live,
+            columns,
+            K,
+            G,
+            FORM,
+            SCALES,
+            ZEROS,
+            RAISED,
+            WARPS,
+            WAIT,
         )
         acc = _whole_factors(acc, s, r_ptr + expert * outputs, final_rows, final_live, SCALES, FACTORS, RAISED)
         places = first + tl.arange(0, WIDTH)
@@ -266,7 +287,7 @@ def codes_products(
     inner_PI = x_TD.new_empty(pairs, blocks(inner, PIECE) * PIECE)
     out_PD = x_TD.new_empty(pairs, features)
     x_TD = arranged(x_TD, gate_up.constants["FORM"])
-    common = {"E": experts, "BE": padded(experts)} | dependent(x_TD.device)
+    common = {"E": experts, "BE": padded(experts), "WAIT": must_end()} | dependent(x_TD.device)
     chosen = routes.weights_TA, routes.order_P, routes.starts_E1
     bias = x_TD if gate_up.bias_EO is None else gate_up.bias_EO
     _codes_kernel[(_tiles(pairs, experts, first), blocks(inner_PI.shape[1], first.rows // 2))](

@@ -16,6 +16,8 @@ Shape letters: N rows of weights, K columns.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,20 @@ PIECE = 128
 def raised(form: int) -> int:
     """The power of two that arranged inputs are multiplied by."""
     return 63 if form == E2M1 else 0
+
+
+def must_end() -> bool:
+    """Whether kernels are compiled, so that products have to end with their step: see `ended`."""
+    return os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@triton.jit
+def ended(acc):
+    """The same, after the products that make it have ended.
+
+    Otherwise the next step's numbers may be written into the registers that a product still reads (`scripts/check_compiled.py`).
+    """
+    return tl.inline_asm_elementwise("// ended", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
