@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from pagerunner.ops.native import library as module
 from pagerunner.ops.native.library import SWITCH, library, loaded
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def found_again() -> Iterator[None]:
     loaded.cache_clear()
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@needs_compiler
 def test_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = library()
@@ -55,11 +58,85 @@ def test_without_a_compiler_a_sentence_says_so(
     assert any(word in caplog.text for word in said.split("|"))
 
 
+@pytest.mark.parametrize("compiler", ['gcc "x', "gcc 'y"])
+def test_a_compiler_that_is_no_command_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING):
+        assert library() is None
+    assert "torch's operators serve" in caplog.text and f"CC is {compiler!r}" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 20, 4096, -1])
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    monkeypatch.setattr(module, "Library", lambda path: path)  # to map a damaged file could end the tests
+    kept = module._found_or_made()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:left])
+    assert module._found_or_made() == kept
+    assert module._is_whole(kept) and len(kept.read_bytes()) == len(whole)
+
+
+@needs_compiler
+def test_a_cache_whose_files_cannot_be_run_is_not_compiled_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def mapped(path: Path) -> Path:
+        if path.is_relative_to(tmp_path / "cache"):
+            raise OSError("failed to map segment from shared object")
+        return path
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    monkeypatch.setattr(module, "Library", mapped)
+    compiled = module._compile
+    monkeypatch.setattr(module, "_compile", lambda *given: (made.append(given[2]), compiled(*given)))
+    first = loaded()
+    loaded.cache_clear()
+    assert loaded() == first == made[1] and first.parent == tmp_path / f"pagerunner-{os.getuid()}"
+    assert len(made) == 2
+
+
+def test_a_user_without_a_home_has_one_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert module._cache() is None
+    own = module._temporary()
+    assert own is not None and own.stat().st_mode & 0o077 == 0
+    assert module._temporary() == own and list(tmp_path.iterdir()) == [own]
+
+
 def test_code_is_not_loaded_from_a_folder_that_others_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shared = tmp_path / "pagerunner"
-    shared.mkdir()
-    shared.chmod(0o777)
-    own = module._directory()
-    assert own != shared and own.stat().st_uid == os.getuid() and own.stat().st_mode & 0o077 == 0
-    own.rmdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, found in (("pagerunner", module._cache), (f"pagerunner-{os.getuid()}", module._temporary)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o777)
+        assert found() is None
+
+
+def test_a_link_in_the_temporary_directory_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / f"pagerunner-{os.getuid()}").symlink_to(tmp_path / "other")
+    assert module._temporary() is None
+
+
+@needs_compiler
+def test_without_a_folder_to_keep_it_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "_cache", lambda: None)
+    monkeypatch.setattr(module, "_temporary", lambda: None)
+    assert library() is not None
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,8 @@
 """The CPU kernels' shared library: compiled by the machine's own C compiler, for this very processor, and kept for the next time.
 
 It is kept in `~/.cache/pagerunner` (or XDG_CACHE_HOME's), under a name that says what it was made of: the source, the flags, the
-compiler and the processor. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
+compiler and the processor. If that folder can't keep it or code there can't be run, it is kept in `pagerunner-UID` of the temp
+directory. The file ends with a checksum: a damaged one is compiled again. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SOURCES = ("common.h", "products.h", "attention.h", "kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-shared", "-fPIC", "-lm")
 SECONDS = 120
+_CHECKSUM = hashlib.sha256().digest_size  # bytes that end the file
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -57,9 +59,11 @@ def library() -> Library | None:
 def loaded() -> Library | None:
     """The kernels, turned off or not: for what was stored for them."""
     try:
-        return Library(_built())
+        return _found_or_made()
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.warning("CPU kernels could not be compiled, so torch's operators serve, which are slower: %s", error)
+        logger.warning(
+            "CPU kernels could not be compiled and loaded, so torch's operators serve, which are slower: %s", error
+        )
         return None
 
 
@@ -77,24 +81,47 @@ def _openmp() -> list[int | None]:
         return [None] * len(_OPENMP)
 
 
-def _built() -> Path:
+def _found_or_made() -> Library:
     compiler = _compiler()
     sources = [Path(__file__).parent / name for name in SOURCES]
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     said = (*compiler, *FLAGS, *LINK, _processor())
     parts = [version, *(one.encode() for one in said), *(source.read_bytes() for source in sources)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    directory = _directory()
-    target = directory / f"kernels-{digest[:32]}.so"
-    if not target.is_file():
-        _compile(compiler, sources[-1], target)
-    return target
+    name = f"kernels-{digest[:32]}.so"
+    cache, temporary = _cache(), _temporary()
+    if cache is not None:
+        try:
+            return _kept(compiler, sources[-1], cache / name)
+        except OSError as error:  # a full disk, or one whose files can't be run
+            logger.info("CPU kernels can't be kept in %s: %s", cache, error)
+    if temporary is not None:
+        return _kept(compiler, sources[-1], temporary / name)
+    with tempfile.TemporaryDirectory(prefix="pagerunner-") as once:
+        return _kept(compiler, sources[-1], Path(once) / name)
+
+
+def _kept(compiler: list[str], source: Path, target: Path) -> Library:
+    if not _is_whole(target):  # to map a file that was cut short may end the process
+        _compile(compiler, source, target)
+    return Library(target)
+
+
+def _is_whole(target: Path) -> bool:
+    try:
+        held = target.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(held[:-_CHECKSUM]).digest() == held[-_CHECKSUM:]
 
 
 def _compiler() -> list[str]:
     named = os.environ.get("CC")
-    if named:
-        return shlex.split(named)
+    if named and named.strip():
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise OSError(f"CC is {named!r}, which is no command: {error}") from error
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if found is None:
         raise OSError("there is no C compiler (cc, gcc or clang); Debian's package is gcc with libc6-dev")
@@ -109,25 +136,38 @@ def _compile(compiler: list[str], source: Path, target: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise OSError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-500:]}")
+        with made.open("r+b") as file:
+            checksum = hashlib.sha256(file.read()).digest()
+            file.write(checksum)
+            file.flush()
+            os.fsync(file.fileno())
         made.replace(target)  # whole or not at all, whoever else compiles at the same time
     logger.info("CPU kernels compiled in %.1f s: %s", time.perf_counter() - started, target)
 
 
-def _directory() -> Path:
-    """A folder that only this user writes to: whoever could write there could run code here."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagerunner"
+def _cache() -> Path | None:
     try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagerunner"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = cache.stat()
-        if (
-            found.st_uid == os.getuid()
-            and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            and os.access(cache, os.W_OK)
-        ):
-            return cache
-    except (OSError, RuntimeError):
-        pass
-    return Path(tempfile.mkdtemp(prefix="pagerunner-"))
+        return cache if _is_private(cache.stat()) else None
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
+
+
+def _temporary() -> Path | None:
+    """One folder for every start. Others may have made something of this name: a link is not followed."""
+    try:
+        folder = Path(tempfile.gettempdir()) / f"pagerunner-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder if _is_private(folder.lstat()) else None
+    except OSError:
+        return None
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """A folder that only this user writes to: whoever could write there could run code here."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
 
 
 def _processor() -> str:
