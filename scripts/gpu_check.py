@@ -27,7 +27,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 KERNEL_TESTS = [
     f"tests/gpu/test_{name}.py"
-    for name in ("dense_kernels", "sampling", "paged_attention", "latent", "recurrent", "step")
+    for name in (
+        "dense_kernels",
+        "sampling",
+        "paged_attention",
+        "latent",
+        "recurrent",
+        "step",
+        "moe",
+        "stored_linear",
+        "linear_many",
+    )
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
 BYTES_PER_SECOND = 4.35e12  # what a copy reaches on an H200, for the floors of mixtures
