@@ -11,9 +11,10 @@ from helpers.attention_cases import Case, cases, plain, run
 from helpers.effort import effort
 from pagerunner.attention.cpu import CpuBackend
 from pagerunner.batch import KVPages, StepRows
+from pagerunner.memory.specs import FullKV
 from pagerunner.ops import paged_attention as twins
 from pagerunner.ops.native import paged
-from pagerunner.ops.native.library import library
+from pagerunner.ops.native.library import SWITCH, library
 from pagerunner.ops.rope import rope_angles
 
 pytestmark = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
@@ -72,3 +73,9 @@ def test_projections_equal_the_twins(data: st.DataObject) -> None:
     want = twins.projected_attention.twin(qkv_TND.clone(), prep, theirs, *write, table_SW, rows, plan, scores)
     torch.testing.assert_close(got, want, atol=3e-5, rtol=1e-4)
     torch.testing.assert_close((ours.k, ours.v), (theirs.k, theirs.v), atol=1e-6, rtol=1e-5)
+
+
+def test_a_refusal_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    reason = CpuBackend.capabilities.refusal(FullKV(2, 16, "float32"), "cpu", torch.float32)
+    assert reason == "PAGERUNNER_CPU_KERNELS=0 turns the CPU kernels off"

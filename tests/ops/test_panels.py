@@ -70,7 +70,11 @@ def test_equals_the_plain_product(tokens: int, inputs: int, panels: int, biased:
         product(x_TI, panels_PIN, bias_O, norm=norm, add_to_TO=added_TO)
         close(added_TO, residual_TO + normed_TO)
     if outputs % 2 == 0:
-        close(product(x_TI, panels_PIN, bias_O, norm=norm, gate=True), silu_and_mul(normed_TO))
+        gated_TO = silu_and_mul(normed_TO)
+        close(product(x_TI, panels_PIN, bias_O, norm=norm, gate=True), gated_TO)
+        added_TO = residual_TO[:, : outputs // 2].clone()
+        assert product(x_TI, panels_PIN, bias_O, norm=norm, gate=True, add_to_TO=added_TO) is added_TO
+        close(added_TO, residual_TO[:, : outputs // 2] + gated_TO)
 
 
 @needs_kernels
@@ -83,6 +87,32 @@ def test_a_gate_is_silu_for_numbers_of_all_sizes(tokens: int) -> None:
     got = product(torch.ones(tokens, 1), packed(matrix_OI, width), gate=True)
     want = silu_and_mul(matrix_OI.t()).expand(tokens, -1)
     torch.testing.assert_close(got, want, atol=1e-30, rtol=1e-5, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_gate_far_below_nought_closes(tokens: int) -> None:
+    width = panel_width()
+    assert width is not None
+    gate = torch.tensor([-90.0, -1e4, -1e30, -3e38]).repeat(width // 4)
+    matrix_OI = torch.cat([gate, torch.full((width,), 1e30)]).unsqueeze(-1)
+    got = product(torch.ones(tokens, 1), packed(matrix_OI, width), gate=True)
+    assert got.abs().max() < 1e-6  # -90 / exp(90) * 1e30 is -7e-8
+    matrix_OI[0] = float("nan")
+    assert product(torch.ones(tokens, 1), packed(matrix_OI, width), gate=True)[:, 0].isnan().all()
+
+
+@needs_kernels
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    width = panel_width()
+    assert width is not None
+    x_TI, panels_PIN = torch.ones(2, 8), packed(torch.ones(2 * width, 8), width)
+    for bias_O in (torch.ones(2 * width).bfloat16(), torch.ones(4 * width)[::2], torch.ones(width)):
+        with pytest.raises(AssertionError, match="bias"):
+            product(x_TI, panels_PIN, bias_O)
+    for weight_I in (torch.ones(8).double(), torch.ones(16)[::2], torch.ones(7)):
+        with pytest.raises(AssertionError, match="norm"):
+            product(x_TI, panels_PIN, norm=Norm(weight_I, 1e-5))
 
 
 @needs_kernels

@@ -7,6 +7,7 @@ graphs ask the same declaration how a backend is fed. They ask a backend nothing
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from pagerunner.memory.specs import FullKV, LatentKV, Spec
 from pagerunner.ops.dispatch import has_triton
-from pagerunner.ops.native.library import library
+from pagerunner.ops.native.library import SWITCH, library
 
 OLDEST_DEVICE = (8, 0)  # bfloat16 and asynchronous copies; NVIDIA's Ampere generation
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -143,7 +144,8 @@ class Capabilities:
         if self.devices is not None and device not in self.devices:
             return f"it needs a {_listed(self.devices)} device, not {device}"
         if self.cpu_kernels and library() is None:
-            return "this machine has no CPU kernels"
+            off = os.environ.get(SWITCH) == "0"
+            return f"{SWITCH}=0 turns the CPU kernels off" if off else "this machine has no CPU kernels"
         return lacks(device, self.shared_memory[dtype == torch.float32]) if self.triton else None
 
 

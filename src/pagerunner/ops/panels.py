@@ -45,6 +45,10 @@ def chosen_rows(panels_PIN: torch.Tensor, numbers_T: torch.Tensor) -> torch.Tens
     return panels_PIN[panels_T, :, numbers_T - panels_T * width]
 
 
+def _is_row(values: torch.Tensor, size: int) -> bool:
+    return values.shape == (size,) and values.dtype == torch.float32 and values.is_contiguous()
+
+
 def _pieces(panels_PIN: torch.Tensor, first: int, rows_RI: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of panels, and of the rows that belong there: the end of a panel, whole panels, the beginning of a panel."""
     width, last = panels_PIN.shape[2], first + rows_RI.shape[0]
@@ -74,11 +78,17 @@ def product(
     assert kernels is not None, "there are panels without kernels"
     panels, inputs, width = panels_PIN.shape
     if gate and panels % 2:  # the up projection begins inside a panel
-        return silu_and_mul(product(x_TI, panels_PIN, bias_O, norm=norm))
+        gated_TO = silu_and_mul(product(x_TI, panels_PIN, bias_O, norm=norm))
+        return gated_TO if add_to_TO is None else add_to_TO.add_(gated_TO)
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     tokens, outputs = x_TI.shape[0], panels * width
     assert x_TI.shape[1] == inputs and x_TI.dtype == torch.float32, "the kernel gets other numbers than it reads"
+    assert panels_PIN.dtype == torch.float32 and panels_PIN.is_contiguous(), "the kernel reads whole panels of float32"
+    assert bias_O is None or _is_row(bias_O, outputs), "the kernel reads a bias as float32, one after another"
+    assert norm is None or _is_row(norm.weight_I, inputs), (
+        "the kernel reads a norm's weight as float32, one after another"
+    )
     if add_to_TO is None:
         out_TO = x_TI.new_empty(tokens, outputs // 2 if gate else outputs)
     elif add_to_TO.stride(1) != 1:

@@ -42,10 +42,11 @@ INLINE float sum_of(Vector x)
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// exp(x) with a relative error below 2e-7: x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial in r (Cephes' expf). 0 below -87.
+// exp(x) with a relative error below 2e-7: x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial in r (Cephes' expf). 0 below -87,
+// infinity above 88.38, where n is 128: there 2^n is infinity. NaN for NaN.
 INLINE Vector exp_of(Vector x)
 {
-    Vector low = splat(-87.0f), high = splat(88.0f);
+    Vector low = splat(-87.0f), high = splat(89.0f);
     Integers under = x < low, over = x > high;
     Vector y = (Vector)(((Integers)x & ~under) | ((Integers)low & under));
     y = (Vector)(((Integers)y & ~over) | ((Integers)high & over));
