@@ -16,7 +16,7 @@ from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.stored import Stored8
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
-from pagerunner.quant.sinks import ByteSink, SinkError
+from pagerunner.quant.sinks import ByteSink, SinkError, check_scales
 from pagerunner.quant.w8 import W8
 
 
@@ -229,3 +229,21 @@ def test_experts_together_and_scales_of_int8_are_checked_too() -> None:
     sink.put(torch.full((4, 1), -1.0), copy)
     with pytest.raises(SinkError, match=r"holds -inf at \[0, 0\]; scales must be finite\."):
         sink.put(torch.full((4, 1), float("-inf")), copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
+@pytest.mark.parametrize("signed", [False, True])
+def test_no_scales_are_good_scales(dtype: torch.dtype, signed: bool) -> None:
+    check_scales(torch.empty(0, 4, dtype=dtype), signed=signed)
+
+
+def test_a_scale_of_e4m3_may_be_below_0_where_scales_are_signed() -> None:
+    scales = torch.tensor([1.0, 0.0, -0.0, -2.0]).to(torch.float8_e4m3fn)
+    check_scales(scales, signed=True)
+    check_scales(scales[:3])
+    with pytest.raises(SinkError, match=r"holds -2 at \[3\]; scales must be finite and not negative\."):
+        check_scales(scales)
+    for code in (127, 255):
+        broken = torch.tensor([0, code], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        with pytest.raises(SinkError, match=r"holds nan at \[1\]; scales must be finite\."):
+            check_scales(broken, signed=True)

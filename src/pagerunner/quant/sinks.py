@@ -71,13 +71,18 @@ def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
     Raises:
         SinkError: names the first scale that is NaN, infinite or negative.
     """
+    if not source.numel():
+        return
     if source.dtype == torch.uint8:
         source = source.view(torch.float8_e8m0fnu)
     if source.dtype == torch.float8_e8m0fnu:
         good = bool(source.view(torch.uint8).amax() < 255)
     elif source.dtype == torch.float8_e4m3fn:
         codes = source.view(torch.uint8)
-        good = not (bool(codes.amax() > 128) or bool((codes == 127).any()))  # 128 is -0
+        if signed:
+            good = not bool(((codes & 127) == 127).any())
+        else:
+            good = not (bool(codes.amax() > 128) or bool((codes == 127).any()))  # 128 is -0
     else:
         least, most = torch.aminmax(source.float())  # NaN if one is
         good = bool((least >= 0) | (least > -torch.inf) & signed) and bool(most < torch.inf)
