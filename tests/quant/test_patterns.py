@@ -16,17 +16,20 @@ NAME = "model.layers.12.mlp.experts.7.gate_proj"
 @pytest.mark.parametrize(
     "text",
     ["(([a-z0-9._]+)+)+!", "(.*.*.*)*x!", "(a|a)*b", ".*" * 30 + "!", "((a?){500}){500}!", "(?:(?:.?){999}){999}!"]
-    + ["(?=(.+)+!)", "(?<!(.{2}){3})(.*)*!"],
+    + ["(?=(.+)+!)", "(?<!(.{2}){3})(.*)*!", "(?:.|..)" * 40 + "!", ".?" * 40 + "!", "(?:a|ab?|a?)" * 40 + "!"]
+    + ["(?:a(?:a)?)?" * 40 + "!", "(?:^){4000000000}!", "(?:(?:(?:.{1,99}){1,99}){1,99}){1,99}!"],
 )  # fmt: skip
 def test_no_pattern_takes_long(text: str) -> None:
     pattern = Pattern(text)
-    started = time.perf_counter()
+    started = time.process_time()
     assert not pattern.match("a" * 100)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
-    "text", ["(", "*", "[", "a{99999999999}", "(?P<n", "x" * 3_000, r"(.*)*(a)\1", "(?i)(.*)*b", "(.*+)*a"]
+    "text",
+    ["(", "*", "[", "a{99999999999}", "(?P<n", "x" * 3_000, r"(.*)*(a)\1", "(?i)(.*)*b", "(.*+)*a"]
+    + [r"()\1{4000000000}", "(?:){4000000000}+", "(?:" * 40 + "." + "){1,2}" * 40, "(?=.*(?=.*(?=.*(?=.*!))))"],
 )
 def test_what_is_no_pattern_or_can_not_be_matched_fast_is_told(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
@@ -68,6 +71,10 @@ def test_published_patterns_are_matched_by_python() -> None:
         r".*\.(?:1[89]|2\d)\..*gate.*",
         "(?!.*experts).*",
         r"model\.layers\.\d+\.mlp\.experts\.\d+\.gate",
+        ".*(q|k|v)_proj.*",
+        ".*(gate|up|down)_proj.*",
+        r".*\.(?:1[0-9]|20)\..*",
     ):
         pattern = Pattern(text)
+        assert pattern._quick is (text.count("*") < 3), text
         assert pattern.match(NAME) is (re.match(text, NAME) is not None)

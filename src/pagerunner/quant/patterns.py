@@ -1,7 +1,7 @@
 """Regular expressions from a checkpoint's config: whoever wrote them, a match takes little time.
 
-Python's matcher tries one way after another. With repetitions inside of repetitions, or with many of them, ways are as many as 2 to the
-power of the name's length. Such patterns are matched by following all ways at once: a set of the places where the text matched so far may
+Python's matcher tries one way after another. With repetitions inside of repetitions, or with many repetitions or alternatives one after
+another, ways are as many as 2 to the power of the name's length: 40 times `.?` has 2 to the power of 40. Such patterns are matched by following all ways at once: a set of the places where the text matched so far may
 end. A name of 100 characters has at most 101 places.
 """
 
@@ -13,11 +13,13 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-_FEW = (
-    2  # repetitions one after another that Python's matcher gets: a name of 100 characters has 5,000 ways through two
-)
+_NAME = 100  # characters of a long module's name
+_FEW = 16 * (_NAME + 1) ** 2  # ways that Python's matcher gets: two repetitions, and alternatives beside them
+_DEEPEST = 3  # repetitions inside of repetitions; each level may follow the places several times
 _LONGEST = 2_000  # characters of a pattern; published ones have fewer than 200
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
+_ONE = (ops.ANY, ops.IN, ops.LITERAL, ops.NOT_LITERAL)  # parts that stand for one character
+_LOOKS = (ops.ASSERT, ops.ASSERT_NOT)
 _WORD = re.compile(r"\w")
 _KINDS = {
     ops.CATEGORY_DIGIT: re.compile(r"\d"),
@@ -44,7 +46,7 @@ class Pattern:
             self._parts = list(_parser.parse(text))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from None
-        self._quick = _repetitions(self._parts) <= _FEW
+        self._quick = _ways(self._parts) <= _FEW
         if not self._quick:
             if self._compiled.flags & ~re.UNICODE:
                 raise ValueError("flags such as (?i) can't stand beside so many repetitions")
@@ -65,35 +67,57 @@ def _children(op: Any, argument: Any) -> list[Any]:
         return list(argument[1])
     if op is ops.SUBPATTERN:
         return [argument[3]]
-    if op in (ops.ASSERT, ops.ASSERT_NOT):
+    if op in _LOOKS:
         return [argument[1]]
     if op is ops.ATOMIC_GROUP:
         return [argument]
     return [part for part in argument[1:] if part is not None] if op is ops.GROUPREF_EXISTS else []
 
 
-def _repetitions(parts: Any) -> float:
-    """How many repetitions stand one after another; infinite where a repetition has something else than one character in it."""
-    count = 0.0
+def _ways(parts: Any) -> float:
+    """How many ways Python's matcher may try through a name, at most.
+
+    Alternatives add up, and parts one after another multiply: `.*(a|b)` has 101 times 2. It is infinite where a repetition has
+    something else than one character in it.
+    """
+    ways = 1.0
     for op, argument in parts:
-        inside = _children(op, argument)
-        if op in _REPEATS and argument[1] > 1:
-            simple = len(argument[2]) == 1 and not _children(*argument[2][0])
-            count += 1 if simple else float("inf")
-        else:
-            count += sum(map(_repetitions, inside))
-    return count
+        inside = [_ways(part) for part in _children(op, argument)]
+        if op in _REPEATS or op is ops.POSSESSIVE_REPEAT:
+            ways *= _repeated_ways(op, argument, inside[0])
+        elif op in (ops.BRANCH, ops.GROUPREF_EXISTS):
+            ways *= sum(inside) + (op is ops.GROUPREF_EXISTS)
+        elif inside:
+            ways *= inside[0]
+    return ways
 
 
-def _check(parts: Any) -> None:
-    """Refuse what depends on which way was taken."""
+def _repeated_ways(op: Any, argument: Any, inside: float) -> float:
+    least, most, parts = argument
+    if len(parts) == 1 and parts[0][0] in _ONE:
+        return 1 if op is ops.POSSESSIVE_REPEAT else max(min(most, _NAME) - least, 0) + 1
+    return inside + (least == 0) if most <= 1 else float("inf")
+
+
+def _check(parts: Any, deep: int = 0, looks: bool = False) -> None:
+    """Refuse what depends on which way was taken, and what takes long all the same.
+
+    `deep`: of how many repetitions `parts` are inside. `looks`: whether they are inside of what is looked ahead or back for.
+    """
+    if deep > _DEEPEST:
+        raise ValueError(f"repetitions inside of repetitions may be {_DEEPEST} deep")
     for op, argument in parts:
         if op in (ops.GROUPREF, ops.GROUPREF_EXISTS, ops.ATOMIC_GROUP, ops.POSSESSIVE_REPEAT):
             raise ValueError("references to groups and possessive parts can't stand beside so many repetitions")
         if op is ops.SUBPATTERN and (argument[1] or argument[2]):
             raise ValueError("flags such as (?i:) can't stand beside so many repetitions")
+        if op in _LOOKS and looks:
+            raise ValueError(
+                "(?=) inside of (?=), or of another that looks ahead or back, can't stand beside so many repetitions"
+            )
         for inside in _children(op, argument):
-            _check(inside)
+            nested = op in _REPEATS and argument[1] > 1 and not (len(inside) == 1 and inside[0][0] in _ONE)
+            _check(inside, deep + nested, looks or op in _LOOKS)
 
 
 def _ends(parts: Any, text: str, places: Set[int]) -> Set[int]:
@@ -112,7 +136,7 @@ def _step(op: Any, argument: Any, text: str, places: Set[int]) -> Set[int]:
         return set().union(*(_ends(parts, text, places) for parts in argument[1]))
     if op is ops.SUBPATTERN:
         return _ends(argument[3], text, places)
-    if op in (ops.ASSERT, ops.ASSERT_NOT):
+    if op in _LOOKS:
         return {place for place in places if _holds(argument, text, place) is (op is ops.ASSERT)}
     if op is ops.AT:
         return {place for place in places if _is_at(argument, text, place)}
