@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.attention_cases import Case, cases, plain, run
+from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from pagerunner.attention.cpu import CpuBackend
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.memory.specs import FullKV
 from pagerunner.ops import paged_attention as twins
 from pagerunner.ops.native import paged
-from pagerunner.ops.native.library import SWITCH, library
+from pagerunner.ops.native.library import SWITCH
 from pagerunner.ops.rope import rope_angles
 
-pytestmark = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
+pytestmark = needs_compiler
 
 
 @settings(max_examples=effort(66, 400), deadline=None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.compiler import needs_compiler
 from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
 from pagerunner.layers.embedding import Embedding
@@ -22,11 +23,11 @@ from pagerunner.models.checkpoint.loader import (
 )
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.ops.native.library import SWITCH, library
+from pagerunner.ops.native.library import SWITCH
 from pagerunner.ops.panels import panel_width
 from pagerunner.quant.panels import InPanels
 
-pytestmark = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
+pytestmark = needs_compiler
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.compiler import needs_compiler
 from pagerunner.ops.native import library as module
 from pagerunner.ops.native.library import SWITCH, library, loaded
-
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)

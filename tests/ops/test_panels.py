@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native.library import library
 from pagerunner.ops.panels import chosen_rows, panel_width, product, put_rows, rows_of
-
-needs_kernels = pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
 
 
 def packed(matrix_OI: torch.Tensor, width: int) -> torch.Tensor:
@@ -38,7 +36,7 @@ def test_parts_of_any_size_fill_panels(panels: int, inputs: int, width: int, dat
     assert torch.equal(panels_PIN[0, 0], matrix_OI[:width, 0])
 
 
-@needs_kernels
+@needs_compiler
 @settings(max_examples=effort(60, 400), deadline=None)
 @given(
     st.integers(0, 9) | st.sampled_from([12, 13, 31, 64, 191, 193, 385]),
@@ -77,7 +75,7 @@ def test_equals_the_plain_product(tokens: int, inputs: int, panels: int, biased:
         close(added_TO, residual_TO[:, : outputs // 2] + gated_TO)
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_gate_is_silu_for_numbers_of_all_sizes(tokens: int) -> None:
     width = panel_width()
@@ -89,7 +87,7 @@ def test_a_gate_is_silu_for_numbers_of_all_sizes(tokens: int) -> None:
     torch.testing.assert_close(got, want, atol=1e-30, rtol=1e-5, equal_nan=True)
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_gate_far_below_nought_closes(tokens: int) -> None:
     width = panel_width()
@@ -102,7 +100,7 @@ def test_a_gate_far_below_nought_closes(tokens: int) -> None:
     assert product(torch.ones(tokens, 1), packed(matrix_OI, width), gate=True)[:, 0].isnan().all()
 
 
-@needs_kernels
+@needs_compiler
 def test_what_the_kernel_would_misread_is_refused() -> None:
     width = panel_width()
     assert width is not None
@@ -115,7 +113,7 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
             product(x_TI, panels_PIN, norm=Norm(weight_I, 1e-5))
 
 
-@needs_kernels
+@needs_compiler
 def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     width = panel_width()
     assert width is not None
