@@ -17,7 +17,8 @@ from pagerunner.models.configs.window import GptOssConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.paged_attention import HeadPrep
+from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing
 
 
@@ -39,10 +40,9 @@ class Attention(GroupedQueryAttention):
         wanted_S: torch.Tensor | None,
     ) -> torch.Tensor:
         """See Mixer."""
-        qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
-        rope_(qk_TNd, angles)
-        q_THd, k_TKd = qk_TNd[:, : self.num_heads], qk_TNd[:, self.num_heads :]
-        return self.attend(q_THd, k_TKd, v_TKd, batch, self.weights["sinks"], wanted_S).flatten(1)
+        prep = HeadPrep(self.num_heads, self.num_kv_heads, angles)
+        qkv_TNd = self.project(stream, norm)
+        return self.attend.from_projection(qkv_TNd, prep, batch, self.weights["sinks"], wanted_S).flatten(1)
 
 
 def _sparse_mlp(config: GptOssConfig, dtype: torch.dtype) -> SparseMLP:
