@@ -63,6 +63,6 @@ def test_products_of_as_many_tiles_are_of_one_kind() -> None:
     weight = stored("int4 f16 32", 4_096, 2_048)
     found: dict[tuple[int, int], set[object]] = {}
     for tokens in range(17, TILE_TOKENS_4 + 1):
-        found.setdefault(tile_kernels(tokens), set()).add(tiles.tiles_for(tokens, weight, torch.device("cpu")))
+        found.setdefault(tile_kernels(tokens), set()).add(tiles.tiles_config(tokens, weight, torch.device("cpu")))
     assert all(len(kinds) == 1 for kinds in found.values())
     assert tile_kernels(TILE_TOKENS_4) != tile_kernels(TILE_TOKENS_4 + 1) == tile_kernels(8_192)

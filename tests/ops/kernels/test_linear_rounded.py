@@ -9,7 +9,7 @@ from helpers import interpreter_floats
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels import linear_rounded as kernels
-from pagerunner.ops.kernels.linear_rounded import Rounded, Tiles, product, rounding, run_rounded
+from pagerunner.ops.kernels.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
 from pagerunner.ops.linear import Norm, silu_linear_add_
 from pagerunner.ops.quantize import ROUNDED_TOKENS, dequantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense
@@ -44,7 +44,7 @@ def test_the_kernel_multiplies_what_the_numbers_stand_for(form, high, tokens, ou
     for parts, add in ((1, False), (3, True)):
         got = torch.randn(tokens, outputs + 4)[:, :outputs]
         expected = want + bias + (got if add else 0)
-        run_rounded(x, matrix, bias, got, grouped=how.grouped, add=add, tiles=Tiles(16, 32, 4, 2, parts))
+        run_rounded(x, matrix, bias, got, grouped=how.grouped, add=add, config=RoundedConfig(16, 32, 4, 2, parts))
         close(got, expected)
 
 
@@ -83,7 +83,7 @@ def test_what_cublas_is_given(monkeypatch, tokens):
 @pytest.mark.parametrize("form", ["fp8 row", "int8 row", "fp8 block"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form, bias):
-    monkeypatch.setattr(kernels, "tiles_for", lambda *shape: Tiles(64, 64, 4, 2))
+    monkeypatch.setattr(kernels, "rounded_config", lambda *shape: RoundedConfig(64, 64, 4, 2))
     matrix, norm = matrix_of(form, 96, 256), Norm(torch.rand(256).half(), 1e-6)
     bias_O = torch.randn(96).half() if bias else None
     how = rounding(matrix)

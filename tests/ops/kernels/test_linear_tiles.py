@@ -10,7 +10,7 @@ from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_tiles as kernels
-from pagerunner.ops.kernels.linear_tiles import Tiles, in_order, run_tiles, serves
+from pagerunner.ops.kernels.linear_tiles import TilesConfig, in_order, run_tiles, serves
 from pagerunner.ops.linear import Norm, linear
 
 interpreter_floats.install()
@@ -31,7 +31,7 @@ def test_tiles(form, parts, extras):
     out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
     want = linear.twin(x, matrix, bias_O) + (out if add else 0)
     assert serves(x, matrix)
-    run_tiles(in_order(x, matrix), matrix, bias_O, out, Tiles(32, 2, 4, 2, parts), add=add)
+    run_tiles(in_order(x, matrix), matrix, bias_O, out, TilesConfig(32, 2, 4, 2, parts), add=add)
     assert float((out - want).norm() / want.norm()) < 1e-3  # scales of numbers are rounded to float32 alone
 
 
@@ -41,7 +41,7 @@ def test_input_features_that_no_step_divides(form, parts):
     matrix = stored(form, 40, 288)
     x = torch.randn(5, 288)
     out = torch.full((5, 40), float("nan"))
-    run_tiles(in_order(x, matrix), matrix, None, out, Tiles(16, 1, 8, 2, parts))
+    run_tiles(in_order(x, matrix), matrix, None, out, TilesConfig(16, 1, 8, 2, parts))
     want = linear.twin(x, matrix)
     assert float((out - want).norm() / want.norm()) < 1e-5
 
@@ -81,7 +81,7 @@ def test_half_precision():
     matrix = stored("int4 f16 32 zeros", 40, 256)
     x = torch.randn(9, 256, dtype=torch.float16)
     out = torch.empty(9, 40, dtype=torch.float16)
-    run_tiles(in_order(x, matrix), matrix, None, out, Tiles(16, 1, 4, 2, 2))
+    run_tiles(in_order(x, matrix), matrix, None, out, TilesConfig(16, 1, 4, 2, 2))
     want = x.float() @ linear.twin(torch.eye(256), matrix)
     assert float((out.float() - want).norm() / want.norm()) < 2e-3
 
@@ -90,5 +90,18 @@ def test_input_features_are_divided_where_tiles_leave_multiprocessors_idle(monke
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     device = torch.device("cpu")
     few, wide = stored("int4 f16 128", 512, 4096), stored("int4 f16 128", 33280, 128)
-    assert [kernels.tiles_for(tokens, few, device).parts for tokens in (17, 64, 65, 192)] == [4, 4, 4, 4]
-    assert [kernels.tiles_for(tokens, wide, device).parts for tokens in (17, 64, 192)] == [1, 1, 1]
+    assert [kernels.tiles_config(tokens, few, device).parts for tokens in (17, 64, 65, 192)] == [4, 4, 4, 4]
+    assert [kernels.tiles_config(tokens, wide, device).parts for tokens in (17, 64, 192)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("form", ["int4 f32 64 zeros", "int4 f16 32", "e2m1 e8m0 32", "e2m1 e4m3 16"])
+def test_weights_are_rounded_once(form):
+    """A scale that the activations' dtype doesn't hold multiplies in float32, as the twin does it."""
+    matrix = stored(form, 40, 128)
+    if matrix.scales.dtype == torch.uint8:  # from 2 ** -25, which float16 makes 0, to 2 ** 16, which it makes infinite
+        matrix = matrix._replace(scales=(torch.arange(160).view(40, 4) % 42 + 102).to(torch.uint8))
+        matrix = matrix._replace(codes=torch.where(matrix.scales.repeat_interleave(16, 1) > 137, 0x10, matrix.codes))
+    eye = torch.eye(128, dtype=torch.float16)
+    out = torch.empty(128, 40, dtype=torch.float16)
+    run_tiles(in_order(eye, matrix), matrix, None, out, TilesConfig(32, 1, 4, 2))
+    assert torch.equal(out, linear.twin(eye, matrix)) and out.isfinite().all()

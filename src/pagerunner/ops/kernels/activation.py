@@ -9,22 +9,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 
-SILU, GELU_TANH, CLAMPED_SWIGLU, LIMITED_SILU = 0, 1, 2, 3
+SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
+CLAMPED_SWIGLU, LIMITED_SILU = tl.constexpr(2), tl.constexpr(3)
+"""A kernel's KIND. The last two have a limit."""
 
 
 @triton.jit
 def gated(gate, up, limit, KIND: tl.constexpr, dtype: tl.constexpr):
     """The gated activation of float32 gates and ups that are rounded to `dtype`, in `dtype`."""
-    if KIND >= 2:
+    if KIND >= CLAMPED_SWIGLU:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-    if KIND == 2:
+    if KIND == CLAMPED_SWIGLU:
         steep = (gate * 1.702).to(dtype).to(tl.float32)
         share = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
         first = gate * share
         up = (up + 1.0).to(dtype).to(tl.float32)
-    elif KIND == 1:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
+    elif KIND == GELU_TANH:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         first = gate / (1.0 + tl.exp(-z))
     else:
@@ -43,8 +45,8 @@ def _gated_kernel(x_ptr, out_ptr, inner, x_row, limit, KIND: tl.constexpr, BLOCK
     mask = cols < inner
     dtype = out_ptr.dtype.element_ty
     x_ptr += row * x_row
-    step: tl.constexpr = 2 if KIND == 2 else 1
-    ups = 1 if KIND == 2 else inner
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups = 1 if KIND == CLAMPED_SWIGLU else inner
     gate = tl.load(x_ptr + cols * step, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + ups + cols * step, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * inner + cols, gated(gate, up, limit, KIND, dtype), mask=mask)
@@ -80,22 +82,22 @@ def _run(x: torch.Tensor, kind: int, limit: float = 0.0) -> torch.Tensor:
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """See `ops/activation.py`."""
-    return _run(gate_up_T2I, SILU)
+    return _run(gate_up_T2I, SILU.value)
 
 
 def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """See `ops/activation.py`."""
-    return _run(gate_up_T2I, GELU_TANH)
+    return _run(gate_up_T2I, GELU_TANH.value)
 
 
 def clamped_swiglu(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     """See `ops/activation.py`."""
-    return _run(gate_up_T2I, CLAMPED_SWIGLU, limit)
+    return _run(gate_up_T2I, CLAMPED_SWIGLU.value, limit)
 
 
 def limited_silu_and_mul(gate_up_T2I: torch.Tensor, limit: float) -> torch.Tensor:
     """See `ops/activation.py`."""
-    return _run(gate_up_T2I, LIMITED_SILU, limit)
+    return _run(gate_up_T2I, LIMITED_SILU.value, limit)
 
 
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -19,19 +19,34 @@ import triton.language as tl
 
 from pagerunner.ops.stored import Stored, Stored8
 
-E4M3, INT8, INT4, E2M1 = 0, 1, 2, 3
+E4M3, INT8, INT4, E2M1 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Number formats of codes, a kernel's FORM. Those of 4 bits come last."""
+DENSE = tl.constexpr(4)
+"""The FORM of weights that aren't stored in codes."""
+
+ROW_SCALES, STEP_SCALES, GROUP_SCALES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What scales multiply, a kernel's SCALES: the sum of a whole row, the sum of each step, or what belongs to each group inside a step."""
 
 
 def form_of(stored: Stored) -> int:
     """The number format of its codes, as kernels know it."""
     if isinstance(stored, Stored8):
-        return INT8 if stored.codes.dtype == torch.int8 else E4M3
-    return E2M1 if stored.numbers == "e2m1" else INT4
+        form = INT8 if stored.codes.dtype == torch.int8 else E4M3
+    else:
+        form = E2M1 if stored.numbers == "e2m1" else INT4
+    return int(form.value)
 
 
 def uses_words(dtype: torch.dtype) -> bool:
     """Whether the conversions of PTX serve this dtype of numbers here."""
     return dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@triton.jit
+def spread(values, COUNT: tl.constexpr):
+    """Every value of [.., C] COUNT times, [.., C * COUNT]."""
+    wide = tl.broadcast_to(tl.expand_dims(values, len(values.shape)), values.shape + (COUNT,))
+    return tl.reshape(wide, values.shape[:-1] + (values.shape[-1] * COUNT,))
 
 
 # One return for each function: Triton compiles what stands behind a return inside an `if`.
@@ -40,7 +55,7 @@ def uses_words(dtype: torch.dtype) -> bool:
 @triton.jit
 def numbers8(codes, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of 8-bit codes, uint8."""
-    if FORM == 0 and WORDS:
+    if FORM == E4M3 and WORDS:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
             prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
@@ -48,7 +63,7 @@ def numbers8(codes, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr
             and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
             "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    elif FORM == 0:
+    elif FORM == E4M3:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif WORDS:
         numbers = tl.inline_asm_elementwise(
@@ -69,7 +84,7 @@ def numbers4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr,
         numbers = _by_words(pairs, HIGH, FORM)
     else:
         nibble = (pairs >> 4 if HIGH else pairs & 15).to(tl.int16)
-        if FORM == 2:  # 1024 + n in float16
+        if FORM == INT4:  # 1024 + n in float16
             numbers = ((nibble | 0x6400).to(tl.float16, bitcast=True).to(tl.float32) - 1032.0).to(dtype)
         else:  # 2 ** -14 of the number in float16
             bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
@@ -79,13 +94,13 @@ def numbers4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr,
 
 @triton.jit
 def _by_words(pairs, HIGH: tl.constexpr, FORM: tl.constexpr):
-    if FORM == 2 and HIGH:
+    if FORM == INT4 and HIGH:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; shr.u32 a, $2, 4; and.b32 a, a, 0x0F0F0F0F;
             prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
             "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    elif FORM == 2:
+    elif FORM == INT4:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; and.b32 a, $2, 0x0F0F0F0F;
             prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
@@ -116,7 +131,7 @@ def raw_int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr
     numbers. Without, n - 8 and the order of the bytes.
     """
     if not WORDS:
-        numbers = numbers4(pairs, HIGH, dtype, 2, False)
+        numbers = numbers4(pairs, HIGH, dtype, INT4, False)
     elif HIGH:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b; shr.u32 a, $2, 4; shr.u32 b, $2, 12;
@@ -137,7 +152,7 @@ def scaled_e2m1(pairs, scales, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: t
     """Numbers of the high or the low nibbles of bytes times scales; with WORDS, scales are 2 ** 64 times as large, in bfloat16,
     and the results are 2 ** -62 of the numbers, in the order of `raw_int4`."""
     if not WORDS:
-        numbers = (numbers4(pairs, HIGH, tl.float32, 3, False) * scales).to(dtype)
+        numbers = (numbers4(pairs, HIGH, tl.float32, E2M1, False) * scales).to(dtype)
     elif HIGH:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, c, d; shl.b32 a, $2, 8; shl.b32 b, $2, 2; and.b32 a, a, 0x80008000; lop3.b32 b, b, 0x01C001C0, a, 0xEA;

@@ -18,7 +18,7 @@ import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
-from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_for
+from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import ROUNDED_TOKENS, quantize, silu_quantize
@@ -114,7 +114,7 @@ def _product(
     most = tile_tokens(weight_OI)
     if tokens <= most and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1 and serves(x_TI, weight_OI):
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
-        run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_for(tokens, weight_OI, x_TI.device), add=add)
+        run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_config(tokens, weight_OI, x_TI.device), add=add)
         return
     if norm is not None:
         x_TI = norm(x_TI)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.codes import form_of, raw_int4, scaled_e2m1, uses_words
+from pagerunner.ops.kernels.codes import E2M1, INT4, form_of, raw_int4, scaled_e2m1, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import scale_numbers
@@ -84,7 +84,7 @@ def _step(matrix, step, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, B: tl
     else:
         codes = tl.load(w_rows + at + step * STEP, mask=at < K // 2 - step * STEP, other=0)
     segment += step * (B * P)
-    if FORM == 2:
+    if FORM == INT4:
         scales = _group_values(s_ptr, features, segment, K, G)
         second = scales
         if ZEROS:
@@ -155,7 +155,7 @@ def _add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZER
     low, high = inputs
     codes = _own_bytes(codes)
     dtype: tl.constexpr = low.dtype
-    if FORM == 2:
+    if FORM == INT4:
         OFFSET: tl.constexpr = 136.0 if WORDS else 0.0  # what a number counts from
         product = tl.zeros(acc.shape, tl.float32)
         if ZEROS or WORDS:
@@ -197,7 +197,7 @@ def _finished(y, tile, r_ptr, bias_ptr, num_features, F: tl.constexpr, FORM: tl.
     N: tl.constexpr = y.shape[0]
     T: tl.constexpr = y.shape[1]
     features = _rows_of(tile, tl.arange(0, N), num_features, F, 1, WHOLE, GATED)
-    if FORM == 3 and WORDS:
+    if FORM == E2M1 and WORDS:
         y *= 4611686018427387904.0  # 2 ** 62
     if FACTORS:
         y *= tl.load(r_ptr + features)[:, None]

@@ -32,11 +32,11 @@ _ROWS, _GROUPS, _BLOCKS = F.ScalingType.RowWise, F.ScalingType.BlockWise1x128, F
 @triton.jit(do_not_specialize=["num_tokens", "num_features", "steps", "token_stride", "group_stride"])
 def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, bias_ptr, y_ptr, num_tokens, num_features, steps, token_stride,
                     group_stride, y_stride, K: tl.constexpr, BO: tl.constexpr, GROUPED: tl.constexpr, BT: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, DONE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
                     PDL: tl.constexpr):  # fmt: skip
     """BN output features of BT tokens. BK input features at a time; with GROUPED they share scales.
 
-    `steps` times BK input features, or the WHOLE; otherwise `y` takes one sum after another, [parts, T, O] float32.
+    `steps` times BK input features. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32.
     """
     if PDL:
         gdc_launch_dependents()
@@ -63,7 +63,7 @@ def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, bias_ptr, y_ptr,
     if not GROUPED:
         y *= tl.load(x_scales_ptr)[:, None] * tl.load(w_scales_ptr)[None, :]
     inside = valid[:, None] & live[None, :]
-    if WHOLE:
+    if DONE:
         if BIAS:
             y += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[None, :]
     else:
@@ -132,7 +132,7 @@ def _scaled(
     )
 
 
-class Tiles(NamedTuple):
+class RoundedConfig(NamedTuple):
     """Tokens and output features of a tile, its warps, how many blocks of 128 input features are in flight, and parts of the input features."""
 
     tokens: int
@@ -142,13 +142,13 @@ class Tiles(NamedTuple):
     parts: int = 1
 
 
-def tiles_for(tokens: int, features: int, inputs: int, device: torch.device) -> Tiles:
+def rounded_config(tokens: int, features: int, inputs: int, device: torch.device) -> RoundedConfig:
     """The tile, by measurement (docs/performance.md)."""
     if blocks(tokens, 128) * blocks(features, 128) > 264:
-        return Tiles(128, 128, 8, 4)
+        return RoundedConfig(128, 128, 8, 4)
     programs, places = blocks(tokens, 64) * blocks(features, 128), multiprocessors(device)
     parts = (places if 2 * programs <= places else 2 * places) // programs
-    return Tiles(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // 1024)))
+    return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // 1024)))
 
 
 def run_rounded(
@@ -159,25 +159,25 @@ def run_rounded(
     *,
     grouped: bool,
     add: bool = False,
-    tiles: Tiles | None = None,
+    config: RoundedConfig | None = None,
 ) -> None:
     """Launch `_rounded_kernel`: write the product into `out`, or add it."""
     tokens, inputs = x.codes.shape
     features = weight_OI.shape[0]
     if not out_TO.numel():
         return
-    tiles = tiles or tiles_for(tokens, features, inputs, out_TO.device)
-    steps = blocks(blocks(inputs, GROUP), tiles.parts)
+    config = config or rounded_config(tokens, features, inputs, out_TO.device)
+    steps = blocks(blocks(inputs, GROUP), config.parts)
     parts = blocks(inputs, steps * GROUP)
-    whole = parts == 1
-    sums_PTO = out_TO if whole else torch.empty(parts, tokens, features, dtype=torch.float32, device=out_TO.device)
-    _rounded_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features), parts)](
-        TensorDescriptor.from_tensor(x.codes, [tiles.tokens, GROUP]),
-        TensorDescriptor.from_tensor(weight_OI.codes, [tiles.features, GROUP]), x.scales, weight_OI.scales,
+    done = parts == 1
+    sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=out_TO.device)
+    _rounded_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
+        TensorDescriptor.from_tensor(x.codes, [config.tokens, GROUP]),
+        TensorDescriptor.from_tensor(weight_OI.codes, [config.features, GROUP]), x.scales, weight_OI.scales,
         x.scales if bias_O is None else bias_O, sums_PTO, tokens, features, steps, x.scales.stride(0),
-        x.scales.stride(1), sums_PTO.stride(-2), K=inputs, BO=weight_OI.block[0], GROUPED=grouped, BT=tiles.tokens,
-        BN=tiles.features, BK=GROUP, WHOLE=whole, ADD=add and whole, BIAS=bias_O is not None and whole,
-        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(out_TO.device),
+        x.scales.stride(1), sums_PTO.stride(-2), K=inputs, BO=weight_OI.block[0], GROUPED=grouped, BT=config.tokens,
+        BN=config.features, BK=GROUP, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
+        num_warps=config.warps, num_stages=config.stages, **dependent(out_TO.device),
     )  # fmt: skip
-    if not whole:
+    if not done:
         add_parts(sums_PTO, bias_O, out_TO, add=add)

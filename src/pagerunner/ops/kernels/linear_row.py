@@ -34,7 +34,7 @@ def _tiles(w_ptr, first, rows, live, cols, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def _numbers(codes, FORM: tl.constexpr):
     """Float32 numbers of 8-bit codes."""
-    dtype: tl.constexpr = tl.float8e4nv if FORM == 0 else tl.int8
+    dtype: tl.constexpr = tl.float8e4nv if FORM == E4M3 else tl.int8
     return codes.to(dtype, bitcast=True).to(tl.float32)
 
 
@@ -148,7 +148,7 @@ def joins(x_TI: torch.Tensor, stored: Stored) -> bool:
 
     Not with more work for each input (scales of blocks) or for each code (int8): kernels of their own took less (docs/performance.md).
     """
-    return x_TI.shape[0] == 1 and isinstance(stored, Stored8) and form_of(stored) == E4M3 and stored.block[0] == 1
+    return x_TI.shape[0] == 1 and isinstance(stored, Stored8) and form_of(stored) == E4M3.value and stored.block[0] == 1
 
 
 def run_row(

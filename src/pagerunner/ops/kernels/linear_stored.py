@@ -21,15 +21,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_packed, linear_row
-from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
+from pagerunner.ops.kernels.codes import (
+    GROUP_SCALES,
+    INT4,
+    ROW_SCALES,
+    STEP_SCALES,
+    form_of,
+    numbers4,
+    numbers8,
+    uses_words,
+)
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
-
-ROWS, GROUPS, HALF_RUNS = 0, 1, 2
-"""Where scales are applied: to a row's sum, to each segment's, or to those of the low and of the high nibbles of one run."""
 
 
 @triton.jit
@@ -57,7 +63,7 @@ def _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K: tl.conste
              ZEROS: tl.constexpr):  # fmt: skip
     """Bytes `at` [B, C] of pieces of rows [N] from `first` on, [B, N, C]; their scales and zero points, [B, N] where there are some.
 
-    With HALF_RUNS those of the low nibbles come before those of the high ones.
+    With scales of groups, which are those of half runs, the low nibbles' come before the high ones'.
     """
     COLUMNS: tl.constexpr = (K + G - 1) // G
     place = (w_ptr + first.to(tl.int64) * ROW) + (rows * ROW + pieces * (ROW // P))[None, :, None] + at[:, None, :]
@@ -67,12 +73,12 @@ def _weights(w_ptr, s_ptr, z_ptr, first, rows, pieces, at, segment, K: tl.conste
         codes = tl.load(place, mask=(at < ROW // P)[:, None, :], other=0)
     column = segment * BK // G
     scales, zeros = column, column
-    if SCALES != 0:
+    if SCALES != ROW_SCALES:
         scales = _group_values(s_ptr, first, rows, pieces, column, COLUMNS, P, BO)
     if ZEROS:
         zeros = _group_values(z_ptr, first, rows, pieces, column, COLUMNS, P, BO)
     high_scales, high_zeros = scales, zeros
-    if SCALES == 2:
+    if SCALES == GROUP_SCALES:
         high_scales = _group_values(s_ptr, first, rows, pieces, column + 1, COLUMNS, P, BO)
         if ZEROS:
             high_zeros = _group_values(z_ptr, first, rows, pieces, column + 1, COLUMNS, P, BO)
@@ -94,21 +100,21 @@ def _add_product(
 ):
     """`acc` [B, N, M] and the products of some segments [B]."""
     codes, scales, high_scales, zeros, high_zeros = weights
-    if FORM < 2:
+    if FORM < INT4:
         numbers = numbers8(codes, x.dtype, FORM, WORDS)
-        if SCALES == 0:
+        if SCALES == ROW_SCALES:
             acc = tl.dot(numbers, x, acc, input_precision="ieee")
         else:
             acc += tl.dot(numbers, x, input_precision="ieee") * scale_numbers(scales)[:, :, None]
     else:
         low = numbers4(codes, False, x.dtype, FORM, WORDS)
         high = numbers4(codes, True, x.dtype, FORM, WORDS)
-        if SCALES == 0:
+        if SCALES == ROW_SCALES:
             acc = tl.dot(high, x_high, tl.dot(low, x, acc, input_precision="ieee"), input_precision="ieee")
             acc = _off_zeros(_off_zeros(acc, x, zeros, ZEROS), x_high, zeros, ZEROS)
         else:
             product = _off_zeros(tl.dot(low, x, input_precision="ieee"), x, zeros, ZEROS)
-            if SCALES == 2:
+            if SCALES == GROUP_SCALES:
                 acc += product * scale_numbers(scales)[:, :, None]
                 product = tl.zeros(acc.shape, tl.float32)
             product = _off_zeros(tl.dot(high, x_high, product, input_precision="ieee"), x_high, high_zeros, ZEROS)
@@ -137,7 +143,7 @@ def _add_step(acc, up, pair, source, done, KP: tl.constexpr, EVEN: tl.constexpr,
     """The sums of products, and those of one step."""
     x = _inputs(source, done, KP, EVEN)
     x_high = x
-    if FORM >= 2:
+    if FORM >= INT4:
         x_high = _inputs(source, done + 16, KP, EVEN)
     acc = _add_product(acc, pair[0], x, x_high, FORM, WORDS, SCALES, ZEROS)
     if GATED:
@@ -149,7 +155,7 @@ def _add_step(acc, up, pair, source, done, KP: tl.constexpr, EVEN: tl.constexpr,
 def _factor(s_ptr, r_ptr, rows, SCALES: tl.constexpr, FACTORS: tl.constexpr):
     """What multiplies rows' sums."""
     factor = tl.full((rows.shape[0],), 1.0, tl.float32)
-    if SCALES == 0:
+    if SCALES == ROW_SCALES:
         factor = scale_numbers(tl.load(s_ptr + rows))
     if FACTORS:
         factor *= tl.load(r_ptr + rows)
@@ -197,7 +203,7 @@ def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, 
     """
     if PDL:
         gdc_launch_dependents()
-    PER: tl.constexpr = 2 if FORM >= 2 else 1  # codes in a byte
+    PER: tl.constexpr = 2 if FORM >= INT4 else 1  # codes in a byte
     KP: tl.constexpr = K // P
     STEP: tl.constexpr = B * BK
     STEPS: tl.constexpr = (KP + STEP - 1) // STEP
@@ -274,11 +280,11 @@ class Layout(NamedTuple):
 def layout(stored_8: bool, inputs: int, group: int, rows: int) -> Layout | None:
     """The layout of such a matrix; None for one that these kernels don't read."""
     if group >= inputs and rows == 1:
-        return Layout(inputs, 1, ROWS, 128)
+        return Layout(inputs, 1, ROW_SCALES.value, 128)
     if group == RUN // 2 and not stored_8:
-        return Layout(group, rows, HALF_RUNS, RUN)
+        return Layout(group, rows, GROUP_SCALES.value, RUN)
     segment = min(128, group & -group)
-    return Layout(group, rows, GROUPS, segment) if segment >= RUN else None
+    return Layout(group, rows, STEP_SCALES.value, segment) if segment >= RUN else None
 
 
 def layout_of(stored: Stored) -> Layout | None:
@@ -292,7 +298,7 @@ def layout_of(stored: Stored) -> Layout | None:
 @functools.cache
 def pieces_of(inputs: int, found: Layout, tokens: int) -> int:
     """Into how many pieces input features are cut: those of one token fill the 8 columns of the smallest product."""
-    unit = RUN if found.scales != GROUPS else math.lcm(RUN, found.group)
+    unit = RUN if found.scales != STEP_SCALES.value else math.lcm(RUN, found.group)
     return next(count for count in (8, 4, 2, 1) if count == 1 or (tokens == 1 and inputs % (count * unit) == 0))
 
 

@@ -8,7 +8,8 @@ from memory through shared memory into the register that is multiplied, and is n
 in which codes come (`in_order`). Example: the first 16 columns that are multiplied are 0 to 3, 32 to 35, 64 to 67 and 96 to 99 of 4-bit codes.
 Output features change places too: `_features` says which.
 
-Scales of rows and of blocks multiply sums, in float32. Scales of groups multiply numbers, in the activations' dtype. With few tiles the input features
+Scales of rows and of blocks multiply sums, in float32. Scales of groups multiply numbers: in the activations' dtype if that holds every such scale, as
+bfloat16 holds those of bfloat16 and e8m0, else in float32. With few tiles the input features
 are divided among several programs, whose sums `linear_sums.py` adds in their order.
 """
 
@@ -22,17 +23,25 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
+from pagerunner.ops.kernels.codes import (
+    GROUP_SCALES,
+    INT4,
+    ROW_SCALES,
+    STEP_SCALES,
+    form_of,
+    numbers4,
+    numbers8,
+    spread,
+    uses_words,
+)
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate, tile_of
 from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.kernels.operands import ended, must_end
-from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.kernels.stored import HELD_BY, scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
-WHOLE, SUMS, NUMBERS = 0, 1, 2
-"""What scales multiply: a row's sum, the sum of each block of input features, or the numbers of each group."""
 BYTES = 64
 """Bytes of a row that a step takes: 16 for each of four threads."""
 WORD = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
@@ -132,24 +141,19 @@ def _of_quads(words, HIGH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, dt
 
 
 @triton.jit
-def _spread(values):
-    """Values of quarters [rows, 4], or of rows [rows, 1], for each byte."""
-    if values.shape[1] > 1:
-        values = tl.reshape(tl.broadcast_to(values[:, :, None], (values.shape[0], 4, 16)), (values.shape[0], 64))
-    return values
-
-
-@triton.jit
 def _numbers(pairs, scales, zeros, HIGH: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-             ZEROS: tl.constexpr, s_dtype: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Numbers of one nibble of each byte [rows, 64], less their zero points, times their scales."""
+             HELD: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Numbers of one nibble of each byte [rows, 64], less their zero points, times their scales; rounded once."""
     numbers = numbers4(pairs, HIGH, dtype, FORM, WORDS)
     if ZEROS:
-        zero = _of_quads(zeros, HIGH, G, 8, tl.uint8)
-        numbers -= _spread((zero.to(tl.float32) - 8.0).to(dtype))
-    if SCALES == 2:
-        scale = _of_quads(scales, HIGH, G, s_dtype.primitive_bitwidth, s_dtype)
-        numbers *= _spread(scale_numbers(scale).to(dtype))
+        zero = (_of_quads(zeros, HIGH, G, 8, tl.uint8).to(tl.float32) - 8.0).to(dtype)
+        numbers -= spread(zero, 16) if G < 128 else zero
+    if SCALES == GROUP_SCALES:
+        scale = scale_numbers(_of_quads(scales, HIGH, G, s_dtype.primitive_bitwidth, s_dtype))
+        if HELD:
+            scale = scale.to(dtype)
+        scale = spread(scale, 16) if G < 128 else scale
+        numbers = (numbers.to(scale.dtype) * scale).to(dtype)
     return numbers
 
 
@@ -157,9 +161,9 @@ def _numbers(pairs, scales, zeros, HIGH: tl.constexpr, G: tl.constexpr, FORM: tl
 def _ahead(s_ptr, z_ptr, rows, outs, k, K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, SCALES: tl.constexpr,
            ZEROS: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr):  # fmt: skip
     """Scales and zero points of the step at `k`. They are too small for asynchronous copies, and are read a step before they are needed."""
-    if SCALES == 2:
+    if SCALES == GROUP_SCALES:
         scale = _group_words(s_ptr, rows, k, K, G, s_ptr.dtype.element_ty.primitive_bitwidth, S_WORD)
-    elif SCALES == 1:
+    elif SCALES == STEP_SCALES:
         scale = scale_numbers(tl.load(s_ptr + outs // BO * ((K + G - 1) // G) + k // G))
     else:
         scale = k
@@ -171,15 +175,15 @@ def _ahead(s_ptr, z_ptr, rows, outs, k, K: tl.constexpr, G: tl.constexpr, BO: tl
 
 @triton.jit
 def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
-             SCALES: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr):  # fmt: skip
+             SCALES: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr):  # fmt: skip
     """`acc` and the product of a step's codes [rows, 64] and inputs [tokens, columns]."""
-    if FORM < 2:
+    if FORM < INT4:
         numbers = _operand8(numbers8(codes, x.dtype, FORM, WORDS), W)
     else:
-        low = _numbers(codes, scale, zero, False, G, FORM, WORDS, SCALES, ZEROS, s_dtype, x.dtype)
-        high = _numbers(codes, scale, zero, True, G, FORM, WORDS, SCALES, ZEROS, s_dtype, x.dtype)
+        low = _numbers(codes, scale, zero, False, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, x.dtype)
+        high = _numbers(codes, scale, zero, True, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, x.dtype)
         numbers = _operand4(low, high, W)
-    if SCALES == 1:
+    if SCALES == STEP_SCALES:
         acc += tl.dot(numbers, x.T, input_precision="ieee") * scale[:, None]
     else:
         acc = tl.dot(numbers, x.T, acc, input_precision="ieee")
@@ -189,17 +193,17 @@ def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM:
 @triton.jit(do_not_specialize=["num_tokens", "num_features", "steps"])
 def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, steps,
                   K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
-                  W: tl.constexpr, WHOLE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-                  S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
+                  W: tl.constexpr, DONE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+                  HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
                   ADD: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """R times 16 W output features of BT tokens.
 
-    `steps` steps of 64 bytes, or the WHOLE; otherwise `y` takes one sum after another, [parts, T, O] float32. The R products of a step share its
+    `steps` steps of 64 bytes. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32. The R products of a step share its
     inputs, and the codes of one are converted while another is multiplied.
     """
     if PDL:
         gdc_launch_dependents()
-    PER: tl.constexpr = 2 if FORM >= 2 else 1
+    PER: tl.constexpr = 2 if FORM >= INT4 else 1
     BK: tl.constexpr = 64 * PER
     BN: tl.constexpr = 16 * W
     ROW: tl.constexpr = K // PER
@@ -234,7 +238,7 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
             next_ahead = next_ahead + (
                 _ahead(s_ptr, z_ptr, rows[r], outs[r], after, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),
             )
-            more = more + (_product(sums[r], x, codes, scale, zero, W, G, FORM, WORDS, SCALES, ZEROS, s_dtype),)
+            more = more + (_product(sums[r], x, codes, scale, zero, W, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype),)
         sums, ahead = more, next_ahead
         if WAIT:
             more = ()
@@ -242,15 +246,15 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
                 more = more + (ended(sums[r]),)
             sums = more
     valid = tokens < num_tokens
-    if not WHOLE:
+    if not DONE:
         y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
     for r in tl.static_range(R):
         acc = sums[r]
-        if SCALES == 0:
+        if SCALES == ROW_SCALES:
             acc *= scale_numbers(tl.load(s_ptr + outs[r]))[:, None]
         if FACTORS:
             acc *= tl.load(factors_ptr + outs[r])[:, None]
-        if WHOLE and BIAS:
+        if DONE and BIAS:
             acc += tl.load(bias_ptr + outs[r]).to(tl.float32)[:, None]
         inside_y = (moved + r * BN < num_features)[:, None] & valid[None, :]
         at = y_ptr + tokens.to(tl.int64)[None, :] * y_stride + (moved + r * BN)[:, None]
@@ -260,7 +264,7 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
         tl.store(at, y, mask=inside_y)
 
 
-class Tiles(NamedTuple):
+class TilesConfig(NamedTuple):
     """Tokens of a tile; how many times 16 output features for each of its warps; its warps; how many steps are in flight; parts of the input features."""
 
     tokens: int
@@ -275,19 +279,19 @@ class Tiles(NamedTuple):
         return 16 * self.rows * self.warps
 
 
-def tiles_for(tokens: int, weight_OI: Stored, device: torch.device) -> Tiles:
+def tiles_config(tokens: int, weight_OI: Stored, device: torch.device) -> TilesConfig:
     """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs."""
     features, inputs = weight_OI.shape
     wide = features >= 16384
     each = 2  # programs that a multiprocessor holds
     if tokens <= 32:
-        tiles, each = Tiles(32, 2, 4, 3) if wide else Tiles(32, 1, 4, 5), 3
+        tiles, each = TilesConfig(32, 2, 4, 3) if wide else TilesConfig(32, 1, 4, 5), 3
     elif tokens <= 64:
-        tiles, each = (Tiles(64, 2, 4, 3), 3) if wide else (Tiles(64, 1, 4, 4), 2)
+        tiles, each = (TilesConfig(64, 2, 4, 3), 3) if wide else (TilesConfig(64, 1, 4, 4), 2)
     elif tokens <= 128:
-        tiles = Tiles(128, 1, 8, 3) if wide else Tiles(128, 1, 4, 3)
+        tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 1, 4, 3)
     else:
-        tiles = Tiles(128, 1, 8, 3) if wide else Tiles(128, 2, 4, 3)
+        tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 2, 4, 3)
     programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
     return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // 1024)))
 
@@ -297,13 +301,13 @@ def _scales(stored: Stored) -> int | None:
     inputs = stored.shape[1]
     if isinstance(stored, Stored8):
         if stored.block[1] >= inputs:
-            return WHOLE if stored.block[0] == 1 else SUMS
-        return SUMS if stored.block[1] % BYTES == 0 else None
+            return ROW_SCALES.value if stored.block[0] == 1 else STEP_SCALES.value
+        return STEP_SCALES.value if stored.block[1] % BYTES == 0 else None
     if stored.group >= inputs and stored.zeros is None:
-        return WHOLE
+        return ROW_SCALES.value
     if stored.group < inputs and stored.group % 128 and stored.group not in (RUN // 2, RUN, 2 * RUN):
         return None
-    return NUMBERS if _word(stored.scales, stored.group) <= 64 else None
+    return GROUP_SCALES.value if _word(stored.scales, stored.group) <= 64 else None
 
 
 def _word(values_OG: torch.Tensor, group: int) -> int:
@@ -341,7 +345,7 @@ def run_tiles(
     weight_OI: Stored,
     bias_O: torch.Tensor | None,
     out_TO: torch.Tensor,
-    tiles: Tiles,
+    tiles: TilesConfig,
     *,
     add: bool = False,
 ) -> None:
@@ -354,20 +358,21 @@ def run_tiles(
     wide = BYTES if eight else 2 * BYTES
     steps = blocks(blocks(inputs, wide), tiles.parts)
     parts = blocks(inputs, steps * wide)
-    whole = parts == 1
-    sums_PTO = out_TO if whole else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
+    done = parts == 1
+    sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
     scales = _scales(weight_OI)
     _tiles_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features), parts)](
         TensorDescriptor.from_tensor(x_TI, [tiles.tokens, wide]), weight_OI.codes.view(torch.uint8), weight_OI.scales,
         x_TI if zeros is None else zeros, x_TI if factors is None else factors, x_TI if bias_O is None else bias_O,
         sums_PTO, tokens, features, sums_PTO.stride(-2), steps, K=inputs, G=group,
-        BO=weight_OI.block[0] if eight else 1, BT=tiles.tokens, R=tiles.rows, W=tiles.warps, WHOLE=whole,
+        BO=weight_OI.block[0] if eight else 1, BT=tiles.tokens, R=tiles.rows, W=tiles.warps, DONE=done,
         FORM=form_of(weight_OI), WORDS=uses_words(x_TI.dtype), SCALES=scales,
-        S_WORD=WORD[_word(weight_OI.scales, group)] if scales == NUMBERS else tl.uint8,
+        HELD=weight_OI.scales.dtype in HELD_BY.get(x_TI.dtype, ()),
+        S_WORD=WORD[_word(weight_OI.scales, group)] if scales == GROUP_SCALES.value else tl.uint8,
         Z_WORD=tl.uint8 if zeros is None else WORD[_word(zeros, group)], ZEROS=zeros is not None,
-        FACTORS=factors is not None, ADD=add and whole, BIAS=bias_O is not None and whole,
+        FACTORS=factors is not None, ADD=add and done, BIAS=bias_O is not None and done,
         WAIT=must_end(), num_warps=tiles.warps,
         num_stages=tiles.stages, **dependent(x_TI.device),
     )  # fmt: skip
-    if not whole:
+    if not done:
         add_parts(sums_PTO, bias_O, out_TO, add=add)

@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
+from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
@@ -59,11 +61,11 @@ def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    step: tl.constexpr = 2 if KIND == 2 else 1
-    ups: tl.constexpr = 1 if KIND == 2 else N
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     outputs: tl.constexpr = 2 * N if GATED else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    FOUR: tl.constexpr = FORM == 2 or FORM == 3
+    FOUR: tl.constexpr = FORM == INT4 or FORM == E2M1
     expert, first_row, last_row = find_tile(starts_ptr, tl.program_id(0), E, BE, BM)
     if expert < E:
         rows = first_row + tl.arange(0, BM)

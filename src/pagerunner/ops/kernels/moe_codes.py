@@ -17,9 +17,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels.codes import uses_words
+from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
+from pagerunner.ops.kernels.codes import GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, spread, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, has_dependent_launch, padded
-from pagerunner.ops.kernels.moe_tiles import INSIDE, STEPS, find_tile, finish, kind_of, stored_args
+from pagerunner.ops.kernels.moe_tiles import find_tile, finish, kind_of, stored_args
 from pagerunner.ops.kernels.operands import (
     PIECE,
     arranged,
@@ -31,7 +32,6 @@ from pagerunner.ops.kernels.operands import (
     operand,
     raised,
     row_places,
-    spread_16,
 )
 from pagerunner.ops.kernels.stored import HELD_BY, scale_numbers
 from pagerunner.ops.routing import Routes
@@ -43,7 +43,7 @@ def _rows_of(first, local, ups, GATED: tl.constexpr, KIND: tl.constexpr):
     """Features and rows of weights of a tile's rows `local`. Of 16 rows of the first product's, 8 are gates and 8 their ups, by places."""
     if GATED:
         features = column_at(first + local // 16 * 8 + local % 8)
-        rows = features * (2 if KIND == 2 else 1) + local // 8 % 2 * ups
+        rows = features * (2 if KIND == CLAMPED_SWIGLU else 1) + local // 8 % 2 * ups
     else:
         features = first + local
         rows = features
@@ -61,21 +61,21 @@ def _group_values(place, live, first, HIGH: tl.constexpr, K: tl.constexpr, G: tl
 @triton.jit
 def _finished(numbers, scales, zeros, dtype: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr, SCALES: tl.constexpr,
               RAISED: tl.constexpr):  # fmt: skip
-    """Numbers of one nibble of each byte without their zero points, and with the scales that belong INSIDE."""
-    if FORM == 2:
+    """Numbers of one nibble of each byte without their zero points, and with scales if these are those of groups."""
+    if FORM == INT4:
         if ZEROS:
-            numbers -= spread_16((zeros.to(tl.float32) + 128.0).to(dtype))
+            numbers -= spread((zeros.to(tl.float32) + 128.0).to(dtype), 16)
         else:
             numbers -= tl.full((1, 1), 136.0, dtype)
-    if SCALES == 2:
-        numbers *= spread_16(lifted_scales(scales, dtype, RAISED))
+    if SCALES == GROUP_SCALES:
+        numbers *= spread(lifted_scales(scales, dtype, RAISED), 16)
     return numbers
 
 
 @triton.jit
 def _add(acc, x, x_more, low, high, step_scales, SCALES: tl.constexpr, WARPS: tl.constexpr):
     """`acc` and both products; these times the step's scales where there are such."""
-    if SCALES == 1:
+    if SCALES == STEP_SCALES:
         product = tl.dot(operand(low, WARPS), x, input_precision="ieee")
         product = tl.dot(operand(high, WARPS), x_more, product, input_precision="ieee")
         acc += product * scale_numbers(step_scales)[:, None]
@@ -98,23 +98,23 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
     s_place, z_place = s_ptr + rows.to(tl.int64) * columns, z_ptr + rows.to(tl.int64) * columns
     final_place = s_ptr + final_rows.to(tl.int64) * columns
     acc = tl.zeros((rows.shape[0], x_place.shape[1]), tl.float32)
-    scales = _group_values(s_place, live, 0, False, K, G) if SCALES == 2 else 0
-    more_scales = _group_values(s_place, live, 0, True, K, G) if SCALES == 2 and G < 32 else scales
+    scales = _group_values(s_place, live, 0, False, K, G) if SCALES == GROUP_SCALES else 0
+    more_scales = _group_values(s_place, live, 0, True, K, G) if SCALES == GROUP_SCALES and G < 32 else scales
     zeros = _group_values(z_place, live, 0, False, K, G) if ZEROS else 0
     more_zeros = _group_values(z_place, live, 0, True, K, G) if ZEROS and G < 32 else zeros
-    step_scales = tl.load(final_place, mask=final_live, other=0.0) if SCALES == 1 else 0
+    step_scales = tl.load(final_place, mask=final_live, other=0.0) if SCALES == STEP_SCALES else 0
     for first in range(0, K, 128):
         codes = tl.load(w_place + first // 8, mask=live[:, None] & (at < (K - first) // 8)[None, :], other=0)
         x, x_more = tl.load(x_place + first), tl.load(x_place + first + 64)
         now, more_now, zeros_now, more_zeros_now, step_now = scales, more_scales, zeros, more_zeros, step_scales
         ahead = first + 128
-        if SCALES == 2:
+        if SCALES == GROUP_SCALES:
             scales = _group_values(s_place, live, ahead, False, K, G)
             more_scales = _group_values(s_place, live, ahead, True, K, G) if G < 32 else scales
         if ZEROS:
             zeros = _group_values(z_place, live, ahead, False, K, G)
             more_zeros = _group_values(z_place, live, ahead, True, K, G) if G < 32 else zeros
-        if SCALES == 1:
+        if SCALES == STEP_SCALES:
             step_scales = tl.load(final_place + ahead // G, mask=final_live & (ahead < K), other=0.0)
         low, high = nibbles_numbers(codes, x.dtype, FORM)
         low = _finished(low, now, zeros_now, x.dtype, FORM, ZEROS, SCALES, RAISED)
@@ -128,9 +128,9 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
 @triton.jit
 def _whole_factors(acc, s_ptr, r_ptr, rows, live, SCALES: tl.constexpr, FACTORS: tl.constexpr, RAISED: tl.constexpr):
     """`acc` [N, M] times what multiplies whole rows."""
-    if SCALES == 0:
+    if SCALES == ROW_SCALES:
         acc *= scale_numbers(tl.load(s_ptr + rows, mask=live, other=0.0))[:, None]
-    if SCALES != 2 and RAISED:
+    if SCALES != GROUP_SCALES and RAISED:
         power: tl.constexpr = 2.0**RAISED
         acc *= power
     if FACTORS:
@@ -163,8 +163,8 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    step: tl.constexpr = 2 if KIND == 2 else 1
-    ups: tl.constexpr = 1 if KIND == 2 else N
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     outputs: tl.constexpr = 2 * N if GATED else N
     WIDTH: tl.constexpr = BN // 2 if GATED else BN
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -257,8 +257,8 @@ class CodesProduct(NamedTuple):
         (codes, *tensors, w_expert, s_expert), constants = stored_args(weights, dtype)
         del constants["WORDS"], constants["BO"]
         inputs = weights.shape[-1]
-        if constants["SCALES"] == STEPS and _held(weights, dtype):
-            constants["SCALES"] = INSIDE
+        if constants["SCALES"] == STEP_SCALES.value and _held(weights, dtype):
+            constants["SCALES"] = GROUP_SCALES.value
         constants["RAISED"] = raised(constants["FORM"])
         own = codes.view(torch.uint32), *tensors, w_expert // 4, s_expert, blocks(inputs, constants["G"])
         return cls(own, constants, bias_EO, weights.shape)

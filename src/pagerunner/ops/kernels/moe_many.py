@@ -18,16 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
+from pagerunner.ops.kernels.codes import DENSE, E4M3
 from pagerunner.ops.kernels.launch import dependent, has_dependent_launch, multiprocessors, padded
-from pagerunner.ops.kernels.moe_tiles import DENSE, finish, kind_of
+from pagerunner.ops.kernels.moe_tiles import finish, kind_of
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.ops.unpacked import EXPERTS_BYTES, experts_at_once
-
-_ROUNDED = 0
-"""The number format of 8-bit floats (`kernels/codes.py`)."""
 
 
 @triton.jit
@@ -71,8 +70,8 @@ def _many_kernel(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, 
     # all gates come before all ups; otherwise a row of `w_matrix` is a gate and its up
     apart: tl.constexpr = GATED and KIND != 2
     outputs: tl.constexpr = 2 * N if GATED else N
-    step: tl.constexpr = 2 if KIND == 2 else 1
-    ups: tl.constexpr = 1 if KIND == 2 else N
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     blocks_N: tl.constexpr = (N + BN - 1) // BN
     scale_rows: tl.constexpr = (outputs + BO - 1) // BO
     columns: tl.constexpr = (K + 127) // 128 if STEPS else 1  # of the weights' scales
@@ -114,7 +113,7 @@ def _many_kernel(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, 
             acc = _add_dot(acc, x, gates, x_scales, s_place + column, live, STEPS, GROUPED)
             if GATED:
                 up = _add_dot(up, x, more, x_scales, up_s_place + column, live, STEPS, GROUPED)
-        if FORM == 0:
+        if FORM == E4M3:
             acc = _scaled(acc, xs_ptr + source, s_place, live, STEPS, GROUPED)
             if GATED:
                 up = _scaled(up, xs_ptr + source, up_s_place, live, STEPS, GROUPED)
@@ -198,12 +197,12 @@ def many_product(
     if out is None:
         out = torch.empty(pairs, features, dtype=dtype or numbers.dtype, device=numbers.device)
     width = min(config.features, max(16, padded(features)))
-    own: dict[str, Any] = {"FORM": DENSE, "BO": 1, "STEPS": False, "GROUPED": False}
+    own: dict[str, Any] = {"FORM": DENSE.value, "BO": 1, "STEPS": False, "GROUPED": False}
     scales = x_scales = routes.weights_TA
     if isinstance(weights, Stored8) and isinstance(x, Quantized):
         scales, x_scales = weights.scales, x.scales
         steps = weights.block[1] < inputs
-        own = {"FORM": _ROUNDED, "BO": weights.block[0], "STEPS": steps, "GROUPED": x.scales.shape[1] > 1}
+        own = {"FORM": E4M3.value, "BO": weights.block[0], "STEPS": steps, "GROUPED": x.scales.shape[1] > 1}
     rows = numbers if activation is not None else TensorDescriptor.from_tensor(numbers, [config.pairs, config.inputs])
     programs = multiprocessors(numbers.device) * config.programs
     _many_kernel[(programs,)](

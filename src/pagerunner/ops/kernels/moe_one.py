@@ -18,20 +18,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels.activation import gated
-from pagerunner.ops.kernels.codes import numbers4, numbers8
+from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
+from pagerunner.ops.kernels.codes import DENSE, E2M1, INT4, ROW_SCALES, numbers4, numbers8, spread
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
-
-
-@triton.jit
-def _spread(values, G: tl.constexpr):
-    """Every value of [L, N, C] G times, [L, N, C * G]."""
-    wide = tl.broadcast_to(values[:, :, :, None], [values.shape[0], values.shape[1], values.shape[2], G])
-    return tl.reshape(wide, [values.shape[0], values.shape[1], values.shape[2] * G])
 
 
 @triton.jit
@@ -45,7 +38,7 @@ def _group_values(ptr, rows_LN, live_LN, first, K: tl.constexpr, G: tl.constexpr
 @triton.jit
 def load_codes(w_ptr, rows_LN, live_LN, first, K: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr):
     """Codes of BK columns from `first` on, [L, N, BK], or half as many bytes. `rows` count over all experts."""
-    PER: tl.constexpr = 2 if FORM == 2 or FORM == 3 else 1  # codes in a byte
+    PER: tl.constexpr = 2 if FORM == INT4 or FORM == E2M1 else 1  # codes in a byte
     at = first // PER + tl.arange(0, BK // PER)
     mask = live_LN[:, :, None] & (at < K // PER)[None, None, :]
     return tl.load(w_ptr + rows_LN[:, :, None] * (K // PER) + at[None, None, :], mask=mask, other=0)
@@ -59,10 +52,10 @@ def _nibbles(codes, s_ptr, z_ptr, rows_LN, live_LN, first, HIGH: tl.constexpr, K
     start = first + 16 if HIGH else first
     if ZEROS:
         zeros = _group_values(z_ptr, rows_LN, live_LN, start, K, G, BK, 32).to(tl.float32) - 8.0
-        numbers -= _spread(zeros, 16)
-    if SCALES != 0:
+        numbers -= spread(zeros, 16)
+    if SCALES != ROW_SCALES:
         scales = scale_numbers(_group_values(s_ptr, rows_LN, live_LN, start, K, G, BK, 32))
-        numbers *= _spread(scales, 16)
+        numbers *= spread(scales, 16)
     return numbers
 
 
@@ -70,7 +63,7 @@ def _nibbles(codes, s_ptr, z_ptr, rows_LN, live_LN, first, HIGH: tl.constexpr, K
 def add_columns(acc, codes, x_ptr, x_rows_L, s_ptr, z_ptr, rows_LN, scale_rows_LN, live_LN, first, K: tl.constexpr, G: tl.constexpr,
                 BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
     """`acc` and the products of BK columns' numbers with the inputs that belong to them."""
-    if FORM == 2 or FORM == 3:
+    if FORM == INT4 or FORM == E2M1:
         i = tl.arange(0, BK // 2)
         cols = first + i // 16 * 32 + i % 16
         x_place = x_ptr + x_rows_L[:, None] * K + cols[None, :]
@@ -87,12 +80,12 @@ def add_columns(acc, codes, x_ptr, x_rows_L, s_ptr, z_ptr, rows_LN, scale_rows_L
     else:
         cols = first + tl.arange(0, BK)
         x = tl.load(x_ptr + x_rows_L[:, None] * K + cols[None, :], mask=(cols < K)[None, :], other=0.0).to(tl.float32)
-        if FORM == 4:
+        if FORM == DENSE:
             numbers = codes.to(tl.float32)
         else:
             numbers = numbers8(codes, tl.float32, FORM, False)
-            if SCALES != 0:
-                numbers *= _spread(_group_values(s_ptr, scale_rows_LN, live_LN, first, K, G, BK, 128), 128)
+            if SCALES != ROW_SCALES:
+                numbers *= spread(_group_values(s_ptr, scale_rows_LN, live_LN, first, K, G, BK, 128), 128)
         acc += numbers * x[:, None, :]
     return acc
 
@@ -111,7 +104,7 @@ def row_products(codes, x_ptr, x_rows_L, w_ptr, s_ptr, z_ptr, r_ptr, experts_L, 
         acc = add_columns(acc, codes, x_ptr, x_rows_L, s_ptr, z_ptr, all_rows, scale_rows, live_LN, step * BK, K, G, BK, FORM,
                           WORDS, SCALES, ZEROS)  # fmt: skip
     y = tl.sum(acc, 2)
-    if SCALES == 0 and FORM != 4:
+    if SCALES == ROW_SCALES and FORM != DENSE:
         y *= scale_numbers(tl.load(s_ptr + scale_rows, mask=live_LN, other=0.0))
     if FACTORS:
         y *= tl.load(r_ptr + all_rows, mask=live_LN, other=0.0)
@@ -127,8 +120,8 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
-    step: tl.constexpr = 2 if KIND == 2 else 1
-    ups: tl.constexpr = 1 if KIND == 2 else N
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     pair = tl.program_id(1)
     both = tl.arange(0, 2)

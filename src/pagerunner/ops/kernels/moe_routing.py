@@ -20,7 +20,8 @@ from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import Routes, Routing, touched_experts
 
-_KINDS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
 _MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
 _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
 _FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
@@ -37,11 +38,11 @@ def note_touched(touched_ptr, count):
 @triton.jit
 def _score(logits, inside, KIND: tl.constexpr):
     """Scores of float32 logits [tokens, experts]."""
-    if KIND == 0:
+    if KIND == SOFTMAX:
         logits = tl.where(inside[None, :], logits, float("-inf"))
         raised = tl.exp(logits - tl.max(logits, 1)[:, None])
         return raised / tl.sum(raised, 1)[:, None]
-    elif KIND == 1:
+    elif KIND == SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logits))
     else:
         return tl.sqrt_rn(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))

@@ -14,21 +14,27 @@ import triton.language as tl
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels import activation as kinds
 from pagerunner.ops.kernels.activation import gated
-from pagerunner.ops.kernels.codes import form_of, numbers4, numbers8, uses_words
+from pagerunner.ops.kernels.codes import (
+    DENSE,
+    E2M1,
+    GROUP_SCALES,
+    INT4,
+    ROW_SCALES,
+    STEP_SCALES,
+    form_of,
+    numbers4,
+    numbers8,
+    spread,
+    uses_words,
+)
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
-DENSE = 4
-"""The number format of weights that aren't stored in codes, beside those of `kernels/codes.py`."""
-
-WHOLE, STEPS, INSIDE = 0, 1, 2
-"""Where scales are applied: to a row's sum, to the sum of each step's columns, or to the weights, whose groups are shorter than a step."""
-
 STEP = 128
 _KINDS = {
-    "silu": kinds.SILU,
-    "clamped_swiglu": kinds.CLAMPED_SWIGLU,
-    "limited_silu": kinds.LIMITED_SILU,
+    "silu": kinds.SILU.value,
+    "clamped_swiglu": kinds.CLAMPED_SWIGLU.value,
+    "limited_silu": kinds.LIMITED_SILU.value,
 }
 
 
@@ -47,13 +53,6 @@ def find_tile(starts_ptr, tile, E: tl.constexpr, BE: tl.constexpr, BM: tl.conste
 
 
 @triton.jit
-def _spread(values, G: tl.constexpr):
-    """Every value of [N, C] G times, [N, C * G]."""
-    wide = tl.broadcast_to(values[:, :, None], [values.shape[0], values.shape[1], G])
-    return tl.reshape(wide, [values.shape[0], values.shape[1] * G])
-
-
-@triton.jit
 def _run_values(ptr, rows, live, first, half, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr):
     """Scales or zero points of the low (half 0) or high (half 1) nibbles of each run, [N, BK / 32]."""
     columns = first + tl.arange(0, BK // 32) * 32 + half * 16
@@ -65,18 +64,18 @@ def _run_values(ptr, rows, live, first, half, K: tl.constexpr, G: tl.constexpr, 
 def _half(codes, s_ptr, z_ptr, rows, live, first, zeros, HIGH: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
           BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
           dtype: tl.constexpr):  # fmt: skip
-    """The numbers of one nibble of each byte [N, BK / 2], with scales if these belong INSIDE."""
+    """The numbers of one nibble of each byte [N, BK / 2], with scales if these are those of groups."""
     numbers = numbers4(codes, HIGH, dtype, FORM, WORDS)
     half: tl.constexpr = 1 if HIGH else 0
-    if SCALES == 2:
+    if SCALES == GROUP_SCALES:
         if ZEROS:
             own = _run_values(z_ptr, rows, live, first, half, K, G, BK).to(tl.float32) - 8.0
-            numbers -= _spread(own.to(dtype), 16)
+            numbers -= spread(own.to(dtype), 16)
         scales = scale_numbers(_run_values(s_ptr, rows, live, first, half, K, G, BK))
         if s_ptr.dtype.element_ty == tl.float16 or s_ptr.dtype.element_ty == tl.float32:  # more than a bfloat16 holds
-            numbers = (numbers.to(tl.float32) * _spread(scales, 16)).to(dtype)
+            numbers = (numbers.to(tl.float32) * spread(scales, 16)).to(dtype)
         else:
-            numbers *= _spread(scales.to(dtype), 16)
+            numbers *= spread(scales.to(dtype), 16)
     elif ZEROS:
         numbers -= (zeros.to(tl.float32) - 8.0).to(dtype)[:, None]
     return numbers
@@ -89,7 +88,7 @@ def add_step(acc, x, x_high, w_ptr, s_ptr, z_ptr, rows, live, first, K: tl.const
 
     Inputs of 4-bit codes come in two: those of the low nibbles and those of the high ones, [M, BK / 2] each.
     """
-    FOUR: tl.constexpr = FORM == 2 or FORM == 3
+    FOUR: tl.constexpr = FORM == INT4 or FORM == E2M1
     WIDE: tl.constexpr = BK // 2 if FOUR else BK
     ROW: tl.constexpr = K // 2 if FOUR else K
     at = (first // 2 if FOUR else first) + tl.arange(0, WIDE)
@@ -97,19 +96,19 @@ def add_step(acc, x, x_high, w_ptr, s_ptr, z_ptr, rows, live, first, K: tl.const
     codes = tl.load(place, mask=live[:, None] & (at < ROW)[None, :], other=0)
     columns: tl.constexpr = (K + G - 1) // G
     zeros = first
-    if SCALES == 1:
+    if SCALES == STEP_SCALES:
         group = (rows // BO).to(tl.int64) * columns + first // G
         scales = scale_numbers(tl.load(s_ptr + group, mask=live, other=0.0))
         if ZEROS:
             zeros = tl.load(z_ptr + group, mask=live, other=0)
-    if SCALES == 0 and ZEROS:
+    if SCALES == ROW_SCALES and ZEROS:
         zeros = tl.load(z_ptr + rows, mask=live, other=0)
-    if FORM == 4:
+    if FORM == DENSE:
         acc = tl.dot(x, tl.trans(codes), acc, input_precision="ieee")
     elif FOUR:
         low = _half(codes, s_ptr, z_ptr, rows, live, first, zeros, False, K, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
         high = _half(codes, s_ptr, z_ptr, rows, live, first, zeros, True, K, G, BK, FORM, WORDS, SCALES, ZEROS, x.dtype)
-        if SCALES == 1:
+        if SCALES == STEP_SCALES:
             product = tl.dot(x, tl.trans(low), input_precision="ieee")
             product = tl.dot(x_high, tl.trans(high), product, input_precision="ieee")
             acc += product * scales[None, :]
@@ -118,7 +117,7 @@ def add_step(acc, x, x_high, w_ptr, s_ptr, z_ptr, rows, live, first, K: tl.const
             acc = tl.dot(x_high, tl.trans(high), acc, input_precision="ieee")
     else:
         numbers = tl.trans(numbers8(codes, x.dtype, FORM, WORDS))
-        if SCALES == 1:
+        if SCALES == STEP_SCALES:
             acc += tl.dot(x, numbers, input_precision="ieee") * scales[None, :]
         else:
             acc = tl.dot(x, numbers, acc, input_precision="ieee")
@@ -130,7 +129,7 @@ def row_factors(
     acc, s_ptr, r_ptr, rows, live, BO: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr
 ):
     """`acc` [M, N] times what multiplies the weights' rows [N] as wholes."""
-    if SCALES == 0 and FORM != 4:
+    if SCALES == ROW_SCALES and FORM != DENSE:
         acc *= scale_numbers(tl.load(s_ptr + rows // BO, mask=live, other=0.0))[None, :]
     if FACTORS:
         acc *= tl.load(r_ptr + rows, mask=live, other=0.0)[None, :]
@@ -183,8 +182,12 @@ def serves(weights: torch.Tensor | Stored) -> bool:
 def stored_args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Codes, scales, zero points, rows' factors (any tensor for what there isn't) and the elements of an expert's codes and scales; and the constants."""
     if isinstance(weights, torch.Tensor):
-        own = {"FORM": DENSE, "WORDS": False, "G": weights.shape[2], "BO": 1}
-        return (weights,) * 4 + (weights.stride(0), 0), own | {"SCALES": WHOLE, "ZEROS": False, "FACTORS": False}
+        own = {"FORM": DENSE.value, "WORDS": False, "G": weights.shape[2], "BO": 1}
+        return (weights,) * 4 + (weights.stride(0), 0), own | {
+            "SCALES": ROW_SCALES.value,
+            "ZEROS": False,
+            "FACTORS": False,
+        }
     inputs = weights.shape[-1]
     codes = weights.codes.view(torch.uint8)
     if isinstance(weights, Stored8):
@@ -195,9 +198,10 @@ def stored_args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tup
         zeros, factors = weights.zeros, weights.rows
     group = min(group, inputs)
     scales = weights.scales.view(torch.uint8) if weights.scales.dtype == torch.float8_e8m0fnu else weights.scales
+    scales_at = ROW_SCALES if group == inputs else STEP_SCALES if group % STEP == 0 else GROUP_SCALES
     constants = {
         "FORM": form_of(weights), "WORDS": uses_words(dtype), "G": group, "BO": rows,
-        "SCALES": WHOLE if group == inputs else STEPS if group % STEP == 0 else INSIDE,
+        "SCALES": scales_at.value,
         "ZEROS": zeros is not None, "FACTORS": factors is not None,
     }  # fmt: skip
     tensors = codes, scales, codes if zeros is None else zeros, scales if factors is None else factors

@@ -33,7 +33,7 @@ PIECE = 128
 
 def raised(form: int) -> int:
     """The power of two that arranged inputs are multiplied by."""
-    return 63 if form == E2M1 else 0
+    return 63 if form == E2M1.value else 0
 
 
 def must_end() -> bool:
@@ -88,9 +88,8 @@ def _numbers_of(even, odd, dtype: tl.constexpr):
 def nibbles_numbers(words, dtype: tl.constexpr, FORM: tl.constexpr):
     """Numbers of the low nibbles of words [N, 16], and of the high ones, in `dtype` [N, 64]. Of e2m1 2 ** -126 of the numbers, of int4 128 + n."""
     next = words >> 8
-    if (
-        FORM == 3
-    ):  # a product with two powers of two puts a nibble in two places; the mask leaves the sign of one and the rest of the other
+    # a product with two powers of two puts a nibble in two places; the mask leaves the sign of one and the rest of the other
+    if FORM == E2M1:
         low, low_odd = ((words & 0x000F000F) * 0x1040) & 0x81C081C0, ((next & 0x000F000F) * 0x1040) & 0x81C081C0
         high, high_odd = ((words & 0x00F000F0) * 0x104) & 0x81C081C0, ((next & 0x00F000F0) * 0x104) & 0x81C081C0
     else:
@@ -109,13 +108,6 @@ def lifted_scales(raw, dtype: tl.constexpr, RAISED: tl.constexpr):
         power: tl.constexpr = 2.0**RAISED
         scales = (scale_numbers(raw) * power).to(dtype)
     return scales
-
-
-@triton.jit
-def spread_16(values):
-    """Every value of [N, 4] 16 times, [N, 64]."""
-    wide = tl.broadcast_to(values[:, :, None], [values.shape[0], 4, 16])
-    return tl.reshape(wide, [values.shape[0], 64])
 
 
 @triton.jit
