@@ -18,7 +18,19 @@ os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from typing import Any  # noqa: E402
+
 from hypothesis import settings  # noqa: E402 - torch reads the variables above when a test module imports it
+
+from helpers.effort import TEST_DAY  # noqa: E402
 
 settings.register_profile("machine", deadline=None)  # a loaded machine is not a failing test
 settings.load_profile("machine")
+
+os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, also of a run that goes on past midnight
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how to get this day's cases again."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"PAGERUNNER_TEST_DAY={TEST_DAY} tries this day's cases again.")

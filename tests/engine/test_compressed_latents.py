@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
-from helpers.effort import by_turns, effort
+from helpers.effort import by_days, effort
 from helpers.engine_oracle import CONDITIONS, check, engine, greedy, prompt, run, tokens_of
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -69,7 +69,7 @@ def test_every_variant(models: Any, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("condition", "name"), by_turns(CONDITIONS, ["three kinds", "odd sizes"]))
+@pytest.mark.parametrize(("condition", "name"), by_days(CONDITIONS, ["three kinds", "odd sizes"]))
 def test_results_do_not_depend_on_the_memory(models: Any, name: str, condition: str) -> None:
     path, reference = models(name)
     llm = engine(path, **CONDITIONS[condition])

@@ -18,7 +18,7 @@ from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import by_turns, effort
+from helpers.effort import by_days, effort
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
@@ -104,7 +104,7 @@ CACHES = [
 
 @pytest.mark.parametrize(
     ("family", "kv_cache_dtype", "condition"),
-    [(*cache, condition) for cache, condition in by_turns(CACHES, CONDITIONS, each=2)],
+    [(*cache, condition) for cache, condition in by_days(CACHES, CONDITIONS, each=2)],
 )
 def test_logprobs_do_not_depend_on_the_memory(
     checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str, condition: str

@@ -3,7 +3,8 @@
 `make test` tries what finds most faults in the least time: each value of each parameter, not each combination. With
 PAGERUNNER_THOROUGH=1 in the environment (`make test-thorough`) tests try every combination and more random cases.
 
-Where all cases are too many, `make test` tries another share of them on each day, so that all have their turn.
+Where all cases are too many, `make test` tries another share of them on each day, so that all have their turn. No choice is made
+once and for good: a combination that was left out for ever would be one that nobody tests.
 PAGERUNNER_TEST_DAY=739577 in the environment tries that day's share again.
 """
 
@@ -35,46 +36,32 @@ def share_of_the_day(count: int, days: int, first: int = 0) -> range:
     """Every `days`-th number below `count`. After as many days each number has had its turn.
 
     `first` makes several tests try different numbers on the same day. `make test-thorough` gets all.
+
+    Raises:
+        ValueError: there are fewer numbers than days. On some days nothing would be tested, and nobody would see it.
     """
+    if not 1 <= days <= count:
+        raise ValueError(f"{count} numbers can't be shared among {days} days: each day needs one.")
     return range(count) if THOROUGH else range((TEST_DAY + first) % days, count, days)
 
 
 def by_days(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
     """Every combination of the axes but the last, each with `each` values of the last one, and with the next ones on the next day.
 
-    Example: `by_days("ab", [1, 7])` is [(a, 1), (b, 7)] on one day and [(a, 7), (b, 1)] on the next. `make test-thorough` gets
-    all.
-    """
-    *first, last = (list(axis) for axis in axes)
-    outer = list(itertools.product(*first))
-    return [
-        (*one, last[turn % len(last)])
-        for number, one in enumerate(outer)
-        for turn in (range(len(last)) if THOROUGH else range(TEST_DAY * each + number, (TEST_DAY + 1) * each + number))
-    ]
-
-
-def by_turns(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
-    """Every combination of the axes but the last, with `each` values of the last one by turns.
-
-    Example: `by_turns("ab", [1, 7], [16, 48, 1])` has 4 combinations, not 12: (a, 1, 16), (a, 7, 48), (b, 1, 1) and
-    (b, 7, 16). `make test-thorough` gets all.
-
-    Raises:
-        ValueError: a value of the last axis would have no turn.
+    Example: `by_days("ab", [1, 7])` is [(a, 1), (b, 7)] on one day and [(a, 7), (b, 1)] on the next. Each day meets every value
+    of all axes but the last, and of the last one as many as fit. A combination has its turn after `len(last) / each` days.
+    `make test-thorough` gets all.
     """
     *first, last = (list(axis) for axis in axes)
     outer = list(itertools.product(*first))
     if THOROUGH:
         return [(*one, value) for one in outer for value in last]
-    inner = len(first[-1])
-    shift = math.gcd(inner, len(last)) > 1  # else a value would meet the same ones of the axis before again and again
-    found = [
-        (*one, last[(number + shift * (number // inner) + turn * max(len(last) // each, 1)) % len(last)])
+    each, inner = min(each, len(last)), len(first[-1])
+    shift = (
+        math.gcd(inner * each, len(last)) > 1
+    )  # else a value would meet the same ones of the axis before again and again
+    return [
+        (*one, last[((TEST_DAY + number) * each + shift * (number // inner) + turn) % len(last)])
         for number, one in enumerate(outer)
-        for turn in range(min(each, len(last)))
+        for turn in range(each)
     ]
-    missing = [value for value in last if value not in {one[-1] for one in found}]
-    if missing:
-        raise ValueError(f"{missing} have no turn among {len(found)} combinations; `each` is {each}.")
-    return found

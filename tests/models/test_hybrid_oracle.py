@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_vision_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.forward import check, load, prompts
 from helpers.hybrid import HybridHarness
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
@@ -98,7 +98,7 @@ def test_every_variant(checkpoints: Any, name: str, backend: Any) -> None:
         check(reference, text, row)
 
 
-@pytest.mark.parametrize(("name", "chunk", "page_tokens"), by_turns(CHUNKED, [1, 7, 64, 10**9], [1, 16, 48]))
+@pytest.mark.parametrize(("name", "chunk", "page_tokens"), by_days(CHUNKED, [1, 7, 64, 10**9], [1, 16, 48]))
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:
     model, config, reference = checkpoints(name)

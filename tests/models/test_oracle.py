@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import FAMILIES, make_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.forward import Harness, Sequence, check, load, prompts
 
 transformers = pytest.importorskip("transformers")
@@ -105,7 +105,7 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
         check(reference, prompt, sequence)
 
 
-@pytest.mark.parametrize(("name", "chunk", "page_tokens"), by_turns(["llama", "qwen3"], [1, 7, 64, 10**9], [1, 16, 48]))
+@pytest.mark.parametrize(("name", "chunk", "page_tokens"), by_days(["llama", "qwen3"], [1, 7, 64, 10**9], [1, 16, 48]))
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:
     path, reference = checkpoints(name)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.forward import Harness, Sequence, check, load, prompts
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.batch import LatentPages
@@ -107,7 +107,7 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk", "page_tokens"), by_turns(["v2 lite", "v3 yarn"], [1, 7, 64, 10**9], [1, 16, 48])
+    ("name", "chunk", "page_tokens"), by_days(["v2 lite", "v3 yarn"], [1, 7, 64, 10**9], [1, 16, 48])
 )
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.forward import Harness, Sequence, check, load, prompts
 
 transformers = pytest.importorskip("transformers")
@@ -93,7 +93,7 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk", "page_tokens"), by_turns(["qwen3 moe", "gemma 3", "gpt-oss"], [1, 7, 64, 10**9], [1, 16, 48])
+    ("name", "chunk", "page_tokens"), by_days(["qwen3 moe", "gemma 3", "gpt-oss"], [1, 7, 64, 10**9], [1, 16, 48])
 )
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:

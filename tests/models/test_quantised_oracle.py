@@ -21,7 +21,7 @@ from helpers.checkpoints_image import make_image_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.deepseek_v4 import make_published_checkpoint
-from helpers.effort import by_turns
+from helpers.effort import by_days
 from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
@@ -97,7 +97,7 @@ def _image(folder: Path) -> Path:
 
 
 CASES = [
-    *by_turns(FAMILIES, [*CONFIGS, *PACKED], each=2),
+    *by_days(FAMILIES, [*CONFIGS, *PACKED], each=2),
     ("gpt_oss", "mxfp4"),
     ("gpt_oss", "int4"),
     ("llama4", "mxfp4 compressed"),
@@ -142,7 +142,7 @@ def test_weights_are_exactly_what_the_packed_ones_stand_for(tmp_path: Path, fami
             assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize(("kind", "family"), [*by_turns([*CONFIGS, *PACKED], FAMILIES), ("mxfp4", "gpt_oss")])
+@pytest.mark.parametrize(("kind", "family"), [*by_days([*CONFIGS, *PACKED], FAMILIES), ("mxfp4", "gpt_oss")])
 def test_tokens_are_those_of_transformers(
     tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
