@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, route
-from pagerunner.ops.stored import Stored4, pack4
+from pagerunner.ops.stored import Stored
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -68,36 +69,91 @@ def test_experts(tokens, dtype, activation, features, inner):
     close(got - residual, want - residual)
 
 
-def nibbles(form: str, outputs: int, inputs: int) -> Stored4:
-    """Random 4-bit matrices of 24 experts, whose numbers are about as large as weights are."""
-    codes = pack4(torch.randint(0, 16, (24, outputs, inputs), dtype=torch.uint8, device="cuda"))
-    group = {"mxfp4": 32, "nvfp4": 16, "int4 f16 64 zeros": 64, "int4 f16 all": inputs}.get(form, 32)
-    shape = 24, outputs, inputs // group
-    if form == "mxfp4":
-        return Stored4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device="cuda"), group, "e2m1")
-    scales = torch.rand(shape, device="cuda") * 0.02 + 0.001
-    if form == "nvfp4":
-        rows = torch.rand(24, outputs, device="cuda") * 0.02
-        return Stored4(codes, (scales * 50).to(torch.float8_e4m3fn), group, "e2m1", rows=rows)
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device="cuda") if "zeros" in form else None
-    return Stored4(codes, scales.to(torch.float16 if "f16" in form else torch.bfloat16), group, "int4", zeros)
+FORMS = [
+    "fp8 row", "int8 row", "fp8 block", "e2m1 e8m0 32", "e2m1 e4m3 16 rows", "int4 bf16 32", "int4 bf16 32 zeros", "int4 f16 64 zeros",
+    "int4 f16 128", "int4 f16 all",
+]  # fmt: skip
+CLAMPED = GatedActivation("clamped_swiglu", 1.0)
 
 
-@pytest.mark.parametrize(
-    "form", ["mxfp4", "nvfp4", "int4 bf16 32", "int4 bf16 32 zeros", "int4 f16 64 zeros", "int4 f16 all"]
-)
-@pytest.mark.parametrize("tokens", [1, 2, 60, 130, 500])
-@pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 1.0)])
-def test_experts_of_4_bits(form, tokens, activation):
-    features, inner = (576, 320) if "64" in form else (608, 352)
-    gate_up, down = nibbles(form, 2 * inner, features), nibbles(form, features, inner)
+def mixture(form: str) -> tuple[Stored, Stored]:
+    """Both matrices of 24 experts. Where the groups allow it, input features aren't multiples of a step."""
+    wide = {"64": (576, 320), "128": (640, 384)}
+    features, inner = next((sizes for group, sizes in wide.items() if group in form.split()), (608, 352))
+    gate_up, down = ((2 * inner, features), (features, inner))
+    return stored(form, *gate_up, experts=24, device="cuda"), stored(form, *down, experts=24, device="cuda")
+
+
+def exact(x: torch.Tensor, routes: Routes, gate_up: Stored, down: Stored, activation: GatedActivation, *biases):
+    """The sum of a token's experts in float32."""
+    return moe_experts.twin(x.float(), routes, gate_up, down, activation, *(bias.float() for bias in biases))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 64, 130, 500, 1500])
+@pytest.mark.parametrize("activation", [SILU, CLAMPED])
+def test_stored_experts(form, tokens, activation):
+    gate_up, down = mixture(form)
+    features = down.shape[1]
+    biases = random(24, gate_up.shape[1]).bfloat16(), random(24, features).bfloat16()
     x, residual = random(tokens, features).bfloat16(), random(tokens, features).bfloat16()
-    biases = random(24, 2 * inner).bfloat16(), random(24, features).bfloat16()
     routes = route(random(tokens, 24), Routing(4, normalise=True))
-    got, want = residual.clone(), residual.clone()
+    want, got = exact(x, routes, gate_up, down, activation, *biases), residual.clone()
     moe_experts(x, routes, gate_up, down, activation, *biases, residual_TD=got)
-    moe_experts.twin(x, routes, gate_up, down, activation, *biases, residual_TD=want)
-    close(got - residual, want - residual)
+    close(got - residual, want)
+
+
+@pytest.mark.parametrize(("form", "activations"), [("fp8 row", "token"), ("int8 row", "token"), ("fp8 block", "block")])
+@pytest.mark.parametrize("tokens", [1, 64, 1500])
+def test_many_tokens_are_rounded_as_8_bit_experts_ask(form, activations, tokens):
+    gate_up, down = (
+        stored(form, *sizes, experts=24, device="cuda")._replace(activations=activations)
+        for sizes in ((768, 640), (640, 384))
+    )
+    x, routes = random(tokens, 640).bfloat16(), route(random(tokens, 24), Routing(4, normalise=True))
+    got, want = moe_experts(x, routes, gate_up, down, SILU).float(), exact(x, routes, gate_up, down, SILU)
+    assert (got - want).norm() < 6e-2 * want.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_stored_experts_in_a_graph_follow_the_routing(form, tokens):
+    gate_up, down = mixture(form)
+    x, logits, routing = random(tokens, down.shape[1]).bfloat16(), random(tokens, 24), Routing(4, normalise=True)
+    moe_experts(x, route(logits, routing), gate_up, down, SILU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_experts(x, route(logits, routing), gate_up, down, SILU)
+    for _ in range(3):
+        logits.copy_(random(tokens, 24))
+        graph.replay()
+        close(out, exact(x, route.twin(logits, routing), gate_up, down, SILU))
+
+
+def layers(x: torch.Tensor, routes: list[Routes], gate_up: Stored, down: Stored, *, wait: bool) -> torch.Tensor:
+    """Mixtures that each need the one before, and nothing between them."""
+    stream = x.clone()
+    for own in routes:
+        moe_experts(stream, own, gate_up, down, CLAMPED, residual_TD=stream)
+        if wait:
+            torch.cuda.synchronize()
+    return stream
+
+
+@pytest.mark.parametrize("form", ["fp8 row", "fp8 block", "e2m1 e8m0 32", "int4 bf16 32", "int4 f16 128"])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_chain_of_dependent_launches_keeps_its_order(form, tokens):
+    gate_up, down = mixture(form)
+    x = random(tokens, down.shape[1]).bfloat16()
+    routes = [route(random(tokens, 24), Routing(4, normalise=True)) for _ in range(10)]
+    want = layers(x, routes, gate_up, down, wait=True)
+    assert want.isfinite().all() and not torch.equal(want, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(x, routes, gate_up, down, wait=False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 def test_experts_in_a_graph_follow_the_routing():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers.effort import by_days
+from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
-from pagerunner.ops.stored import Stored4, Stored8, pack4
 
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
@@ -59,43 +59,10 @@ def test_a_token_is_the_same_alone_and_among_others():
     torch.testing.assert_close(every[4:5], one)  # by kernels of its own, which sum in another order
 
 
-def stored_matrices(form: str, experts: int, outputs: int, inputs: int) -> Stored8 | Stored4:
-    """Random matrices of all experts in a form."""
-    if form in ("rows", "int8", "blocks", "narrow"):
-        block = {"blocks": (128, 128), "narrow": (2, 32)}.get(form, (1, inputs))
-        dtype = torch.int8 if form == "int8" else torch.float8_e4m3fn
-        codes = torch.randn(experts, outputs, inputs).mul(9).to(dtype)
-        scales = torch.rand(experts, -(-outputs // block[0]), -(-inputs // block[1]))
-        return Stored8(codes, scales / 9, block)
-    group = {"mxfp4": 32, "nvfp4": 16, "int4": 128, "int4 zeros": 128, "int4 g32": 32, "int4 g64 zeros": 64}.get(
-        form, inputs
-    )
-    codes = pack4(torch.randint(0, 16, (experts, outputs, inputs), dtype=torch.uint8))
-    shape = experts, outputs, inputs // group
-    if form == "mxfp4":
-        return Stored4(codes, torch.randint(120, 128, shape, dtype=torch.uint8), group, "e2m1")
-    if form == "nvfp4":
-        return Stored4(
-            codes, torch.rand(shape).to(torch.float8_e4m3fn), group, "e2m1", rows=torch.rand(experts, outputs)
-        )
-    scales = torch.rand(shape).to(torch.float16 if "zeros" in form else torch.bfloat16) / 8
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if "zeros" in form else None
-    return Stored4(codes, scales, group, "int4", zeros)
-
-
 FORMS = [
-    "rows",
-    "int8",
-    "blocks",
-    "narrow",
-    "mxfp4",
-    "nvfp4",
-    "int4",
-    "int4 zeros",
-    "int4 g32",
-    "int4 g64 zeros",
-    "int4 whole zeros",
-]
+    "fp8 row", "int8 row", "fp8 block", "fp8 block 2x32", "e2m1 e8m0 32", "e2m1 e4m3 16 rows", "int4 bf16 128", "int4 f16 128 zeros",
+    "int4 bf16 32", "int4 f16 64 zeros", "int4 f16 all zeros",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, [(1, 160, 96), (9, 256, 128), (70, 256, 384)]))
@@ -104,7 +71,7 @@ def test_stored_experts(form, sizes):
     if form.startswith("int4") and inner % 128:
         features, inner = 256, 128
     torch.manual_seed(tokens)
-    gate_up, down = stored_matrices(form, 3, 2 * inner, features), stored_matrices(form, 3, features, inner)
+    gate_up, down = stored(form, 2 * inner, features, experts=3), stored(form, features, inner, experts=3)
     biases = torch.randn(3, 2 * inner), torch.randn(3, features)
     x, routes = torch.randn(tokens, features), route.twin(torch.randn(tokens, 3), Routing(2, normalise=True))
     for activation in (SILU, GatedActivation("clamped_swiglu", 2.0)):
