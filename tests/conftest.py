@@ -30,6 +30,12 @@ settings.load_profile("machine")
 os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, also of a run that goes on past midnight
 
 
+def pytest_collection_modifyitems() -> None:
+    """What chooses tests is hidden from the programs that are tested: PAGERUNNER_ variables are settings of theirs."""
+    for name in ("PAGERUNNER_TEST_DAY", "PAGERUNNER_THOROUGH"):
+        os.environ.pop(name, None)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how to get this day's cases again."""
     if terminalreporter.stats.get("failed"):
