@@ -18,7 +18,7 @@ from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
 from pagerunner.models.configs.base import ModelConfig
-from pagerunner.models.configs.quantization import ALL
+from pagerunner.models.configs.quantization_fields import ALL
 from pagerunner.quant.formats import Format, Names, Scheme
 
 _NONE = Names("module")
