@@ -149,11 +149,20 @@ def test_writers_say_how_matrices_are_stored(case: str) -> None:
     assert found.scheme("lm_head") is None or case == "DeepSeek-V3.1"
 
 
-def test_what_there_is_a_form_for_is_loadable() -> None:
-    assert all(read_format(values, "config.json").loadable for values, _ in CASES.values())
-    groups = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128})
-    uneven = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False})
-    assert not any(read_format(values, "config.json").loadable for values in (groups, uneven))
+@pytest.mark.parametrize(
+    ("layout", "weights", "named"),
+    [
+        ("float-quantized", {"type": "float", "strategy": "group", "group_size": 128}, "strategy is 'group'.*float-quantized"),
+        ("float-quantized", {"type": "float", "group_size": 128}, "strategy is 'group'"),
+        ("int-quantized", {"strategy": "channel", "symmetric": False}, "symmetric is false.*Use another repository"),
+        ("pack-quantized", {"strategy": "tensor"}, "strategy is 'tensor', which pack-quantized"),
+    ],
+)  # fmt: skip
+def test_what_there_is_no_form_for_is_an_error_that_says_what_to_use(
+    layout: str, weights: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_format(compressed(layout, {"num_bits": 8, "type": "int", **weights}), "config.json")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -199,7 +208,6 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ),
         ("int4", {"ignore": ["lm_head", "re:("]}, r"ignore has 're:\(', which is no pattern .*missing \)"),
         ("AutoRound in GPTQ's words", {"extra_config": {"(": {"bits": 16}}}, r"extra_config has 're:\('"),
-        ("AWQ", {"zero_point": False}, "zero_point is false"),
         ("modelopt NVFP4", {"group_size": 32}, "group_size is 32"),
     ],
 )

@@ -65,6 +65,22 @@ def test_a_matrixs_scale_is_every_features(shape: tuple[int, ...]) -> None:
     assert method.apply(torch.ones(1, 2), weights).tolist() == [[-0.5, 224.25]]
 
 
+def test_scales_and_zero_points_of_activations_are_taken_and_not_used() -> None:
+    codes = torch.tensor([[4, -8], [2, 1]], dtype=torch.int8)
+    tensors = {"weight": codes, "weight_scale": torch.tensor([[0.5], [2.0]]), "input_scale": torch.tensor([3.0])}
+    method = form("channel", writer="compressed-tensors", number="int8", rounding="static zeros")
+    weights = filled(method, 2, 2, {**tensors, "input_zero_point": torch.tensor([5], dtype=torch.int8)})
+    assert method.dense(weights).tolist() == [[2.0, -4.0], [4.0, 2.0]] and method.activations == "none"
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 1), (2, 3)])
+def test_model_optimizers_scales_of_blocks_have_two_more_dimensions(shape: tuple[int, ...]) -> None:
+    codes, scales = torch.ones(256, 384).to(torch.float8_e4m3fn), torch.arange(6.0).reshape(2, 3)
+    method = form("block", (128, 128), writer="modelopt")
+    found = method.dense(filled(method, 256, 384, {"weight": codes, "weight_scale": scales.reshape(shape)}))
+    assert torch.equal(found[::128, ::128], scales) and method.activations == "none"
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2,)])
 def test_a_channels_scale_is_its_own(shape: tuple[int, ...]) -> None:
     codes = torch.tensor([[1.0, -2.0], [0.5, 4.0]]).to(torch.float8_e4m3fn)

@@ -20,7 +20,7 @@ Writer = Literal[
 ]
 Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
-Rounding = Literal["", "static", "tensor", "token", "block", "group"]
+Rounding = Literal["", "static", "static zeros", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
 Layout = Literal["compressed", "awq", "gptq", "gpt-oss", "mxfp4", "deepseek", "compressed nvfp4", "nvfp4"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
@@ -52,7 +52,7 @@ class Scheme:
     stored zero points (GPTQ's first version stores them less one). `permuted`: a table says the group of each input feature (GPTQ's
     `desc_act`). `layout` is how numbers lie several in a byte or a word (`quant/w4.py` describes each); "": a byte for each.
     `rounding` is how the writer means activations to be rounded to the weights' number format: with a scale from the checkpoint
-    ("static"), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
+    ("static", or "static zeros" if with a zero point too, which no product does), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
     """
 
     number: Number
@@ -85,9 +85,9 @@ def inner_name(module: str) -> str:
 class Names:
     """Modules by name, as a writer lists them.
 
-    `rule` "module": an entry is a module's whole name, or the name of a module around it, with * for a layer's number; one that
-    begins with "re:" is a pattern that is matched from the start of the name. "part": an entry is any part of a name. "wildcard": *
-    stands for any characters. What tools write before a layer (`model.`, `language_model.`) makes no difference.
+    `rule` "module": an entry is a module's whole name, or the name of a module around it, with * for a layer's number. "part": an
+    entry is any part of a name. In both, one that begins with "re:" is a pattern that is matched from the start of the name.
+    "wildcard": * stands for any characters. What tools write before a layer (`model.`, `language_model.`) makes no difference.
     """
 
     rule: Rule
@@ -146,17 +146,21 @@ class Names:
             re.search(r"\d", entry) for entry in self.entries if _AROUND.sub("", entry).removesuffix("*") not in whole
         )
 
+    @property
+    def _own_patterns(self) -> tuple[str, ...]:
+        return tuple(entry[3:] for entry in self.entries if entry.startswith("re:"))
+
     @functools.cached_property
     def _patterns(self) -> tuple[re.Pattern[str] | Pattern, ...]:
         """The other entries, to be matched from the start of a name."""
         if self.rule == "part":
-            return tuple(re.compile(".*" + re.escape(entry)) for entry in self.entries)
+            parts = (re.escape(entry) for entry in self.entries if not entry.startswith("re:"))
+            return (*(re.compile(".*" + part) for part in parts), *map(Pattern, self._own_patterns))
         if self.rule == "wildcard":
             wild = [entry for entry in self.entries if _WILD.search(entry) and not _ends_in_star(entry)]
             return tuple(re.compile(fnmatch.translate(entry)) for entry in wild)
-        own = [entry[3:] for entry in self.entries if entry.startswith("re:")]
         layers = [entry for entry in self.entries if "*" in entry and not entry.startswith("re:")]
-        return tuple(map(Pattern, own)) + tuple(
+        return tuple(map(Pattern, self._own_patterns)) + tuple(
             re.compile(re.escape(entry).replace(r"\*", r"\d+") + r"(\.|$)") for entry in layers
         )
 
@@ -181,11 +185,6 @@ class Format:
     schemes: tuple[tuple[Names, Scheme], ...]
     ignored: Names
     rounds: bool = True
-
-    @property
-    def loadable(self) -> bool:
-        """Whether there are forms for all of its schemes (`models/checkpoint/forms.py`)."""
-        return all(scheme.is_w8 or scheme.is_packed for _, scheme in self.schemes)
 
     @property
     def schemes_said(self) -> frozenset[Scheme]:

@@ -28,7 +28,7 @@ from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
 from pagerunner.quant.pack_sinks import NumberSink, PackSink, SlicesSink, UnusedSink
-from pagerunner.quant.sinks import FLOATS, Axis, ByteSink, CopyWeight, Sink, check_scales
+from pagerunner.quant.sinks import FLOATS, INDICES, Axis, ByteSink, CopyWeight, Sink, check_scales
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -54,9 +54,10 @@ class W8(StoredMethod):
         self.block = scheme.block if scheme.scales == "block" else None
         self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
-        self.static = scheme.rounding == "static"
         self.writer = checkpoint.writer
-        self.activations = "none" if not (scheme.rounding and checkpoint.rounds) else "block" if self.block else "token"
+        self.rounding = scheme.rounding
+        rounds = checkpoint.rounds and scheme.rounding not in ("", "static zeros")
+        self.activations = "none" if not rounds else "block" if self.block else "token"
         self.scale_name = "weight_scale"
         if self.block is not None:
             self.scale_name = {"fp8": "weight_scale_inv", "deepseek-v4": "scale"}.get(checkpoint.writer, "weight_scale")
@@ -84,8 +85,10 @@ class W8(StoredMethod):
             if self.by_tensor
             else ScaleSink(own, self._published_rows(codes.shape[0]), signed=codes.dtype == torch.int8)
         )
-        if self.static:
+        if self.rounding.startswith("static"):
             found["input_scale"] = UnusedSink(FLOATS)
+        if self.rounding == "static zeros":
+            found["input_zero_point"] = UnusedSink((torch.int8, torch.uint8, *INDICES))
         return found
 
     def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:

@@ -140,11 +140,14 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
 
 
 def _published_format(found: Format | None, expert_dtype: str) -> Format | None:
-    """The format of published files: fp8 blocks, whose scales are called `scale`, and routed experts in fp4."""
+    """The format of published files: fp8 blocks, whose scales are called `scale`, and routed experts in fp4.
+
+    NVIDIA's files name these experts, which are in NVFP4.
+    """
     if found is None or found.writer != "fp8":
         return found
     schemes = found.schemes
-    if expert_dtype == "fp4":
+    if expert_dtype == "fp4" and not any(scheme.number == "fp4" for _, scheme in schemes):
         schemes = (
             (Names("module", (r"re:.*\.ffn\.experts\.",)), Scheme("fp4", "group", (1, 32), layout="deepseek")),
             *schemes,

@@ -76,6 +76,10 @@ class Fields:
         """The field's value as it is; `default` where it is absent."""
         return self._values.pop(name, default)
 
+    def holds(self, name: str) -> bool:
+        """Whether the field is there and not null, and hasn't been taken."""
+        return self._values.get(name) is not None
+
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least `least`, and of 31 bits; `default` where it is absent or null, unless None, which asks for one."""
         value = self._values.pop(name, None)

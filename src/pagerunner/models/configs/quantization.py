@@ -13,14 +13,17 @@ from typing import Any
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.quantization_fields import ALL, NOTES, block_in, names_in
-from pagerunner.models.configs.quantization_groups import read_compressed, read_modelopt
+from pagerunner.models.configs.quantization_groups import read_compressed, read_mixed_experts, read_modelopt
 from pagerunner.models.configs.quantization_words import read_auto_round, read_awq, read_gptq
 from pagerunner.quant.formats import Format, Names, Scheme, Writer
 
+_ANOTHER = "use a repository of the model in fp8, AWQ, GPTQ or compressed-tensors, or the one in bfloat16"
 _INSTEAD = {
     "gguf": "GGUF files are made for llama.cpp; use the model's safetensors",
     "bitsandbytes": "bitsandbytes quantises while it loads; use the model's bfloat16 files, or a compressed-tensors checkpoint",
     "torchao": "torchao stores pickled tensors, which are never read; use a compressed-tensors checkpoint",
+    "quark": f"AMD's Quark stores numbers by rules of its own, which aren't read; {_ANOTHER}",
+    "marlin": f"its words are in the order of one GPU kernel, which isn't read; {_ANOTHER}",
 }
 # What `quantization` may say of a checkpoint that is quantised, by its writer: vLLM's names.
 _ALIASES: dict[Writer, str] = {
@@ -30,7 +33,7 @@ _ALIASES: dict[Writer, str] = {
     "compressed-tensors": "compressed-tensors compressed_tensors",
     "awq": "awq awq_marlin auto_awq",
     "gptq": "gptq gptq_marlin auto_gptq",
-    "auto-round": "auto-round auto_round inc",
+    "auto-round": "auto-round auto_round intel/auto-round inc",
     "mxfp4": "mxfp4 gpt_oss_mxfp4",
 }
 _WRITERS: dict[str, Writer] = {name: writer for writer, names in _ALIASES.items() for name in names.split()}
@@ -52,15 +55,28 @@ def read_format(values: Mapping[str, Any], where: str, path: tuple[str, ...] = (
         ConfigError: the writer is not known, or a field is unknown, missing or has a value that is not; the message names it.
     """
     fields = Fields(values, where, path=path)
-    method = fields.take("quant_method")
-    if not isinstance(method, str) or method not in _READERS:
-        instead = _INSTEAD.get(str(method), "use the model's checkpoint in bfloat16")
-        raise fields.error(
-            "quant_method", f"is {method!r}; known are {', '.join(_READERS)}. {instead[0].upper()}{instead[1:]}."
-        )
+    method = _method(fields)
     found = _READERS[method](fields)
     fields.finish(NOTES[method].split())
     return found
+
+
+def _method(fields: Fields) -> Writer:
+    """Who wrote the config. Some of Model Optimizer's name themselves as the producer alone, and MLX's don't at all."""
+    said, producer = fields.take("quant_method"), fields.take("producer")
+    if said is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+        said = "modelopt"
+    if said is None and fields.holds("bits") and fields.holds("group_size"):
+        raise fields.error(
+            "quant_method", f"is missing, as in files of MLX, which are made for Apple's processors; {_ANOTHER}."
+        )
+    method = _WRITERS.get(said) if isinstance(said, str) else None
+    if method is None:
+        instead = _INSTEAD.get(str(said), _ANOTHER)
+        raise fields.error(
+            "quant_method", f"is {said!r:.80}; known are {', '.join(_READERS)}. {instead[0].upper()}{instead[1:]}."
+        )
+    return method
 
 
 def asked_format(quantization: str | None, found: Format | None, where: str) -> Format | None:
@@ -104,6 +120,7 @@ def with_hf_quant_config(values: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def _read_fp8(fields: Fields) -> Format:
+    experts = read_mixed_experts(fields)
     static = fields.choice("activation_scheme", ("static", "dynamic"), "dynamic") == "static"
     fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.choice("scale_fmt", ("ue8m0", "float"), "float")  # powers of two, but in the dtype that the file has
@@ -114,9 +131,8 @@ def _read_fp8(fields: Fields) -> Format:
         raise fields.error("activation_scheme", "is 'static' beside a weight_block_size, which has no static scales.")
     else:
         scheme = Scheme("fp8", "block", block, rounding="block")
-    return Format(
-        "fp8", ((ALL, scheme),), Names("module", names_in(fields, "modules_to_not_convert", "ignored_layers"))
-    )
+    kept = names_in(fields, "modules_to_not_convert", "ignored_layers")
+    return Format("fp8", (*experts, (ALL, scheme)), Names("module", kept))
 
 
 def _read_fbgemm(fields: Fields) -> Format:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 from pagerunner.models.configs.fields import Fields
 from pagerunner.quant.formats import Names
 from pagerunner.quant.patterns import Pattern
 
 ALL = Names("module", ("re:.*",))
 # What tools note of how they quantised; none of it changes what the stored numbers mean.
+_AUTO_ROUND = (
+    "act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version backend batch_size damp_percent data_type dataset "
+    "enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input enable_torch_compile gradient_accumulate_steps "
+    "iters low_cpu_mem_usage low_gpu_mem_usage lr minmax_lr model_free nsamples provider quant_block_list scale_dtype seed seqlen "
+    "static_attention_dtype static_attention_granularity static_groups static_kv_dtype static_kv_granularity super_bits "
+    "super_group_size supported_types train_bs true_sequential"
+)
 NOTES = {
-    "fp8": "dequantize kv_cache_scheme",
+    "fp8": "dequantize kv_cache_scheme kv_cache_quant_algo",
     "fbgemm_fp8": "activation_scale_ub",
-    "modelopt": "producer kv_cache_quant_algo kv_cache_scheme has_zero_point",
-    "compressed-tensors": "version quantization_status global_compression_ratio kv_cache_scheme",
-    "awq": "backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config damp_percent",
-    "gptq": "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
-    "pack_dtype cache_block_outputs batch_size block_name_to_quantize dataset tokenizer module_name_preceding_first_block "
-    "model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length disable_exllama backend act_group_aware hyb_act",
-    "auto-round": "autoround_version iters nsamples seqlen lr minmax_lr batch_size train_bs dataset amp enable_minmax_tuning "
-    "enable_norm_bias_tuning enable_quanted_input enable_alg_ext enable_torch_compile gradient_accumulate_steps low_gpu_mem_usage "
-    "low_cpu_mem_usage scale_dtype backend damp_percent true_sequential static_groups quant_block_list provider seed act_data_type "
-    "act_dynamic act_group_size act_sym",
+    "modelopt": "kv_cache_quant_algo kv_cache_scheme has_zero_point",
+    "compressed-tensors": "version quantization_status global_compression_ratio kv_cache_scheme run_compressed dequantize "
+    "use_optimized_inference",
+    "awq": f"{_AUTO_ROUND} do_fuse fuse_max_seq_len modules_to_fuse exllama_config meta sym block_name_to_quantize to_quant_block_names",
+    "gptq": f"{_AUTO_ROUND} damp_auto_increment model_name_or_path model_file_base_name meta quantizer cache_block_outputs tokenizer "
+    "module_name_preceding_first_block model_seqlen pad_token_id use_cuda_fp16 use_exllama exllama_config max_input_length "
+    "disable_exllama act_group_aware hyb_act",
+    "auto-round": _AUTO_ROUND,
     "mxfp4": "dequantize swizzle",
 }
 
@@ -53,6 +60,8 @@ def block_in(fields: Fields, name: str) -> tuple[int, int] | None:
     value = fields.take(name)
     if value is None:
         return None
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
+        value = [int(size) for size in value.split("x")]
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
         raise fields.error(name, f"must be two whole numbers, rows and columns, got {value!r:.80}.")
     return value[0], value[1]

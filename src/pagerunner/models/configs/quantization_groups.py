@@ -5,36 +5,73 @@ Sources: compressed-tensors' `quantization/quant_args.py` and `quant_scheme.py`;
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.quantization_fields import ALL, block_in, names_in
 from pagerunner.quant.formats import Format, Layout, Names, Number, Rounding, Scales, Scheme
 
+_ALGORITHMS: dict[str, Scheme] = {
+    "FP8": Scheme("fp8", "tensor", rounding="static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", "channel", rounding="token"),
+    "FP8_PB_WO": Scheme("fp8", "block", (128, 128)),
+    "NVFP4": Scheme("fp4", "group", (1, 16), layout="nvfp4", rounding="static"),
+    "W4A16_NVFP4": Scheme("fp4", "group", (1, 16), layout="nvfp4"),
+}
+_MIXED = "MIXED_PRECISION"
+
 
 def read_modelopt(fields: Fields) -> Format:
-    algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
-    groups = fields.take("config_groups")  # newer files say the same twice
-    if groups is not None and not isinstance(groups, dict):
-        raise fields.error("config_groups", f"must be an object, got {groups!r:.80}.")
+    """NVIDIA's Model Optimizer: one algorithm for all modules, or one for each. Newer files say it once more as groups."""
+    algorithm = _algorithm(fields, (*_ALGORITHMS, _MIXED))
+    groups = fields.take("config_groups") or {}
     ignored = Names("wildcard", names_in(fields, "ignore", "exclude_modules"))
-    if algorithm == "MIXED_PRECISION":
-        return Format("modelopt", _mixed_schemes(fields), ignored)
-    return Format("modelopt", ((ALL, _modelopt_scheme(fields, algorithm)),), ignored)
+    schemes = _mixed_schemes(fields) if algorithm == _MIXED else ((ALL, _modelopt_scheme(fields, algorithm)),)
+    found = Format("modelopt", schemes, ignored)
+    _compare_groups(fields, groups, found)
+    return found
 
 
-_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
+def read_mixed_experts(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
+    """Modules that Model Optimizer has quantised in a checkpoint of another writer, and how: the experts of NVIDIA's DeepSeek-V4-NVFP4.
+
+    `ignore` are then modules that it left as they were, which that writer's fields describe.
+    """
+    if fields.take("quant_algo") is None:
+        return ()
+    schemes = _mixed_schemes(fields)
+    algorithm = fields.choice("moe_quant_algo", tuple(_ALGORITHMS), "NVFP4")
+    if {scheme for _, scheme in schemes} != {_ALGORITHMS[algorithm]}:
+        raise fields.error("moe_quant_algo", f"is {algorithm!r}, and quantized_layers says something else.")
+    _compare_groups(
+        fields, fields.take("config_groups") or {}, Format("modelopt", ((ALL, schemes[0][1]),), Names("module"))
+    )
+    names_in(fields, "ignore")
+    return schemes
+
+
+def _algorithm(fields: Fields, known: tuple[str, ...]) -> str:
+    said = fields.take("quant_algo")
+    algorithm = said.upper() if isinstance(said, str) else said
+    if algorithm not in known:
+        raise fields.error(
+            "quant_algo",
+            f"is {said!r:.80}; Model Optimizer's files are read in {', '.join(known)}. Use NVIDIA's FP8 or NVFP4 repository of the "
+            "model, or one in compressed-tensors.",
+        )
+    return str(algorithm)
 
 
 def _modelopt_scheme(fields: Fields, algorithm: str) -> Scheme:
-    group = fields.integer("group_size", 16)
-    if algorithm == "FP8":
-        return Scheme("fp8", "tensor", rounding="static")
-    if group != 16:
+    group, scheme = fields.integer("group_size", fields.integer("awq_block_size", 16)), _ALGORITHMS[algorithm]
+    if scheme.number == "fp4" and group != 16:
         raise fields.error("group_size", f"is {group}; NVFP4 has groups of 16.")
-    return Scheme("fp4", "group", (1, group), layout="nvfp4", rounding="static" if algorithm == "NVFP4" else "")
+    return scheme
 
 
 def _mixed_schemes(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
     """What `quantized_layers` says of modules by their names."""
+    fields.integer("group_size", 16)  # each module says its own
     layers = fields.take("quantized_layers")
     if not isinstance(layers, dict) or not layers:
         raise fields.error("quantized_layers", f"must be an object with at least one module, got {layers!r:.80}.")
@@ -43,15 +80,48 @@ def _mixed_schemes(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
         if not isinstance(said, dict):
             raise fields.error("quantized_layers", f"has {name}, which must be an object, got {said!r:.80}.")
         inside = fields.inside(f"quantized_layers.{name}", said)
-        scheme = _modelopt_scheme(inside, inside.choice("quant_algo", _ALGORITHMS))
+        scheme = _modelopt_scheme(inside, _algorithm(inside, tuple(_ALGORITHMS)))
         inside.finish()
         found.setdefault(scheme, []).append(name)
     return tuple((Names("module", tuple(names)), scheme) for scheme, names in found.items())
 
 
-_COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
+def _compare_groups(fields: Fields, groups: Any, found: Format) -> None:
+    """Raises ConfigError if `config_groups` say something else of modules than the algorithms do."""
+    for name, group in _objects(fields, "config_groups", groups):
+        inside = fields.inside(f"config_groups.{name}", group)
+        targets, weights = names_in(inside, "targets"), _arguments(inside, "weights")
+        inputs = _arguments(inside, "input_activations")
+        if inside.flag("has_zero_point", False):
+            raise inside.error("has_zero_point", "is true, and no algorithm that is read has zero points.")
+        inside.finish()
+        if weights is None:
+            raise inside.error("weights", "is missing.")
+        bits, kind, size = weights.integer("num_bits", 8), weights.take("type", "float"), weights.take("group_size")
+        for scheme in {found.scheme(target) for target in targets if target != "Linear"} or {found.schemes[0][1]}:
+            want = None if scheme is None else 8 if scheme.number == "fp8" else 4
+            if (bits, kind) != (want, "float") or (want == 4 and size not in (None, 16)):
+                raise inside.error(
+                    "weights",
+                    f"says {bits} bits of type {kind!r:.20} in groups of {size}, and quant_algo something else.",
+                )
+        if inputs is not None and inputs.integer("num_bits", bits) != bits and bits == 8:
+            raise inside.error("input_activations", "has other bits than the weights.")
+
+
+def _objects(fields: Fields, name: str, given: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The objects in the object that the field `name` holds."""
+    if not isinstance(given, dict):
+        raise fields.error(name, f"must be an object, got {given!r:.80}.")
+    for inner, value in given.items():
+        if not isinstance(value, dict):
+            raise fields.error(name, f"has {inner}, which must be an object, got {value!r:.80}.")
+    return list(given.items())
+
+
+_COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {  # type of numbers, bits
     "float-quantized": ("float", (8,)),
-    "naive-quantized": ("float", (8,)),
+    "naive-quantized": ("", (8,)),  # of either type
     "int-quantized": ("int", (8,)),
     "pack-quantized": ("int", (4, 8)),
     "nvfp4-pack-quantized": ("float", (4,)),
@@ -76,23 +146,27 @@ _ROUNDINGS: dict[str, Rounding] = {
     "group": "group",
     "tensor_group": "group",
 }
+_ELSEWHERE = (
+    "Use another repository of the model, such as one in its -FP8-dynamic or .w4a16 form, or the one in bfloat16."
+)
 _ARGUMENT_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
 def read_compressed(fields: Fields) -> Format:
-    layout = fields.choice("format", (*_COMPRESSED, "mixed-precision"))
+    layout = _layout(fields, (*_COMPRESSED, "mixed-precision"), None)
     for name in ("sparsity_config", "transform_config"):
-        if value := fields.take(name):
-            raise fields.error(name, f"is {value!r:.80}; sparse and transformed weights are not supported.")
+        value = fields.take(name)
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise fields.error(
+                name, f"is {value!r:.80}; sparse and transformed weights are not supported. {_ELSEWHERE}"
+            )
     groups = fields.take("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not groups:
         raise fields.error("config_groups", f"must be an object with at least one group, got {groups!r:.80}.")
     schemes = []
-    for name, group in groups.items():
-        if not isinstance(group, dict):
-            raise fields.error("config_groups", f"has {name}, which must be an object, got {group!r:.80}.")
+    for name, group in _objects(fields, "config_groups", groups):
         inside = fields.inside(f"config_groups.{name}", group)
-        own = inside.choice("format", tuple(_COMPRESSED), layout if layout in _COMPRESSED else None)
+        own = _layout(inside, tuple(_COMPRESSED), layout if layout in _COMPRESSED else None)
         targets = names_in(inside, "targets")
         if not targets:
             raise inside.error("targets", "is empty; it must name modules, or Linear for all of them.")
@@ -104,22 +178,42 @@ def read_compressed(fields: Fields) -> Format:
     return Format("compressed-tensors", tuple(schemes), Names("module", names_in(fields, "ignore")))
 
 
+def _layout(fields: Fields, known: tuple[str, ...], default: str | None) -> str:
+    """The `format` of all groups, or of one."""
+    said = fields.take("format", default)
+    said = default if said is None else said
+    if said not in known:
+        raise fields.error("format", f"is {said!r:.80}; compressed-tensors is read in {', '.join(known)}. {_ELSEWHERE}")
+    return str(said)
+
+
 def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
-    kind, sizes = _COMPRESSED[layout]
+    wanted_kind, sizes = _COMPRESSED[layout]
     weights = _arguments(fields, "weights")
     if weights is None:
         raise fields.error("weights", "is missing.")
-    weights.choice("type", (kind,), "int")
+    kind = weights.choice("type", (wanted_kind,) if wanted_kind else ("float", "int"), "int")
     bits = weights.integer("num_bits", 8)
     if bits not in sizes:
-        raise weights.error("num_bits", f"is {bits}, which {layout} is not read with; it must be among {sizes}.")
-    scales = _SCALES[weights.choice("strategy", tuple(_SCALES), "tensor")]
+        raise weights.error(
+            "num_bits", f"is {bits}, which {layout} is not read with; it must be among {sizes}. {_ELSEWHERE}"
+        )
+    block, group = block_in(weights, "block_structure"), weights.take("group_size")
+    by_size = "group" if group not in (None, -1) else "channel" if group == -1 else "tensor"
+    strategy = weights.choice("strategy", tuple(_SCALES), by_size)
+    scales, packed = _SCALES[strategy], layout in _COMPRESSED_LAYOUTS
+    if scales not in (("group", "channel") if packed else ("tensor", "channel", "block")):
+        raise weights.error("strategy", f"is {strategy!r}, which {layout} is not read with. {_ELSEWHERE}")
     symmetric, order = weights.flag("symmetric", True), weights.take("actorder")
-    if order not in (None, False, "weight", "static", "group", "dynamic"):
+    if order not in (None, True, False, "weight", "static", "group", "dynamic"):
         raise weights.error("actorder", f"is {order!r}, which is not known.")
     if weights.flag("dynamic", False):
         raise weights.error("dynamic", "is true; weights have scales of their own.")
-    block, group = block_in(weights, "block_structure"), weights.take("group_size")
+    if not (packed or symmetric):
+        raise weights.error(
+            "symmetric",
+            f"is false; weights of 8 bits with zero points are read as pack-quantized, and not {layout}. {_ELSEWHERE}",
+        )
     weights.finish(_ARGUMENT_NOTES)
     if scales == "block" and block is None:
         raise weights.error("block_structure", "is missing beside the strategy 'block'.")
@@ -137,7 +231,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         scales,
         block or (0, 0),
         not symmetric,
-        order in ("group", "dynamic"),  # two names of the same
+        order in (True, "group", "dynamic"),  # names of the same
         layout=_COMPRESSED_LAYOUTS.get(layout, ""),
         rounding=rounding,
     )
@@ -160,9 +254,14 @@ def _compressed_rounding(fields: Fields, kind: str, bits: int) -> Rounding:
     dynamic = inputs.take("dynamic")
     if dynamic not in (None, True, False, "local"):
         raise inputs.error("dynamic", f"is {dynamic!r}, which is not known.")
-    for name in ("group_size", "block_structure", "actorder", "symmetric"):
+    symmetric = inputs.flag("symmetric", True)
+    for name in ("group_size", "block_structure", "actorder"):
         inputs.take(name)
     inputs.finish(_ARGUMENT_NOTES)
+    if not symmetric:
+        return (
+            "" if dynamic is True else "static zeros"
+        )  # to numbers with zero points, which no product takes: left alone, they are closer to the model in floats
     if dynamic is not True:
         return "static"
     return _ROUNDINGS[strategy]

@@ -1,100 +1,153 @@
 """A quantization_config of small numbers that lie several in a word: those of AWQ, GPTQ and AutoRound. Torch-free.
 
-Sources: transformers' `utils/quantization_config.py`, AutoAWQ's and GPTQModel's configs, and AutoRound's `export`.
+Sources: transformers' `utils/quantization_config.py`, AutoAWQ's config, GPTQModel's `quantization/config.py`, and AutoRound's `export`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.quantization_fields import ALL, NOTES, checked_entry, names_in
 from pagerunner.quant.formats import Format, Layout, Names, Scheme
 
+_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+_ELSEWHERE = "Use such a repository of the model, or one in compressed-tensors."
+
 
 def read_awq(fields: Fields) -> Format:
+    """AWQ, by AutoAWQ, GPTQModel or AutoRound."""
     old_bits, old_group = fields.take("w_bit"), fields.take("q_group_size")
     bits = fields.integer("bits", old_bits if type(old_bits) is int else None)
     if bits != 4:
-        raise fields.error("bits", f"is {bits}; AWQ is read with 4.")
-    fields.choice("version", ("gemm", "GEMM"), "gemm")  # gemv and gemv_fast pack their words in other orders
+        raise fields.error("bits", f"is {bits}; AWQ is read with 4. {_ELSEWHERE}")
+    _order_of_words(fields, "awq", ("version", "format", "checkpoint_format"), ("gemm",))
     group = fields.integer("group_size", old_group if type(old_group) is int else 128, least=-1)
-    if not fields.flag("zero_point", True):
-        raise fields.error("zero_point", "is false, which no tool writes for gemm.")
+    fields.flag("zero_point", True)  # where it is false, zero points are there all the same: the middle
+    if fields.flag("desc_act", False):
+        raise fields.error("desc_act", "is true, for which AWQ has no tensor.")
     scheme = Scheme(
         "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros=True, layout="awq"
     )
-    return Format("awq", ((ALL, scheme),), Names("part", names_in(fields, "modules_to_not_convert")))
+    kept, overrides = list(names_in(fields, "modules_to_not_convert")), _overrides(fields)
+    if own := next((pattern for pattern, _, changes in overrides if changes is not None), None):
+        raise fields.error("dynamic", f"has settings for {own!r:.120}; AWQ has the same for all modules.")
+    head = ((Names("module", ("lm_head",)), scheme),) if fields.flag("lm_head", False) else ()
+    return Format("awq", (*head, (ALL, scheme)), Names("part", (*kept, *(entry for _, entry, _ in overrides))))
 
 
 def read_gptq(fields: Fields) -> Format:
-    bits = fields.integer("bits")
-    if bits not in (4, 8):
-        raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8.")
-    version = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    """GPTQ, by AutoGPTQ, GPTQModel, transformers or AutoRound."""
+    version = _order_of_words(fields, "gptq", ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
     head = fields.flag("lm_head", False)
-    group = fields.integer("group_size", 128, least=-1)
-    permuted, symmetric = fields.flag("desc_act", False), fields.flag("sym", True)
-    usual = {"bits": bits, "group_size": group, "desc_act": permuted, "sym": symmetric}
-    overrides = fields.take("dynamic") or {}
-    if not isinstance(overrides, dict):
-        raise fields.error("dynamic", f"must be an object of patterns, got {overrides!r:.80}.")
+    usual = _gptq_settings(fields)
+    scheme = _gptq_scheme(fields, usual, version)
     kept, schemes = list(names_in(fields, "modules_to_not_convert")), []
-    for pattern, changes in overrides.items():
-        entry = checked_entry(fields, "dynamic", f"re:{pattern.removeprefix('-:').removeprefix('+:')}")
-        if pattern.startswith("-:"):
+    for pattern, entry, changes in _overrides(fields):
+        if changes is None:
             kept.append(entry)
             continue
-        if not isinstance(changes, dict):
-            raise fields.error(
-                "dynamic", f"has {pattern!r:.120}, which must be an object of settings, got {changes!r:.80}."
-            )
         own = fields.inside(f"dynamic.{pattern}", {**usual, **changes})
-        schemes.append((Names("module", (entry,)), _gptq_scheme(own, version)))
+        schemes.append((Names("module", (entry,)), _gptq_scheme(own, _gptq_settings(own), version)))
         own.finish(NOTES["gptq"].split())
-    scheme = _gptq_scheme(fields.inside("gptq", usual), version)
     if head:
         schemes.append((Names("module", ("lm_head",)), scheme))
     else:
         kept.append("lm_head")
-    return Format("gptq", (*schemes, (ALL, scheme)), Names("module", tuple(kept)))
+    return Format("gptq", (*schemes, (_modules_in_blocks(fields), scheme)), Names("module", tuple(kept)))
 
 
-def _gptq_scheme(fields: Fields, version: str) -> Scheme:
-    """How one module is stored, from the settings for all and those of its own."""
-    bits, group = fields.integer("bits"), fields.integer("group_size", 128, least=-1)
+def _order_of_words(fields: Fields, method: str, names: tuple[str, ...], known: tuple[str, ...]) -> str:
+    """How numbers lie in words, which writers say in several fields; the first of `known` if in none.
+
+    Raises ConfigError for an order that isn't known, and for two fields that differ.
+    """
+    said: dict[str, str] = {}
+    for name in names:
+        value = fields.take(name)
+        if value is None:
+            continue
+        if not isinstance(value, str) or value.lower() not in known:
+            raise fields.error(
+                name, f"is {value!r:.80}, another order of words than {' or '.join(known)}. {_ELSEWHERE}"
+            )
+        said[name] = value.lower()
+    if len(set(said.values())) > 1:
+        raise fields.error(" and ".join(said), f"are {' and '.join(map(repr, said.values()))}; one of them is wrong.")
+    fields.choice("method", (method,), method)
+    fields.choice("pack_dtype", ("int32",), "int32")
+    return next(iter(said.values()), known[0])
+
+
+def _overrides(fields: Fields) -> list[tuple[str, str, dict[str, Any] | None]]:
+    """GPTQModel's `dynamic`: patterns, what they are as entries of Names, and their modules' settings; None where they aren't quantised."""
+    given = fields.take("dynamic") or {}
+    if not isinstance(given, dict):
+        raise fields.error("dynamic", f"must be an object of patterns, got {given!r:.80}.")
+    found = []
+    for pattern, changes in given.items():
+        entry = checked_entry(fields, "dynamic", f"re:{pattern.removeprefix('-:').removeprefix('+:')}")
+        kept = pattern.startswith("-:")
+        if not kept and not isinstance(changes, dict):
+            raise fields.error(
+                "dynamic", f"has {pattern!r:.120}, which must be an object of settings, got {changes!r:.80}."
+            )
+        found.append((pattern, entry, None if kept else changes))
+    return found
+
+
+def _gptq_settings(fields: Fields) -> dict[str, Any]:
+    return {
+        "bits": fields.integer("bits"),
+        "group_size": fields.integer("group_size", 128, least=-1),
+        "desc_act": fields.flag("desc_act", False),
+        "sym": fields.flag("sym", True),
+    }
+
+
+def _gptq_scheme(fields: Fields, said: Mapping[str, Any], version: str) -> Scheme:
+    """How modules with the settings `said` are stored; `fields` are for messages."""
+    bits, group = said["bits"], said["group_size"]
     if bits not in (4, 8):
-        raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8.")
+        raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8. {_ELSEWHERE}")
     return Scheme(
         "int4" if bits == 4 else "int8",
         "group" if group > 0 else "channel",
         (1, group) if group > 0 else (0, 0),
-        zeros=not fields.flag("sym", True),
-        permuted=fields.flag("desc_act", False) and group > 0,
+        zeros=not said["sym"],
+        permuted=said["desc_act"] and group > 0,
         zero_offset=1 if version == "gptq" else 0,
         layout="gptq",
     )
 
 
-_ROUND_LAYOUTS: dict[str, Layout] = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq"}
-_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+def _modules_in_blocks(fields: Fields) -> Names:
+    """The modules that are quantised: all, or those that `modules_in_block_to_quantize` names by what stands behind a layer's number.
+
+    Lists of mixtures have each expert's modules. Numbers become *, so a long list becomes a short one.
+    """
+    given, blocks = fields.take("modules_in_block_to_quantize") or [], _blocks(fields) or ("model.layers",)
+    lists = given if isinstance(given, list) else [given]
+    names = [name for part in lists for name in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(name, str) for name in names):
+        raise fields.error("modules_in_block_to_quantize", f"must be lists of names of modules, got {given!r:.80}.")
+    entries = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names)
+    whole = tuple(f"{block}." for block in blocks)
+    found = [(name,) if name.startswith(whole) else tuple(f"{block}*.{name}" for block in whole) for name in entries]
+    return Names("module", tuple(itertools.chain.from_iterable(found))) if names else ALL
 
 
 def read_auto_round(fields: Fields) -> Format:
-    """Intel's AutoRound: tensors of GPTQ or AWQ, for the layers of the blocks that it names, with settings by module."""
-    packing = fields.take("packing_format", "auto_round:auto_gptq")
-    layout = _ROUND_LAYOUTS.get(packing.removeprefix("auto_round:")) if isinstance(packing, str) else None
-    if layout is None:
-        raise fields.error(
-            "packing_format",
-            f"is {packing!r}; AutoRound's files are read in those of GPTQ and AWQ (auto_round:auto_gptq, auto_round:auto_awq). Use such a "
-            "repository of the model, or one in compressed-tensors.",
-        )
+    """AutoRound: tensors of GPTQ, AWQ or compressed-tensors, for the layers of the blocks that it names, with settings by module."""
+    symmetric = fields.flag("sym", True)
+    layout, offset = _round_layout(fields, symmetric)
     usual: dict[str, Any] = {
         "bits": fields.integer("bits", 4),
         "group_size": fields.integer("group_size", 128, least=-1),
-        "sym": fields.flag("sym", True),
+        "sym": symmetric,
         "data_type": fields.take("data_type", "int"),
         "act_bits": fields.take("act_bits"),
     }
@@ -109,10 +162,10 @@ def read_auto_round(fields: Fields) -> Format:
         if said.get("bits") in (16, 32):
             kept.append(entry)
             continue
-        schemes.append((Names("module", (entry,)), _round_scheme(inside, layout, permuted=permuted)))
+        schemes.append((Names("module", (entry,)), _round_scheme(inside, layout, offset, permuted=permuted)))
         inside.finish(NOTES["auto-round"].split())
     blocks = _blocks(fields)
-    scheme = _round_scheme(fields.inside("settings of all modules", usual), layout, permuted=permuted)
+    scheme = _round_scheme(fields.inside("settings of all modules", usual), layout, offset, permuted=permuted)
     if head and not any(names.match("lm_head") for names, _ in schemes):
         schemes.append((Names("module", ("lm_head",)), scheme))
     named_head = any(names.match("lm_head") for names, _ in schemes)
@@ -122,26 +175,73 @@ def read_auto_round(fields: Fields) -> Format:
     )
 
 
-def _round_scheme(fields: Fields, layout: Layout, *, permuted: bool) -> Scheme:
-    """How one module is stored, from the settings for all and those of its own."""
-    fields.choice("data_type", ("int",))
-    if (rounded := fields.integer("act_bits", 16)) < 16:
+def _round_layout(fields: Fields, symmetric: bool) -> tuple[Layout | None, int]:
+    """The layout of the tensors, and what is to be added to stored zero points. None: those of compressed-tensors, by the data type.
+
+    AutoRound names the layout, and behind it perhaps a kernel: `auto_round:auto_gptq:exllamav2`. Without a layout they are GPTQ's words
+    with zero points as they are; the first version of GPTQ stores them less one.
+    """
+    packing = fields.take("packing_format")
+    parts = packing.split(":") if isinstance(packing, str) else []
+    parts = parts[1:] if parts[:1] == ["auto_round"] else parts
+    kind = parts[0] if parts else "auto_round" if isinstance(packing, str) else None
+    if kind in ("auto_gptq", "gptq") or (packing is None and symmetric):
+        return "gptq", 1
+    if kind in ("auto_round", "gptqmodel", "exllamav2", "tritonv2", "triton"):
+        return "gptq", 0
+    if kind in ("auto_awq", "awq"):
+        return "awq", 0
+    if kind == "llm_compressor":
+        return None, 0
+    if packing is None:
         raise fields.error(
-            "act_bits", f"is {rounded}; AutoRound's files are read with activations that aren't rounded."
+            "packing_format", f"is missing beside sym false: nothing says how zero points are stored. {_ELSEWHERE}"
         )
+    raise fields.error(
+        "packing_format",
+        f"is {packing!r:.80}; AutoRound's files are read in those of GPTQ, AWQ and LLM Compressor (auto_round:auto_gptq, "
+        f"auto_round:auto_awq, auto_round:llm_compressor). {_ELSEWHERE}",
+    )
+
+
+def _round_scheme(fields: Fields, layout: Layout | None, offset: int, *, permuted: bool) -> Scheme:
+    """How one module is stored, from the settings for all and those of its own."""
+    rounded = fields.integer("act_bits", 16)
     bits, group, symmetric = fields.integer("bits"), fields.integer("group_size", least=-1), fields.flag("sym", True)
+    if layout is None:
+        return _round_floats(fields, bits, group)
+    fields.choice("data_type", ("int",))
+    if rounded < 16:
+        raise fields.error(
+            "act_bits",
+            f"is {rounded}; beside whole numbers, AutoRound's files are read with activations that aren't rounded.",
+        )
     if bits not in ((4, 8) if layout == "gptq" else (4,)):
         known = "4 or 8 in the words of GPTQ" if layout == "gptq" else "4 in the words of AWQ"
-        raise fields.error("bits", f"is {bits}; AutoRound's files are read with {known}.")
+        raise fields.error("bits", f"is {bits}; AutoRound's files are read with {known}. {_ELSEWHERE}")
     return Scheme(
         "int4" if bits == 4 else "int8",
         "group" if group > 0 else "channel",
         (1, group) if group > 0 else (0, 0),
         zeros=layout == "awq" or not symmetric,
         permuted=permuted and group > 0,
-        zero_offset=1 if layout == "gptq" else 0,
+        zero_offset=offset,
         layout=layout,
     )
+
+
+def _round_floats(fields: Fields, bits: int, group: int) -> Scheme:
+    """fp4 in the tensors of compressed-tensors. Products with weights of 4 bits never round activations."""
+    kind = fields.take("data_type")
+    layouts: dict[str, tuple[Layout, int]] = {"nv_fp": ("compressed nvfp4", 16), "mx_fp": ("mxfp4", 32)}
+    layout = layouts.get(kind[:5]) if isinstance(kind, str) else None
+    if layout is None or (bits, group) != (4, layout[1]):
+        raise fields.error(
+            "data_type",
+            f"is {kind!r:.40} with {bits} bits in groups of {group}; files of LLM Compressor by AutoRound are read with nv_fp in "
+            f"groups of 16 and mx_fp in groups of 32, of 4 bits. {_ELSEWHERE}",
+        )
+    return Scheme("fp4", "group", (1, group), layout=layout[0], rounding="group")
 
 
 def _blocks(fields: Fields) -> tuple[str, ...]:

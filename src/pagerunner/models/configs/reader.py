@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.quantization import asked_format, read_format, with_hf_quant_config
+from pagerunner.models.configs.quantization_fields import ALL
 from pagerunner.models.registry import FAMILIES, Family
 from pagerunner.quant.formats import Format
 
 __all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
 
 _MOST_LAYERS = 10_000  # published models have fewer than 200; each one is built to be planned
+_QUANTIZATIONS = ("quantization_config", "compression_config")
 _SECOND_FILE = "hf_quant_config.json"
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -80,12 +83,14 @@ def read_model_config(
             f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
     path_inside: tuple[str, ...] = ()
+    quantization_path: tuple[str, ...] = ()  # those of text and images often say it outside
     if FAMILIES[family].nested:
-        values = _text_values(Fields(values, str(file)), FAMILIES[family], f"{family}_text")
+        outer, values = values, _text_values(Fields(values, str(file)), FAMILIES[family], f"{family}_text")
         path_inside = ("text_config",)
+        quantization_path = path_inside if any(outer["text_config"].get(name) for name in _QUANTIZATIONS) else ()
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    said, layout = _take_quantization(fields, directory, quantised)
+    said, layout = _take_quantization(fields, directory, quantization_path, quantised)
     if said is None or layout is not None:
         layout = asked_format(quantization, layout, str(file))
     common = _read_common(fields, values, directory, family, "float32" if said is None else "bfloat16")
@@ -96,10 +101,12 @@ def read_model_config(
     return config
 
 
-def _take_quantization(fields: Fields, directory: Path, allowed: bool) -> tuple[dict[str, Any] | None, Format | None]:
+def _take_quantization(
+    fields: Fields, directory: Path, path: tuple[str, ...], allowed: bool
+) -> tuple[dict[str, Any] | None, Format | None]:
     """How the weights are quantised, as the config says it and, where they can be loaded, as a format; None where they aren't.
 
-    Raises ConfigError for those that can't be loaded, unless `allowed`.
+    `path` are the objects of config.json that it is said in. Raises ConfigError for those that can't be loaded, unless `allowed`.
     """
     found, layout = None, None
     for name, value in _quantizations(fields, directory):
@@ -107,44 +114,49 @@ def _take_quantization(fields: Fields, directory: Path, allowed: bool) -> tuple[
             continue
         found = value if isinstance(value, dict) else {}
         try:
-            read = read_format(found, f"{fields.where}: {name}", (*fields.path, name))
+            read = read_format(found, f"{fields.where}: {name}", (*path, name))
         except ConfigError:
             if not allowed:
                 raise
             continue
-        if read.loadable:
-            if layout is not None and layout.schemes_said != read.schemes_said:
-                raise fields.error(
-                    name, "says something else than quantization_config does; remove the one that is wrong."
-                )
-            layout = read
-        elif not allowed:
-            raise fields.error(
-                name,
-                f"is set (quant_method {read.writer!r}); weights in such a format can't be served yet. Use the model's checkpoint "
-                "in bfloat16, if its maker or somebody else has published one. `pagerunner plan` says what either takes.",
-            )
-    if layout is not None and layout.writer == "modelopt" and found is not None:
-        _check_second_file(found, fields, directory / _SECOND_FILE)
+        if layout is not None and layout.schemes_said != read.schemes_said:
+            raise fields.error(name, "says something else than quantization_config does; remove the one that is wrong.")
+        layout = read
+    if layout is not None and found is not None:
+        _check_second_file(found, layout, fields.where, directory / _SECOND_FILE)
     return found, layout
 
 
-def _check_second_file(said: Mapping[str, Any], fields: Fields, file: Path) -> None:
-    """Model Optimizer may say the same twice. Raises ConfigError if the second file says something else than the config."""
+def _check_second_file(said: Mapping[str, Any], layout: Format, where: str, file: Path) -> None:
+    """Model Optimizer may say the same twice. Raises ConfigError if the second file says something else than the config.
+
+    Lists of modules that stay as they were may differ: each tool spells names in its own way, and tensors have the last word.
+    """
     if not file.is_file():
         return
     second = with_hf_quant_config(read_json(file), str(file))
+    if second.get("quant_algo") is None:  # nothing but, perhaps, a kv_cache_quant_algo
+        return
     for name in ("quant_algo", "group_size"):
         if name in second and name in said and second[name] != said[name]:
             raise ConfigError(
-                f"{fields.where}: quantization_config says {name} {said[name]!r}, and {file.name} beside it says {second[name]!r}; "
+                f"{where}: quantization_config says {name} {said[name]!r}, and {file.name} beside it says {second[name]!r}; "
                 "remove the one that is wrong."
             )
+    other = read_format(second, f"{file}: quantization")
+    for names, scheme in other.schemes:
+        for module in names.entries:
+            own = layout.schemes[-1][1] if module == ALL.entries[0] else layout.scheme(module)
+            if own is None or replace(own, rounding="") != replace(scheme, rounding=""):
+                raise ConfigError(
+                    f"{where}: quantization_config and {file.name} beside it say different things of "
+                    f"{'all modules' if module == ALL.entries[0] else module}; remove the one that is wrong."
+                )
 
 
 def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, Any]]:
     """What config.json says of quantisation; where it says nothing, the file that older versions of Model Optimizer write."""
-    given = [(name, fields.take(name)) for name in ("quantization_config", "compression_config")]
+    given = [(name, fields.take(name)) for name in _QUANTIZATIONS]
     yield from given
     file = directory / _SECOND_FILE
     if all(value is None for _, value in given) and file.is_file():
@@ -156,7 +168,7 @@ def _only_pages(quantization: Any) -> bool:
     if not isinstance(quantization, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
         return False
     scheme = quantization.get("kv_cache_scheme")
-    if quantization.get("quant_method") == "modelopt" and scheme is None:
+    if quantization.get("quant_method") == "modelopt" and scheme in (None, "FP8"):
         return True  # nothing but, perhaps, a kv_cache_quant_algo
     if quantization.get("quant_method") not in ("compressed-tensors", "modelopt") or not isinstance(scheme, dict):
         return False
@@ -195,7 +207,7 @@ def _text_values(outer: Fields, family: Family, text_type: str) -> dict[str, Any
         raise outer.error(
             "text_config", f"must be an object of model_type {' or '.join(text_types)}, got {text!r:.80}."
         )
-    shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
+    shared = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", *_QUANTIZATIONS)
     found = {name: value for name in shared if (value := outer.take(name)) is not None}
     tied = outer.take("tie_word_embeddings")
     outer.finish(_IMAGE_FIELDS)
