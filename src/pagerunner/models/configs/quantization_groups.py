@@ -153,6 +153,7 @@ _ARGUMENT_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
 def read_compressed(fields: Fields) -> Format:
+    """compressed-tensors: groups of modules, each with numbers and scales of its own."""
     layout = _layout(fields, (*_COMPRESSED, "mixed-precision"), None)
     for name in ("sparsity_config", "transform_config"):
         value = fields.take(name)
