@@ -12,7 +12,6 @@ from pagerunner.ops.unpacked import (
     experts_at_once,
     experts_bytes,
     product_bytes,
-    tile_kernels,
 )
 
 many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
@@ -56,13 +55,3 @@ def test_experts_are_unpacked_some_at_a_time_and_only_for_many_tokens() -> None:
     assert experts_bytes(numbers, torch.bfloat16, 8_192) == 4 * 32 * 128 * 2  # experts round to fp8 alone
     assert experts_bytes(numbers._replace(codes=numbers.codes.to(torch.float8_e4m3fn)), torch.bfloat16, 8_192) == 0
     assert experts_at_once(128, 5_760, 2_880, 2) == 8 and experts_at_once(128, 16_384, 8_192, 2) == 4
-
-
-def test_products_of_as_many_tiles_are_of_one_kind() -> None:
-    tiles = pytest.importorskip("pagerunner.ops.kernels.linear_tiles")
-    weight = stored("int4 f16 32", 4_096, 2_048)
-    found: dict[tuple[int, int], set[object]] = {}
-    for tokens in range(17, TILE_TOKENS_4 + 1):
-        found.setdefault(tile_kernels(tokens), set()).add(tiles.tiles_config(tokens, weight, torch.device("cpu")))
-    assert all(len(kinds) == 1 for kinds in found.values())
-    assert tile_kernels(TILE_TOKENS_4) != tile_kernels(TILE_TOKENS_4 + 1) == tile_kernels(8_192)

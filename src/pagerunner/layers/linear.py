@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.ops.linear import linear
+from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
 from pagerunner.quant.base import Unquantized, WeightMethod
 from pagerunner.quant.sinks import Axis, CopySink
@@ -113,6 +117,22 @@ class Linear(Module):
     def _cut_of(self, part: str) -> Axis | None:
         """Which features of a part may be divided among devices."""
         return self.cut
+
+
+def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
+    """For each kind of matrix in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
+    kinds: dict[Hashable, Callable[[int], Hashable]] = {}
+    for layer in (module for module in modules if isinstance(module, Linear)):
+        for matrix in layer.method.matrices(layer.weights):
+            parts = matrix._asdict()
+            kind = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in parts.values())
+            shapes: dict[str, Any] = {name: x.to("meta") for name, x in parts.items() if isinstance(x, torch.Tensor)}
+            kinds[kind] = partial(_kernels, matrix._replace(**shapes), layer.dtype, matrix.codes.device)
+    return list(kinds.values())
+
+
+def _kernels(matrix: Stored, dtype: torch.dtype, device: torch.device, tokens: int) -> Hashable:
+    return linear.kernels_for(tokens, matrix, dtype, device)
 
 
 class FusedLinear(Linear):

@@ -39,13 +39,14 @@ class Op(Generic[P, R]):
             self._kernel = getattr(module, self.twin.__name__)
         return self._kernel
 
-    def kernels_for(self, *sizes: int) -> Hashable:
-        """What decides which kernels run for these sizes, as `<operation>_kernels` in the kernel's module says. Needs Triton.
+    def kernels_for(self, tokens: int, *of: Any) -> Hashable:
+        """What decides which kernels run for so many tokens, as `<operation>_kernels` in the kernel's module says. Needs Triton.
 
-        It is equal for sizes that need the same kernels. Example: `route.kernels_for(tokens, experts)`.
+        It is equal for numbers of tokens that need the same kernels. `of` is what else the operation chooses by. Example:
+        `route.kernels_for(tokens, experts, active)`.
         """
         module = importlib.import_module(f"pagerunner.ops.kernels.{self._module}")
-        found: Hashable = getattr(module, f"{self.twin.__name__}_kernels")(*sizes)
+        found: Hashable = getattr(module, f"{self.twin.__name__}_kernels")(tokens, *of)
         return found
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -44,11 +44,6 @@ def tile_tokens(weight_OI: Stored) -> int:
     return TILE_TOKENS_8 if isinstance(weight_OI, Stored8) else TILE_TOKENS_4
 
 
-def tile_kernels(tokens: int) -> tuple[int, int]:
-    """What is equal for numbers of tokens whose products convert codes by the same kernels: tiles grow with few tokens, then there are more of them."""
-    return min(max(tokens - 1, 0) // 32, 2), -(-min(tokens, TILE_TOKENS_4 + 1) // 128)
-
-
 def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
     """The most that a product with up to so many tokens in `dtype` unpacks at a time."""
     if tokens <= tile_tokens(weight_OI) or _rounds(weight_OI, dtype):

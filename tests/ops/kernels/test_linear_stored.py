@@ -144,3 +144,17 @@ def test_several_steps_whose_weights_are_on_their_way_early_or_not(form, tokens,
     close(kernels.run_few(x, matrix, None, torch.empty(tokens, 12), config=config), linear.twin(x, matrix), 1e-5)
     out = kernels.run_few(x, matrix, None, torch.empty(tokens, 6), gated=True, config=config)
     close(out, silu_and_mul.twin(linear.twin(x, matrix)), 1e-5)
+
+
+@pytest.mark.parametrize("inputs", range(128, 57344, 1152))
+def test_what_a_thread_holds_fits_its_registers(inputs, monkeypatch):
+    monkeypatch.undo()
+    for gated in (False, True):
+        row = linear_row.row_config(inputs, gated)
+        rows = row.features * (2 if gated else 1)
+        assert inputs / (32 * row.warps) * (1 + rows / 4) <= 192, "numbers of inputs, and words of codes"
+        found = kernels.layout_of(stored("int4 f16 64", 1, inputs))
+        assert found is not None
+        pieces = kernels.pieces_of(inputs, found, 1)
+        few = kernels.few_config(inputs, 4096, 1, pieces, False, gated)
+        assert few.stages > 0 or inputs / pieces / few.inputs <= 3

@@ -30,7 +30,7 @@ def test_tiles(form, parts, extras):
     x, bias_O = torch.randn(40, 400)[:, 8:-8], torch.randn(200) if bias else None
     out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
     want = linear.twin(x, matrix, bias_O) + (out if add else 0)
-    assert serves(x, matrix)
+    assert serves(matrix)
     run_tiles(in_order(x, matrix), matrix, bias_O, out, TilesConfig(32, 2, 4, 2, parts), add=add)
     assert float((out - want).norm() / want.norm()) < 1e-3  # scales of numbers are rounded to float32 alone
 
@@ -47,10 +47,9 @@ def test_input_features_that_no_step_divides(form, parts):
 
 
 def test_which_groups_are_served():
-    x = torch.randn(5, 384)
-    assert not serves(x, stored("int4 f16 96", 40, 384))
-    assert not serves(x, stored("int4 f32 32", 40, 384)), "the scales of 128 columns are more than a word"
-    assert serves(x, stored("int4 f32 64", 40, 384)) and serves(x, stored("int4 f16 128", 40, 384))
+    assert not serves(stored("int4 f16 96", 40, 384))
+    assert not serves(stored("int4 f32 32", 40, 384)), "the scales of 128 columns are more than a word"
+    assert serves(stored("int4 f32 64", 40, 384)) and serves(stored("int4 f16 128", 40, 384))
 
 
 @pytest.mark.parametrize(("form", "inputs"), [("int8 row", 320), ("int4 f16 32", 320), ("int4 f16 128", 256)])

@@ -28,7 +28,7 @@ from pagerunner.engine.startup.machine import DeviceMemory, available_memory
 from pagerunner.engine.startup.measure import StartMeter, final_plan
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
-from pagerunner.layers.moe import kernels_of
+from pagerunner.layers import linear, moe
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
@@ -49,7 +49,7 @@ from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.ahead import load_libraries
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.ops.dispatch import has_triton
-from pagerunner.ops.unpacked import MANY_TOKENS, tile_kernels
+from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.cuda_arena import CudaArena
@@ -272,7 +272,7 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
     unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
-    kernels = [*kernels_of(model.modules()), *([tile_kernels] if unpacks else [])]
+    kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     return ModelRunner(
         model=model,
         pages=pages,

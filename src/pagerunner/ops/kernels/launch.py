@@ -60,3 +60,8 @@ def blocks(count: int, size: int) -> int:
 def padded(size: int) -> int:
     """The power of two that a block needs to hold `size` elements; 0 for none."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program that has a row of so many numbers in registers: at most 32 for each thread."""
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16

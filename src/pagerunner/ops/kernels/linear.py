@@ -8,6 +8,7 @@ so that x is read once. Both start to read weights before their predecessor has 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored
 
@@ -44,7 +45,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     first_up = first_w
     if GATED:
         first_up = tl.load(up_place, mask=mask, other=0.0)
-    if NORM != 0:
+    if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, cols < K, NORM)
     if BIAS:
         bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
@@ -68,7 +69,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
             if GATED:
                 u = tl.load(up_place + step * BK, mask=mask, other=0.0)
         x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
-        if NORM != 0:
+        if NORM != NO_NORM:
             if step > 0:
                 weight = norm_weight(norm_ptr, k, inside, NORM)
             square += x * x
@@ -77,7 +78,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         if GATED:
             up += u.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
-    if NORM != 0:
+    if NORM != NO_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale
     if BIAS:
@@ -85,7 +86,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         u = tl.sum(up, 1)
-        if NORM != 0:
+        if NORM != NO_NORM:
             u *= scale
         if BIAS:
             u += up_bias
@@ -121,7 +122,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
     first_up = first_w
     if GATED:
         first_up = tl.load(up_place, mask=mask, other=0.0)
-    if NORM != 0:
+    if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, inputs, inputs < K, NORM)
     place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
     inside_y = live[:, None] & valid[None, :]
@@ -134,7 +135,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
     up = acc
     square = tl.zeros((S, BM), tl.float32)
     x = tl.load(x_place, mask=(inputs < K)[:, :, None] & valid[None, None, :], other=0.0)
-    if NORM != 0:
+    if NORM != NO_NORM:
         wide = x.to(tl.float32)
         square += tl.sum(wide * wide, 1)
         x = (wide * weight[:, :, None]).to(first_w.dtype)
@@ -146,7 +147,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
         mask = live[None, :, None] & inside[:, None, :]
         w = tl.load(w_place + first, mask=mask, other=0.0)
         x = tl.load(x_place + first, mask=inside[:, :, None] & valid[None, None, :], other=0.0)
-        if NORM != 0:
+        if NORM != NO_NORM:
             weight = norm_weight(norm_ptr, first + inputs, inside, NORM)
             wide = x.to(tl.float32)
             square += tl.sum(wide * wide, 1)
@@ -157,14 +158,14 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
             up = tl.dot(u, x, up, input_precision="ieee")
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y = tl.sum(acc, 0)
-    if NORM != 0:
+    if NORM != NO_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale[None, :]
     if BIAS:
         y += tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
     if GATED:
         u = tl.sum(up, 0)
-        if NORM != 0:
+        if NORM != NO_NORM:
             u *= scale[None, :]
         if BIAS:
             u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
@@ -215,12 +216,14 @@ def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether a kernel of this file serves these numbers of tokens and weights, and these layouts. cuBLAS serves all others."""
     if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
-    tokens = x_TI.shape[0]
+    return _serves(x_TI.shape[0], x_TI.dtype, weight_OI)
+
+
+def _serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor) -> bool:
+    """Whether a kernel of this file serves so many tokens."""
     if tokens == 1:
         return True
-    if x_TI.dtype == torch.float32:
-        return False
-    return 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
+    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
 
 
 def run_rows(
@@ -240,7 +243,7 @@ def run_rows(
     _rows_kernel[(blocks(features, config.features),)](
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, BN=config.features, BK=config.inputs,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated, ADD=add,
+        NORM=norm_kind(norm), GATED=gated, ADD=add,
         BIAS=bias_O is not None, num_warps=config.warps, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
@@ -265,7 +268,7 @@ def run_few(
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO, tokens,
         features, x_TI.stride(0), out_TO.stride(0), 0.0 if norm is None else norm.eps, K=inputs, S=config.warps,
         BM=16, BN=config.features, BK=config.inputs,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated, ADD=add,
+        NORM=norm_kind(norm), GATED=gated, ADD=add,
         BIAS=bias_O is not None, num_warps=config.warps, num_stages=config.stages, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
@@ -283,6 +286,18 @@ def _run(
 ) -> torch.Tensor:
     run = run_rows if x_TI.shape[0] == 1 else run_few
     return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
+
+
+def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.dtype, device: torch.device) -> Hashable:
+    """See `Op.kernels_for`: what decides which kernels every operation of `ops/linear.py` launches for so many tokens on the device.
+
+    The weights' memory is not read.
+    """
+    if isinstance(weight_OI, torch.Tensor):
+        return min(tokens, 2) if _serves(tokens, dtype, weight_OI) else MAX_FEW + 1
+    if linear_stored.serves(tokens, dtype, weight_OI):
+        return padded(tokens)  # blocks are chosen by it
+    return linear_many.kernels_of(tokens, dtype, weight_OI, device)
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:

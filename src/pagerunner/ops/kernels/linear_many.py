@@ -12,11 +12,12 @@ Shape letters: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels import linear_rounded
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
@@ -29,8 +30,17 @@ from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, UNPACKED_BY
 def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
     """The output features of each product: equal numbers of them, in whole steps."""
     features = weight_OI.shape[0]
-    size = outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES)
+    size = _outputs_at_once(tokens, dtype, weight_OI)
     return (slice(first, min(first + size, features)) for first in range(0, features, size))
+
+
+def _outputs_at_once(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> int:
+    return outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES)
+
+
+def _in_tiles(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> bool:
+    """Whether the codes are converted in registers."""
+    return tokens <= tile_tokens(weight_OI) and dtype != torch.float32 and serves(weight_OI)
 
 
 def rounds(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
@@ -39,10 +49,23 @@ def rounds(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
 
 
 def _rounding(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
+    return _rounding_of(x_TI.shape[0], x_TI.dtype, weight_OI)
+
+
+def _rounding_of(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> Rounded | None:
     """How the product may round its input; None if it must not."""
-    if not isinstance(weight_OI, Stored8) or x_TI.shape[0] < ROUNDED_TOKENS or x_TI.dtype == torch.float32:
+    if not isinstance(weight_OI, Stored8) or tokens < ROUNDED_TOKENS or dtype == torch.float32:
         return None
     return rounding(weight_OI)
+
+
+def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> Hashable:
+    """What decides which kernels the products of this file launch for so many tokens."""
+    if (how := _rounding_of(tokens, dtype, weight_OI)) is not None:
+        return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
+    if _in_tiles(tokens, dtype, weight_OI):
+        return tiles_config(tokens, weight_OI, device)
+    return _outputs_at_once(tokens, dtype, weight_OI)
 
 
 def linear(x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,8 +134,7 @@ def _product(
     if not out_TO.numel():
         return
     tokens = x_TI.shape[0]
-    most = tile_tokens(weight_OI)
-    if tokens <= most and x_TI.dtype != torch.float32 and out_TO.stride(1) == 1 and serves(x_TI, weight_OI):
+    if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
         run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_config(tokens, weight_OI, x_TI.device), add=add)
         return

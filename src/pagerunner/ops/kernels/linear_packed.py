@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.codes import E2M1, INT4, form_of, raw_int4, scaled_e2m1, uses_words
+from pagerunner.ops.kernels.codes import E2M1, INT4, raw_int4, scaled_e2m1, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import silu_gate
-from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored4
 
 SEGMENT = tl.constexpr(128)
@@ -326,12 +326,10 @@ def run_packed(
     pieces = max(1, 8 // padded(tokens))
     config = config or packed_config(inputs, features, padded(tokens), gated, stored.numbers == "e2m1")
     own = config.rows // pieces // (2 if gated else 1)
+    tensors, constants = operands_of(x_TI, stored, bias_O)
     _packed_kernel[(blocks(features, own),)](
-        x_TI, stored.codes, stored.scales, x_TI if stored.zeros is None else stored.zeros,
-        x_TI if stored.rows is None else stored.rows, x_TI if bias_O is None else bias_O, out_TO, tokens, features,
-        x_TI.stride(0), out_TO.stride(0), K=inputs, G=stored.group, P=pieces, B=config.warps,
-        BM=max(8, padded(tokens)), BN=config.rows, AHEAD=config.ahead, FORM=form_of(stored), WORDS=uses_words(x_TI.dtype),
-        ZEROS=stored.zeros is not None, FACTORS=stored.rows is not None, GATED=gated, ADD=add, BIAS=bias_O is not None,
-        WHOLE=features % own == 0, num_warps=config.warps, num_stages=1, **dependent(x_TI.device),
+        x_TI, *tensors, out_TO, tokens, features, x_TI.stride(0), out_TO.stride(0), K=inputs, G=stored.group,
+        P=pieces, B=config.warps, BM=max(8, padded(tokens)), BN=config.rows, AHEAD=config.ahead, GATED=gated, ADD=add,
+        WHOLE=features % own == 0, num_warps=config.warps, num_stages=1, **constants, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO

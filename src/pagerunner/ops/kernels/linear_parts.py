@@ -1,18 +1,27 @@
-"""Parts of the kernels of products: a norm's weights before the product, the gate behind it, and the tile of a program."""
+"""Parts of the kernels of products: the norm before a product, the gate before or behind it, and the tile of a program."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-NO_NORM, PLAIN_NORM, OFFSET_NORM = 0, 1, 2
+from pagerunner.ops.linear import Norm
+
+NO_NORM, PLAIN_NORM, OFFSET_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""A kernel's NORM: the weights of an offset norm count from 1."""
+
+
+def norm_kind(norm: Norm | None) -> int:
+    """The norm as kernels know it."""
+    kind = NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM
+    return int(kind.value)
 
 
 @triton.jit
 def norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
-    """A norm's weights, float32; counted from 1 where `NORM` is OFFSET_NORM."""
+    """A norm's weights, float32."""
     weight = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    if NORM == 2:
+    if NORM == OFFSET_NORM:
         weight += 1.0
     return weight
 
@@ -23,6 +32,25 @@ def silu_gate(y, up, dtype: tl.constexpr):
     gate = y.to(dtype).to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return gate * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def token_inputs(x_ptr, weight, cols, inside, eps, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
+    """A token's inputs in float32, with the twins' casts: themselves, their norm, or `silu(gate) * up` of 2 K numbers.
+
+    `cols` are all K columns, in any order and shape, and perhaps some that aren't `inside`.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM != NO_NORM:
+        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x) * (1.0 / K) + eps)
+        if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
+            x = x.to(dtype).to(tl.float32)
+        x = (x * weight).to(dtype).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
+        x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
+    return x
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
 from pagerunner.ops.kernels.linear_parts import tile_of
-from pagerunner.ops.kernels.linear_sums import add_parts
+from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.quantize import Rounded as Rounded
 from pagerunner.ops.quantize import rounding as rounding
@@ -84,7 +84,7 @@ def product(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in `dtype`, [T, O]; or the residual, to which it is added. The input has scales as `rounding` says."""
     grouped = x.scales.shape[1] > 1 or weight_OI.block[0] > 1
-    if _cublas_serves(x, weight_OI, dtype, grouped):
+    if _cublas_serves(x.codes.shape[0], weight_OI, dtype, grouped):
         out_TO = cublas(x, weight_OI, dtype, grouped)
         if bias_O is not None:
             out_TO.add_(bias_O)
@@ -96,13 +96,12 @@ def product(
     return residual_TO
 
 
-def _cublas_serves(x: Quantized, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> bool:
+def _cublas_serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> bool:
     """Whether cuBLAS has such a product, and is faster than `_rounded_kernel` (docs/performance.md)."""
-    if x.codes.dtype != torch.float8_e4m3fn or weight_OI.shape[0] % 16 or dtype != torch.bfloat16:
+    if weight_OI.codes.dtype != torch.float8_e4m3fn or weight_OI.shape[0] % 16 or dtype != torch.bfloat16:
         return False
     if grouped and (weight_OI.block != (GROUP, GROUP) or weight_OI.shape[1] % GROUP):
         return False
-    tokens = x.codes.shape[0]
     return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(weight_OI.shape[0], 128) > FEW_TILES
 
 
@@ -148,7 +147,16 @@ def rounded_config(tokens: int, features: int, inputs: int, device: torch.device
         return RoundedConfig(128, 128, 8, 4)
     programs, places = blocks(tokens, 64) * blocks(features, 128), multiprocessors(device)
     parts = (places if 2 * programs <= places else 2 * places) // programs
-    return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // 1024)))
+    return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // PART_INPUTS)))
+
+
+def kernels_of(
+    tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torch.device, *, grouped: bool
+) -> RoundedConfig | None:
+    """The block of the kernel that `product` launches for so many tokens; None where cuBLAS serves."""
+    if _cublas_serves(tokens, weight_OI, dtype, grouped):
+        return None
+    return rounded_config(tokens, *weight_OI.shape, device)
 
 
 def run_rounded(

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E4M3, form_of
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored, Stored8
 
@@ -86,7 +86,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
         if GATED:
             up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     norms = ()
-    if NORM != 0:
+    if NORM != NO_NORM:
         for step in tl.static_range(STEPS):
             norms = norms + (norm_weight(norm_ptr, step * BK + cols, step * BK + cols < K, NORM),)
     if PDL:
@@ -97,11 +97,11 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
     for step in tl.static_range(STEPS):
         k = step * BK + cols
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        if NORM != 0:
+        if NORM != NO_NORM:
             square += x * x
             x *= norms[step]
         inputs = inputs + (x,)
-    if NORM != 0:
+    if NORM != NO_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         factor *= scale
         up_factor *= scale
@@ -129,7 +129,14 @@ class RowConfig(NamedTuple):
 def row_config(inputs: int, gated: bool) -> RowConfig:
     """The block for `_row_kernel`, by measurement (docs/performance.md)."""
     block = min(4096, max(16, padded(inputs)))
-    return RowConfig(2 if gated or inputs > block else max(4, 4096 // block), block, 4)
+    features = 2 if gated or inputs > block else max(4, 4096 // block)
+    warps, registers = (
+        4,
+        (1 + features * (2 if gated else 1) / 4) * inputs / 32,
+    )  # of all inputs, and of all rows' codes
+    while registers / warps > 192:  # of a thread; with more, these don't fit beside scales and addresses
+        warps *= 2
+    return RowConfig(features, block, warps)
 
 
 def fits(x_TI: torch.Tensor, stored: Stored, features: int) -> bool:
@@ -169,7 +176,7 @@ def run_row(
     _row_kernel[(blocks(features, config.features),)](
         x_TI, x_TI if norm is None else norm.weight_I, stored.codes, stored.scales, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, G=inputs if high == 1 else wide, BO=high, BN=config.features,
-        BK=config.inputs, FORM=form_of(stored), NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM,
+        BK=config.inputs, FORM=form_of(stored), NORM=norm_kind(norm),
         GATED=gated, ADD=add, BIAS=bias_O is not None, num_warps=config.warps, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO

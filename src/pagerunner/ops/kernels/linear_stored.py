@@ -26,14 +26,12 @@ from pagerunner.ops.kernels.codes import (
     INT4,
     ROW_SCALES,
     STEP_SCALES,
-    form_of,
     numbers4,
     numbers8,
-    uses_words,
 )
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import silu_gate
-from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 
@@ -303,10 +301,10 @@ def pieces_of(inputs: int, found: Layout, tokens: int) -> int:
 
 
 @functools.cache
-def few_config(inputs: int, features: int, tokens: int, stored_8: bool, gated: bool) -> FewConfig:
-    """The block for `_few_kernel`, by measurement (docs/performance.md). `tokens` is a power of two."""
-    if tokens == 1:  # rows of 8 pieces; a piece of up to 512 features is one step
-        return FewConfig(32 if gated or inputs > 4096 else 64, 512, 4, 0 if inputs <= 12288 else 3)
+def few_config(inputs: int, features: int, tokens: int, pieces: int, stored_8: bool, gated: bool) -> FewConfig:
+    """The block for `_few_kernel`, by measurement (docs/performance.md). `tokens` is a power of two, `pieces` as of `pieces_of`."""
+    if tokens == 1:  # a step takes 512 features of each piece; more than three in flight are more than the registers
+        return FewConfig(32 if gated or inputs > 4096 else 64, 512, 4, 0 if blocks(inputs // pieces, 512) <= 3 else 3)
     if features >= 12288:
         return FewConfig((32 if gated else 64) if not stored_8 or tokens > 4 else 32, 512, 4, 3)
     if stored_8:
@@ -328,32 +326,31 @@ def run_few(
     tokens, inputs = x_TI.shape
     features, found = out_TO.shape[1], layout_of(stored)
     assert found is not None
-    is_8 = isinstance(stored, Stored8)
-    block = max(8, padded(tokens))
-    config = config or few_config(inputs, features, padded(tokens), is_8, gated)
-    zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
     pieces = pieces_of(inputs, found, padded(tokens))
+    config = config or few_config(inputs, features, padded(tokens), pieces, isinstance(stored, Stored8), gated)
     step = min(config.inputs, padded(inputs // pieces))
     segment = min(found.segment, step)
+    tensors, constants = operands_of(x_TI, stored, bias_O)
     _few_kernel[(blocks(features * pieces, config.features),)](
-        x_TI, stored.codes, stored.scales, x_TI if zeros is None else zeros,
-        x_TI if factors is None else factors, x_TI if bias_O is None else bias_O, out_TO, tokens, features, x_TI.stride(0),
-        out_TO.stride(0), K=inputs, G=found.group, BO=found.rows, P=pieces, B=step // segment,
-        BM=block, BN=config.features, BK=segment, FORM=form_of(stored), WORDS=uses_words(x_TI.dtype), SCALES=found.scales,
-        ZEROS=zeros is not None, FACTORS=factors is not None, GATED=gated, ADD=add, BIAS=bias_O is not None, WHOLE=features % (config.features // pieces) == 0, num_warps=config.warps, AHEAD=config.stages == 0, num_stages=max(config.stages, 1), **dependent(x_TI.device),
+        x_TI, *tensors, out_TO, tokens, features, x_TI.stride(0), out_TO.stride(0), K=inputs, G=found.group,
+        BO=found.rows, P=pieces, B=step // segment, BM=max(8, padded(tokens)), BN=config.features, BK=segment,
+        SCALES=found.scales, GATED=gated, ADD=add, WHOLE=features % (config.features // pieces) == 0,
+        AHEAD=config.stages == 0, num_warps=config.warps, num_stages=max(config.stages, 1), **constants,
+        **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
 
 
 def fits(x_TI: torch.Tensor, stored: Stored) -> bool:
     """Whether the kernels of this file serve this number of tokens, this dtype and this form. `linear_many` serves all others."""
-    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not stored.codes.is_contiguous() or not stored.scales.is_contiguous():
+    return x_TI.dim() == 2 and x_TI.stride(1) == 1 and serves(x_TI.shape[0], x_TI.dtype, stored)
+
+
+def serves(tokens: int, dtype: torch.dtype, stored: Stored) -> bool:
+    """`fits` for so many tokens, whose features lie beside each other."""
+    if not stored.codes.is_contiguous() or not stored.scales.is_contiguous() or layout_of(stored) is None:
         return False
-    tokens = x_TI.shape[0]
-    return (
-        0 < tokens <= (MAX_TOKENS_FLOAT32 if x_TI.dtype == torch.float32 else MAX_TOKENS)
-        and layout_of(stored) is not None
-    )
+    return 0 < tokens <= (MAX_TOKENS_FLOAT32 if dtype == torch.float32 else MAX_TOKENS)
 
 
 def run(

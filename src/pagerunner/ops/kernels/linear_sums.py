@@ -12,6 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent
 
+PART_INPUTS = 1024
+"""A part has so many input features or more. A product with less takes about as long as writing its sums and reading them again."""
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr,

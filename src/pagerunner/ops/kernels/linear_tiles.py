@@ -28,17 +28,15 @@ from pagerunner.ops.kernels.codes import (
     INT4,
     ROW_SCALES,
     STEP_SCALES,
-    form_of,
     numbers4,
     numbers8,
     spread,
-    uses_words,
 )
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate, tile_of
-from pagerunner.ops.kernels.linear_sums import add_parts
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, tile_of, token_inputs
+from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.kernels.operands import ended, must_end
-from pagerunner.ops.kernels.stored import HELD_BY, scale_numbers
+from pagerunner.ops.kernels.stored import HELD_BY, operands_of, scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
@@ -67,21 +65,13 @@ def _order_kernel(x_ptr, norm_ptr, out_ptr, x_row, eps, K: tl.constexpr, PADDED:
     place = tl.arange(0, BLOCK)
     cols = _columns(place, PER)
     inside = cols < K
-    if NORM != 0:
+    weight = cols
+    if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
     if PDL:
         gdc_wait()
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x_ptr += token * x_row
-    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM != 0:
-        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / K) + eps)
-        if NORM == 1:  # the plain norm rounds before it multiplies by its weight (kernels/norm.py)
-            x = x.to(dtype).to(tl.float32)
-        x *= weight
-    if GATED:
-        x = silu_gate(x, tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32), dtype)
-    tl.store(out_ptr + token * PADDED + place, x.to(dtype), mask=place < PADDED)
+    x = token_inputs(x_ptr + token * x_row, weight, cols, inside, eps, K, NORM, GATED)
+    tl.store(out_ptr + token * PADDED + place, x.to(out_ptr.dtype.element_ty), mask=place < PADDED)
 
 
 @triton.jit
@@ -207,6 +197,7 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
     BK: tl.constexpr = 64 * PER
     BN: tl.constexpr = 16 * W
     ROW: tl.constexpr = K // PER
+    w_ptr = w_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     token_tile, feature_tile = tile_of(num_tokens, num_features, BT, BN * R, 8)
     tokens = token_tile * BT + tl.arange(0, BT)
     place = feature_tile * (BN * R) + tl.arange(0, BN)
@@ -293,7 +284,7 @@ def tiles_config(tokens: int, weight_OI: Stored, device: torch.device) -> TilesC
     else:
         tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 2, 4, 3)
     programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
-    return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // 1024)))
+    return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // PART_INPUTS)))
 
 
 def _scales(stored: Stored) -> int | None:
@@ -315,9 +306,9 @@ def _word(values_OG: torch.Tensor, group: int) -> int:
     return 8 * values_OG.itemsize * max(128 // group, 1)
 
 
-def serves(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
-    """Whether the kernel computes this product."""
-    return x_TI.stride(1) == 1 and weight_OI.codes.is_contiguous() and _scales(weight_OI) is not None
+def serves(weight_OI: Stored) -> bool:
+    """Whether the kernel reads this matrix."""
+    return weight_OI.codes.is_contiguous() and _scales(weight_OI) is not None
 
 
 def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *, gated: bool = False) -> torch.Tensor:
@@ -333,8 +324,8 @@ def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *,
         x_TI, x_TI if norm is None else norm.weight_I, out_TI, x_TI.stride(0),
         0.0 if norm is None else norm.eps,
         K=inputs, PADDED=wide, BLOCK=block, PER=per,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated,
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        NORM=norm_kind(norm), GATED=gated,
+        num_warps=row_warps(block),
         **dependent(x_TI.device),
     )  # fmt: skip
     return out_TI
@@ -345,7 +336,7 @@ def run_tiles(
     weight_OI: Stored,
     bias_O: torch.Tensor | None,
     out_TO: torch.Tensor,
-    tiles: TilesConfig,
+    config: TilesConfig,
     *,
     add: bool = False,
 ) -> None:
@@ -353,26 +344,24 @@ def run_tiles(
     tokens = x_TI.shape[0]
     features, inputs = weight_OI.shape
     eight = isinstance(weight_OI, Stored8)
-    zeros, factors = (None, None) if eight else (weight_OI.zeros, weight_OI.rows)
-    group = weight_OI.block[1] if eight else weight_OI.group
+    high, group = weight_OI.block if eight else (1, weight_OI.group)
     wide = BYTES if eight else 2 * BYTES
-    steps = blocks(blocks(inputs, wide), tiles.parts)
+    steps = blocks(blocks(inputs, wide), config.parts)
     parts = blocks(inputs, steps * wide)
     done = parts == 1
     sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
     scales = _scales(weight_OI)
-    _tiles_kernel[(blocks(tokens, tiles.tokens) * blocks(features, tiles.features), parts)](
-        TensorDescriptor.from_tensor(x_TI, [tiles.tokens, wide]), weight_OI.codes.view(torch.uint8), weight_OI.scales,
-        x_TI if zeros is None else zeros, x_TI if factors is None else factors, x_TI if bias_O is None else bias_O,
-        sums_PTO, tokens, features, sums_PTO.stride(-2), steps, K=inputs, G=group,
-        BO=weight_OI.block[0] if eight else 1, BT=tiles.tokens, R=tiles.rows, W=tiles.warps, DONE=done,
-        FORM=form_of(weight_OI), WORDS=uses_words(x_TI.dtype), SCALES=scales,
-        HELD=weight_OI.scales.dtype in HELD_BY.get(x_TI.dtype, ()),
-        S_WORD=WORD[_word(weight_OI.scales, group)] if scales == GROUP_SCALES.value else tl.uint8,
-        Z_WORD=tl.uint8 if zeros is None else WORD[_word(zeros, group)], ZEROS=zeros is not None,
-        FACTORS=factors is not None, ADD=add and done, BIAS=bias_O is not None and done,
-        WAIT=must_end(), num_warps=tiles.warps,
-        num_stages=tiles.stages, **dependent(x_TI.device),
+    tensors, constants = operands_of(x_TI, weight_OI, bias_O if done else None)
+    words = {
+        "S_WORD": WORD[_word(weight_OI.scales, group)] if scales == GROUP_SCALES.value else tl.uint8,
+        "Z_WORD": WORD[_word(weight_OI.zeros, group)] if not eight and weight_OI.zeros is not None else tl.uint8,
+    }
+    _tiles_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
+        TensorDescriptor.from_tensor(x_TI, [config.tokens, wide]), *tensors, sums_PTO, tokens, features,
+        sums_PTO.stride(-2), steps, K=inputs, G=group, BO=high, BT=config.tokens, R=config.rows, W=config.warps,
+        DONE=done, SCALES=scales, HELD=weight_OI.scales.dtype in HELD_BY.get(x_TI.dtype, ()), ADD=add and done,
+        WAIT=must_end(), num_warps=config.warps, num_stages=config.stages, **words, **constants,
+        **dependent(x_TI.device),
     )  # fmt: skip
     if not done:
         add_parts(sums_PTO, bias_O, out_TO, add=add)

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import Routes, Routing, touched_experts
 
@@ -241,7 +241,7 @@ def _logits_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, normed_ptr, logits_ptr, num
     cols = tl.arange(0, BK)
     inside = cols < K
     w = tl.load(w_ptr + experts[:, None] * K + cols[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-    if NORM != 0:
+    if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
     bias = tl.zeros((BN,), tl.float32)
     if BIAS:
@@ -249,7 +249,7 @@ def _logits_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, normed_ptr, logits_ptr, num
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM != 0:
+    if NORM != NO_NORM:
         x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / K) + eps)
         x = (x * weight).to(normed_ptr.dtype.element_ty)
         if tl.program_id(0) == 0:
@@ -318,7 +318,7 @@ def _few_logits(
     _logits_kernel[(blocks(experts, block), tokens)](
         x_TD, x_TD if norm is None else norm.weight_I, weight_ED, x_TD if bias_E is None else bias_E, normed_TD, logits_TE,
         experts, x_TD.stride(0), 0.0 if norm is None else norm.eps, K=features, BK=padded(features), BN=block,
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, BIAS=bias_E is not None,
+        NORM=norm_kind(norm), BIAS=bias_E is not None,
         num_warps=4, **dependent(x_TD.device),
     )  # fmt: skip
     return normed_TD, logits_TE

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps
 
 NO_GATE, GATE_AFTER, GATE_BEFORE = 0, 1, 2
 
@@ -87,7 +87,7 @@ def _shape(features: int) -> tuple[int, int, int]:
     """Vectors of a program, its columns, its warps: about 1024 elements or one vector."""
     block = padded(features)
     rows = max(1, 1024 // block)
-    return rows, block, 4 if block <= 2048 else 8 if block <= 8192 else 16
+    return rows, block, row_warps(block)
 
 
 def _run(

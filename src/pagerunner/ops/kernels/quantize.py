@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight, silu_gate
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, token_inputs
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import GROUP, LARGEST, LEAST_SCALE, Quantized
 
-ROUNDING = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: added to a float32 and subtracted, it rounds to whole numbers, halves to even
+ROUNDING = tl.constexpr(12582912.0)
+"""1.5 * 2 ** 23. Added to a float32 and subtracted, it rounds to whole numbers, halves to even."""
 LEAST = tl.constexpr(LEAST_SCALE)
 
 
@@ -29,21 +28,12 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, x_row, scale_column
     groups = tl.arange(0, BLOCK // WIDE)
     cols = groups[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     inside = cols < K
-    if NORM != 0:
+    weight = cols
+    if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
     if PDL:
         gdc_wait()
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x_ptr += token * x_row
-    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM != 0:
-        x *= 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / K) + eps)
-        if NORM == 1:  # the plain norm rounds before it multiplies by its weight (kernels/norm.py)
-            x = x.to(dtype).to(tl.float32)
-        x = (x * weight).to(dtype).to(tl.float32)
-    if GATED:
-        up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
-        x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
+    x = token_inputs(x_ptr + token * x_row, weight, cols, inside, eps, K, NORM, GATED)
     # as whole numbers the bits of magnitudes are in order, and NaN is the largest; a maximum of floats would lose it
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scale = largest / MOST
@@ -67,8 +57,8 @@ def _run(x: torch.Tensor, inputs: int, dtype: torch.dtype, grouped: bool, norm: 
     _quantize_kernel[(tokens,)](
         x, x if norm is None else norm.weight_I, codes_TI, scales_GT, x.stride(0), tokens,
         0.0 if norm is None else norm.eps, K=inputs, BLOCK=block, WIDE=GROUP if grouped else block, MOST=LARGEST[dtype],
-        NORM=NO_NORM if norm is None else OFFSET_NORM if norm.offset else PLAIN_NORM, GATED=gated,
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16, **dependent(x.device),
+        NORM=norm_kind(norm), GATED=gated,
+        num_warps=row_warps(block), **dependent(x.device),
     )  # fmt: skip
     return Quantized(codes_TI, scales_GT.t())
 

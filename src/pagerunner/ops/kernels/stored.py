@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import form_of, numbers4, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent
-from pagerunner.ops.stored import RUN, Stored, Stored4
+from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 
 HELD_BY = {
     torch.bfloat16: (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8),
@@ -94,6 +96,20 @@ def _dense4_kernel(codes_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, featu
         gdc_wait()
     out_place = out_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
     tl.store(out_place, y, mask=(rows < features)[:, None] & (cols < K)[None, :])
+
+
+def operands_of(
+    x_TI: torch.Tensor, stored: Stored, bias_O: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """What a product's kernel is given of a stored matrix and the bias: tensors, and constants that say what they are.
+
+    Codes, scales, zero points, rows' factors and the bias. The input stands for those that there aren't.
+    """
+    zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
+    tensors = tuple(x_TI if tensor is None else tensor for tensor in (zeros, factors, bias_O))
+    constants = {"FORM": form_of(stored), "WORDS": uses_words(x_TI.dtype), "ZEROS": zeros is not None,
+                 "FACTORS": factors is not None, "BIAS": bias_O is not None}  # fmt: skip
+    return (stored.codes, stored.scales, *tensors), constants
 
 
 def unpack(stored: Stored, out_OI: torch.Tensor, rows: slice = slice(None)) -> None:

@@ -1,0 +1,99 @@
+"""A warm-up's numbers of tokens need every kernel of products with stored weights that any other number of tokens needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.effort import by_days, share_of_the_day
+from helpers.stored_cases import stored
+from pagerunner.layers.linear import Linear, kernels_of
+from pagerunner.ops import quantize as twins
+from pagerunner.ops.linear import linear, linear_add_, silu_linear_add_
+from pagerunner.ops.stored import Stored8
+from pagerunner.quant.base import Unquantized
+from pagerunner.runner.kernel_counts import more_counts
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
+linear_tiles = pytest.importorskip("pagerunner.ops.kernels.linear_tiles")
+MOST = 8192
+USUAL = {1, 3, 16, 272, 275, MOST}
+"""Numbers of tokens that a warm-up without graphs runs in any case."""
+FORMS = {
+    "int8 row, rounded": "token", "fp8 row, rounded": "token", "fp8 block, rounded": "block", "fp8 row": "none", "int4 f16 128": "none",
+    "e2m1 e8m0 32": "none", "int4 f16 96": "none",
+}  # fmt: skip
+SIZES = [(1024, 4608), (4096, 2304), (17_408, 576)]
+
+
+class Product:
+    """Products with one matrix, whose kernels aren't run: it tells which ones would be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, form: str, outputs: int, inputs: int) -> None:
+        self.matrix = stored(form.partition(",")[0], outputs, inputs)
+        if isinstance(self.matrix, Stored8):
+            self.matrix = self.matrix._replace(activations=FORMS[form])
+        self.launches: set[Any] = set()
+        half = {"dtype": torch.bfloat16}
+        self.x, self.gate_up = torch.empty(MOST, inputs, **half), torch.empty(MOST, 2 * inputs, **half)
+        self.out = torch.empty(MOST, outputs, **half)
+        for module in (many.linear_rounded, linear_tiles):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(many.linear_rounded, "_scaled", lambda x, *_: self.out[: x.shape[0]])
+        monkeypatch.setattr(torch, "mm", lambda *_, **__: None)
+        monkeypatch.setattr(torch.Tensor, "addmm_", lambda *_, **__: None)
+        monkeypatch.setattr(many, "quantize", twins.quantize.kernel)
+        monkeypatch.setattr(many, "silu_quantize", twins.silu_quantize.kernel)
+        monkeypatch.setattr(many, "silu_and_mul", lambda x: x[:, : x.shape[1] // 2])
+        monkeypatch.setattr(
+            interpreter.InterpretedFunction, "run", lambda kernel, *args, **how: self._note(kernel, args, how)
+        )
+
+    def _note(self, kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+        """What Triton compiles a kernel for: constants, and of other whole numbers whether they are 1 or multiples of 16."""
+        free = kernel.kwargs.get("do_not_specialize") or ()
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        sorts = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
+        constants = [(name, str(value)) for name, value in how.items() if name not in ("grid", "warmup")]
+        blocks = [str(v.block_shape) for v in args if hasattr(v, "block_shape")]
+        self.launches.add((kernel.fn.__name__, *sorts, *sorted(constants), *blocks))
+
+    def kernels(self, tokens: int) -> set[Any]:
+        self.launches = set()
+        linear.kernel(self.x[:tokens], self.matrix)
+        linear_add_.kernel(self.x[:tokens], self.matrix, self.out[:tokens])
+        if tokens >= twins.ROUNDED_TOKENS:
+            silu_linear_add_.kernel(self.gate_up[:tokens], self.matrix, self.out[:tokens])
+        return self.launches
+
+
+class Held(Unquantized):
+    """A form that has one matrix."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix
+
+    def matrices(self, weights: Any) -> Any:
+        return (self.matrix,)
+
+
+@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, SIZES))
+def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeypatch, form, sizes):
+    outputs, inputs = sizes
+    product = Product(monkeypatch, form, outputs, inputs)
+    layer = Linear(inputs, outputs, torch.bfloat16, method=Held(product.matrix))
+    more = more_counts(kernels_of([layer, layer]), USUAL, MOST)
+    assert len(more) <= 24
+    met = set().union(*(product.kernels(tokens) for tokens in (*USUAL, *more)))
+    assert len(met) > 2
+    for tokens in share_of_the_day(MOST, 97):
+        assert product.kernels(tokens + 1) <= met, tokens + 1
+
+
+def test_matrices_of_one_kind_are_asked_about_once():
+    one, other = stored("int4 f16 32", 64, 64), stored("int4 f16 32", 64, 64)
+    layers = [Linear(64, 64, torch.bfloat16, method=Held(matrix)) for matrix in (one, other, stored("fp8 row", 64, 64))]
+    assert len(kernels_of([*layers, Linear(64, 64, torch.bfloat16)])) == 2
