@@ -82,9 +82,14 @@ class Linear(Module):
         """The weights as one matrix in the model's dtype, for products of another shape."""
         return self.method.dense(self.weights)
 
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The matrices in few bits that products read; none for a form in the model's dtype."""
+        return self.method.matrices(self.weights)
+
     def unpacked_bytes(self, tokens: int) -> int:
         """The most that the layer unpacks at a time for up to so many tokens on a CUDA device."""
-        sizes = (product_bytes(one, self.dtype, tokens) for one in self.method.matrices(self.weights))
+        sizes = (product_bytes(one, self.dtype, tokens) for one in self.stored)
         return max(sizes, default=0)
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -123,7 +128,7 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
     """For each kind of matrix in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
     kinds: dict[Hashable, Callable[[int], Hashable]] = {}
     for layer in (module for module in modules if isinstance(module, Linear)):
-        for matrix in layer.method.matrices(layer.weights):
+        for matrix in layer.stored:
             parts = matrix._asdict()
             kind = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in parts.values())
             shapes: dict[str, Any] = {name: x.to("meta") for name, x in parts.items() if isinstance(x, torch.Tensor)}
