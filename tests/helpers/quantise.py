@@ -122,13 +122,8 @@ def quantise(path: Path, kind: str) -> dict[str, torch.Tensor]:
     file = path / "model.safetensors"
     config = json.loads((path / "config.json").read_text())
     held = _separate(load_file(file)) if config["model_type"].startswith("llama4") else load_file(file)
-    if kind == "mxfp4":
-        packed, meant, said = _pack_experts(held)
-    elif kind in PACKED:
-        packed, meant, said = _pack(held, kind)
-    else:
-        packed, meant, said = *_pack8(held, kind), CONFIGS[kind]
-    save_file(packed, file)
+    tensors, meant, said = packed(held, kind)
+    save_file(tensors, file)
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     return _together(meant) if config["model_type"].startswith("llama4") else meant
 
@@ -164,6 +159,13 @@ def _together(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 Packed = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]
+
+
+def packed(held: dict[str, torch.Tensor], kind: str) -> Packed:
+    """Tensors in the format, the weights that they stand for, and the quantization_config."""
+    if kind == "mxfp4":
+        return _pack_experts(held)
+    return _pack(held, kind) if kind in PACKED else (*_pack8(held, kind), CONFIGS[kind])
 
 
 def _pack(held: dict[str, torch.Tensor], kind: str) -> Packed:

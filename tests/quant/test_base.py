@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, GroupedLinear
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.routing import Routes
 from pagerunner.quant.base import ExpertMethod, WeightMethod
-from pagerunner.quant.sinks import CopySink, CopyWeight, Sink
+from pagerunner.quant.sinks import Along, CopySink, CopyWeight, Sink
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -24,7 +25,7 @@ class Packed(Sink):
 
     def __init__(self, codes_OI: torch.Tensor) -> None:
         outputs, inputs = codes_OI.shape
-        super().__init__((inputs, outputs // 2), (torch.int8,), ("inputs", "outputs"))
+        super().__init__((inputs, outputs // 2), (torch.int8,), ("inputs", Along("outputs", 2)))
         self.codes_OI = codes_OI
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
@@ -128,12 +129,15 @@ def test_a_form_says_what_a_checkpoint_holds_and_unpacks_it_part_by_part() -> No
 
 
 @pytest.mark.parametrize(
-    ("cut", "packed_dimension", "bias_dimension"), [("outputs", 1, 0), ("inputs", 0, None), (None, None, None)]
+    ("cut", "packed_dimension", "bias_dimension"),
+    [(by_outputs(Features("rows", 2)), 1, 0), (by_inputs(Features("columns", 4)), 0, None), (None, None, None)],
 )
-def test_the_dimension_to_divide_is_the_forms_own(cut, packed_dimension, bias_dimension) -> None:
-    linear = FusedLinear(4, {"a": 2}, torch.float32, method=Halves(), bias=True, cut=cut)
-    found = {tensor.name: tensor.cut for tensor in linear.checkpoint("m.qkv.")}
-    assert found == {"m.a.packed": packed_dimension, "m.a.weight_scale": None, "m.a.bias": bias_dimension}
+def test_the_dimension_to_divide_is_the_forms_own(cut: Cut | None, packed_dimension, bias_dimension) -> None:
+    linear = FusedLinear(4, {"a": 2}, torch.float32, method=Halves(), bias=True, cuts={"a": cut} if cut else None)
+    found = {tensor.name: tensor for tensor in linear.checkpoint("m.qkv.")}
+    dimensions = {name: None if tensor.cut is None else tensor.cut.dimension for name, tensor in found.items()}
+    assert dimensions == {"m.a.packed": packed_dimension, "m.a.weight_scale": None, "m.a.bias": bias_dimension}
+    assert found["m.a.bias"].once is (cut is not None and cut.axis == "inputs")
 
 
 def test_a_form_without_joined_operations_works_behind_norms_and_into_the_residual_stream() -> None:
@@ -167,7 +171,7 @@ def test_experts_are_the_linears_form_with_a_dimension_more() -> None:
         weight_OI = torch.randint(0, 8, (outputs, tensor.sink.shape[0]))
         tensor.sink.put(packed(weight_OI), copy)
         sinks[f"{base}.weight"].put(weight_OI * 0.25, copy)
-    assert cuts["x.2.up_proj.packed"] == 1 and cuts["x.2.down_proj.packed"] == 0
+    assert cuts["x.2.up_proj.packed"].dimension == 1 and cuts["x.2.down_proj.packed"].dimension == 0
     x, weights, chosen = torch.randn(5, 4), torch.rand(5, 2), torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]])
     routes = Routes(weights, chosen)
     torch.testing.assert_close(experts(x, routes), plain(x, routes))
@@ -178,14 +182,17 @@ def test_experts_are_held_one_by_one_or_together_or_transposed() -> None:
     found = {tensor.name: tensor for tensor in Experts(sizes, torch.float32).checkpoint("x.")}
     assert set(found["x.gate_up_proj"].instead_of) == {f"x.{e}.{m}_proj.weight" for e in (0, 1) for m in ("gate", "up")}
     assert found["x.down_proj"].instead_of == ("x.0.down_proj.weight", "x.1.down_proj.weight")
-    assert (found["x.gate_up_proj"].cut, found["x.down_proj"].cut) == (None, 2)
+    inner = Features("inner", 3)
+    assert found["x.gate_up_proj"].cut == TensorCut(1, (Section(inner), Section(inner)))
+    assert found["x.down_proj"].cut == TensorCut(2, (Section(inner),))
+    assert [found[f"x.{name}"].experts for name in ("1.up_proj.weight", "down_proj")] == [range(1, 2), range(2)]
     together = Experts(sizes, torch.float32, transposed=True, bias=True)
-    held = {tensor.name: (tensor.sink.shape, tensor.cut, tensor.instead_of) for tensor in together.checkpoint("x.")}
+    held = {tensor.name: (tensor.sink.shape, tensor.once, tensor.instead_of) for tensor in together.checkpoint("x.")}
     assert held == {
-        "x.gate_up_proj": ((2, 4, 6), None, ()),
-        "x.gate_up_proj_bias": ((2, 6), None, ()),
-        "x.down_proj": ((2, 3, 4), 1, ()),
-        "x.down_proj_bias": ((2, 4), None, ()),
+        "x.gate_up_proj": ((2, 4, 6), False, ()),
+        "x.gate_up_proj_bias": ((2, 6), False, ()),
+        "x.down_proj": ((2, 3, 4), False, ()),
+        "x.down_proj_bias": ((2, 4), True, ()),
     }
 
 

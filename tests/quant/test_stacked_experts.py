@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from pagerunner.errors import CheckpointError
+from pagerunner.layers.cuts import Section, TensorCut
+from pagerunner.layers.mlp import inner_features
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.models.checkpoint.loader import load_weights, materialize, weights_bytes
 from pagerunner.ops.activation import SILU, GatedActivation
@@ -142,15 +144,17 @@ def test_a_matrix_is_not_held_in_both_layouts(tmp_path: Path, method) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gates_and_ups_one_below_the_other_are_not_divided_by_a_cut_through_both(transposed: bool) -> None:
+def test_gates_and_ups_are_cut_alike_in_pairs_or_in_sections(transposed: bool) -> None:
     for interleaved in (False, True):
         module = Experts(SIZES, torch.float32, bias=True, transposed=transposed, activation=activation(interleaved))
         cuts = {tensor.name: tensor.cut for tensor in module.checkpoint() if not tensor.name[0].isdigit()}
         outputs, inputs = (2, 1) if transposed else (1, 2)
+        inner = inner_features(SIZES.inner)
+        sections = (Section(inner, 2),) if interleaved else (Section(inner), Section(inner))
         assert cuts == {
-            "gate_up_proj": outputs if interleaved else None,
-            "gate_up_proj_bias": 1 if interleaved else None,
-            "down_proj": inputs,
+            "gate_up_proj": TensorCut(outputs, sections),
+            "gate_up_proj_bias": TensorCut(1, sections),
+            "down_proj": TensorCut(inputs, (Section(inner),)),
             "down_proj_bias": None,
         }
 

@@ -10,6 +10,7 @@ import torch
 from pagerunner.attention.calls import AttentionCall, Heads, Projection
 from pagerunner.attention.capability import SINKS
 from pagerunner.batch import ForwardBatch, GroupBatch, KVPages
+from pagerunner.layers.cuts import Features, by_outputs
 from pagerunner.layers.linear import FusedLinear
 from pagerunner.ops.norm import qk_norm_
 from pagerunner.ops.paged_attention import HeadPrep, Scores
@@ -21,7 +22,19 @@ def head_projection(
 ) -> FusedLinear:
     """Query, key and value heads of one input side by side, [T, (H + 2 K) D]."""
     parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-    return FusedLinear(features, parts, dtype, bias=bias, cut="outputs")
+    own, shared = by_outputs(query_heads(num_heads), head_dim), by_outputs(kv_heads(num_kv_heads), head_dim)
+    cuts = {"q_proj": own, "k_proj": shared, "v_proj": shared}
+    return FusedLinear(features, parts, dtype, bias=bias, cuts=cuts)
+
+
+def query_heads(count: int) -> Features:
+    """Query heads, as devices divide them."""
+    return Features("heads", count, even=True)
+
+
+def kv_heads(count: int) -> Features:
+    """Key/value heads, as devices divide them: those of a device's query heads, which other devices may have too."""
+    return Features("kv_heads", count, even=True, repeated=True)
 
 
 class PagedAttention:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pagerunner.layers.cuts import Features, by_outputs, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.quant.base import Unquantized, WeightMethod
 
@@ -45,5 +46,12 @@ class Embedding(Module):
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for; rows of token ids may be divided."""
-        for name, sink in self.method.sinks(self.weights, slice(0, self.vocab_size)).items():
-            yield CheckpointTensor(f"{prefix}{name}", sink, self, cut=sink.dimension("outputs"))
+        sinks = self.method.sinks(self.weights, slice(0, self.vocab_size))
+        cuts = tensor_cuts(sinks, by_outputs(vocabulary(self.vocab_size)))
+        for name, sink in sinks.items():
+            yield CheckpointTensor(f"{prefix}{name}", sink, self, cut=cuts[name])
+
+
+def vocabulary(size: int) -> Features:
+    """The token ids of embeddings and of output weights: devices take parts of `size` ids, the last one the rest."""
+    return Features("vocabulary", size)

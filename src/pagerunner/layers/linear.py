@@ -8,20 +8,22 @@ from typing import Any
 
 import torch
 
+from pagerunner.layers.cuts import Cut, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.linear import linear
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
 from pagerunner.quant.base import Unquantized, WeightMethod
-from pagerunner.quant.sinks import Axis, CopySink
+from pagerunner.quant.sinks import CopySink
 
 
 class Linear(Module):
     """`y_TO = x_TI @ weight.T + bias`, with weights stored as `method` says.
 
     `cut` says which features may be divided among devices: output features (each device computes some of them), or input
-    features (each computes a sum over some of them, and the sums are added up). None: each device needs the whole layer.
+    features (each computes a sum over some of them, and the sums are added up). None: each device needs the whole layer. A layer that is
+    cut along its input features can't be divided in a form that orders them by group (GPTQ's `desc_act`).
     `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
     name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights. One that `needs_dense` is read
     as one matrix for products of another shape. So it is unpacked while it is loaded, whatever the format.
@@ -34,7 +36,7 @@ class Linear(Module):
         dtype: torch.dtype,
         *,
         bias: bool = False,
-        cut: Axis | None = None,
+        cut: Cut | None = None,
         plain: bool = False,
         needs_dense: bool = False,
         method: WeightMethod | None = None,
@@ -109,9 +111,12 @@ class Linear(Module):
             sinks = self.method.sinks(self.weights, rows)
             if bias_O is not None:
                 sinks["bias"] = CopySink(bias_O[rows], ("outputs",))
+            cut = self._cut_of(part)
+            cuts = tensor_cuts(sinks, cut)
             for name, sink in sinks.items():
+                once = name == "bias" and sink.fills and cut is not None and cut.axis == "inputs"
                 yield CheckpointTensor(
-                    self._part_prefix(prefix, part) + name, sink, self, part, sink.dimension(self._cut_of(part))
+                    self._part_prefix(prefix, part) + name, sink, self, part, cut=cuts[name], once=once
                 )
             first += size
 
@@ -119,7 +124,7 @@ class Linear(Module):
         """What the names of a part's tensors begin with."""
         return prefix
 
-    def _cut_of(self, part: str) -> Axis | None:
+    def _cut_of(self, part: str) -> Cut | None:
         """Which features of a part may be divided among devices."""
         return self.cut
 
@@ -143,8 +148,8 @@ def _kernels(matrix: Stored, dtype: torch.dtype, device: torch.device, tokens: i
 class FusedLinear(Linear):
     """Several linears of one input as one matrix: their outputs stand beside each other in `parts` order.
 
-    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its output features. `cut` is that of all parts, or
-    of the parts that it names.
+    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its output features. `cuts` are those of the parts that it
+    names.
     """
 
     def __init__(
@@ -154,20 +159,20 @@ class FusedLinear(Linear):
         dtype: torch.dtype,
         *,
         bias: bool = False,
-        cut: Axis | Mapping[str, Axis] | None = None,
+        cuts: Mapping[str, Cut] | None = None,
         plain: bool = False,
         method: WeightMethod | None = None,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), dtype, bias=bias, plain=plain, method=method)
         self.parts = parts
-        self._cuts = cut if isinstance(cut, Mapping) else dict.fromkeys(parts, cut)
+        self._part_cuts = dict(cuts or {})
 
     def _part_prefix(self, prefix: str, part: str) -> str:
         parent = prefix.removesuffix(".").rpartition(".")[0]
         return f"{parent}.{part}." if parent else f"{part}."
 
-    def _cut_of(self, part: str) -> Axis | None:
-        return self._cuts.get(part)
+    def _cut_of(self, part: str) -> Cut | None:
+        return self._part_cuts.get(part)
 
 
 class GroupedLinear(Linear):
@@ -177,7 +182,7 @@ class GroupedLinear(Linear):
     """
 
     def __init__(
-        self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, *, cut: Axis | None = None
+        self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, *, cut: Cut | None = None
     ) -> None:
         super().__init__(in_features, groups * out_features, dtype, cut=cut, needs_dense=True)
         self.groups = groups

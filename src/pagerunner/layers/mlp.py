@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from pagerunner.layers.cuts import Features, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import silu_and_mul
+
+
+def inner_features(count: int) -> Features:
+    """Features between the products of a feed-forward, as devices divide them."""
+    return Features("inner", count)
 
 
 class GatedMLP(FeedForward):
@@ -27,8 +33,9 @@ class GatedMLP(FeedForward):
         super().__init__()
         self.activation = activation
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = FusedLinear(features, parts, dtype, bias=bias, cut="outputs")
-        self.down_proj = Linear(inner, features, dtype, bias=bias, cut="inputs")
+        own = inner_features(inner)
+        self.gate_up_proj = FusedLinear(features, parts, dtype, bias=bias, cuts=dict.fromkeys(parts, by_outputs(own)))
+        self.down_proj = Linear(inner, features, dtype, bias=bias, cut=by_inputs(own))
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from pagerunner.layers.cuts import TensorCut
 from pagerunner.quant.sinks import CopySink, Sink
 
 
@@ -20,21 +21,27 @@ class CheckpointTensor:
     """What a model takes of a checkpoint: a tensor's name there, its shape and dtypes (`sink`), and what it fills.
 
     `owner` is the module whose weights it fills, and `part` says which part of them if the checkpoint holds them in several:
-    "k_proj" of a matrix of queries, keys and values. `cut` is the dimension whose equal slices devices may take; None: each device
-    needs the whole, or the tensor holds sections of which each device needs a slice.
+    "k_proj" of a matrix of queries, keys and values.
+
+    `cut` is how devices may divide the tensor's features; None: each device reads the whole tensor. `once`: the tensor is one term of a
+    sum that devices add up, so one device has it and the others have zeros. `experts` are those whose weights it holds, None if it isn't
+    about experts. Devices may divide whole experts instead of their features; a tensor of several has a dimension for them
+    (`sink.along("experts")`), or is one number for all.
 
     `instead_of` names the tensors for which a checkpoint may hold this one; it is empty for those that a checkpoint must hold.
     Several tensors may stand for `instead_of` only together, as packed numbers and their scales. Then `beside` names the others.
 
     Example: `model.layers.0.self_attn.k_proj.weight` has shape [1024, 4096], its owner is the FusedLinear `qkv_proj`, its part
-    is "k_proj", and its cut is 0: each of two devices may take 512 of its output features.
+    is "k_proj", and its cut is along dimension 0, by key/value heads of 128 rows: each of two devices may take 512 rows.
     """
 
     name: str
     sink: Sink
     owner: Module
     part: str = ""
-    cut: int | None = None
+    cut: TensorCut | None = None
+    once: bool = False
+    experts: range | None = None
     instead_of: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -47,13 +54,13 @@ class Module:
     maps the attribute's name to another one there.
     `unused_tensors` are beginnings of tensor names. A checkpoint may hold such tensors, and no part of the model uses them.
     `asked_by` names in messages what says which tensors a checkpoint must hold.
-    `cuts` are the dimensions of the module's own weights that may be divided among devices, by the weights' names.
+    `cuts` says of the module's own weights, by their names, how devices may divide them.
     """
 
     unused_tensors: tuple[str, ...] = ()
     asked_by: str = "the config"
     names: Mapping[str, str] = MappingProxyType({})
-    cuts: Mapping[str, int] = MappingProxyType({})
+    cuts: Mapping[str, TensorCut] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}

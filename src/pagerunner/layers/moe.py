@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from pagerunner.layers.cuts import Cut, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.mlp import GatedMLP
+from pagerunner.layers.mlp import GatedMLP, inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
@@ -19,9 +21,9 @@ from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
-from pagerunner.quant.sinks import Axis, CopySink, Sink
+from pagerunner.quant.sinks import CopySink
 
-_CUTS: dict[str, Axis] = {"gate_up": "outputs", "down": "inputs"}
+_MATRICES = ("gate_up", "down")
 
 
 class ExpertSizes(NamedTuple):
@@ -50,8 +52,9 @@ class Experts(Module):
     `gate_up_proj` [E, 2 I, D] and `down_proj` [E, D, I]. With `transposed` one in floats always holds them together, and with input
     features before output features. Biases are always together: `gate_up_proj_bias` [E, 2 I] and `down_proj_bias` [E, D].
 
-    The rows of `gate_up_proj` are all gates, then all ups; for an activation that is `alternating`, gate 0, up 0, gate 1, up 1. Only in
-    the second case are equal slices of them experts of fewer inner features.
+    The rows of `gate_up_proj` are all gates, then all ups; for an activation that is `alternating`, gate 0, up 0, gate 1, up 1.
+
+    Devices may divide the experts' inner features, or whole experts.
 
     A token's experts are weighted by what their outputs, or with `weigh_inputs` their inputs, are multiplied by.
     """
@@ -101,7 +104,7 @@ class Experts(Module):
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""
-        for matrix in _CUTS:
+        for matrix in _MATRICES:
             self.method.linear.randomize(self._weights_of(matrix), generator)
 
     def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
@@ -112,8 +115,10 @@ class Experts(Module):
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each expert's matrices, what a checkpoint may hold instead for all experts, and the biases."""
+        divided = self._inner_features_divide()
         for matrix, parts in self._matrices().items():
             weights = self._weights_of(matrix)
+            separate_cut, stacked_cut = self._matrix_cuts(matrix) if divided else (None, None)
             together = f"{prefix}{matrix}_proj"
             stacked = {
                 f"{together}{suffix}": sink
@@ -121,20 +126,22 @@ class Experts(Module):
             }
             separate: tuple[CheckpointTensor, ...] = ()
             if not self.method.only_stacked(transposed=self.transposed):
-                separate = tuple(self._separate(prefix, matrix, parts, weights))
+                separate = tuple(self._separate(prefix, separate_cut, parts, weights))
             yield from separate
             replaced = tuple(tensor.name for tensor in separate if not tensor.sink.optional)
             needed = [name for name, sink in stacked.items() if not sink.optional]
+            cuts, experts = tensor_cuts(stacked, stacked_cut), range(self.sizes.experts)
             for name, sink in stacked.items():
-                cut = self._stacked_cut(matrix, sink)
-                if sink.optional or not replaced:
-                    yield CheckpointTensor(name, sink, self, matrix, cut)
-                else:
+                own = CheckpointTensor(name, sink, self, matrix, cuts[name], experts=experts)
+                if replaced and not sink.optional:
                     beside = tuple(other for other in needed if other != name)
-                    yield CheckpointTensor(name, sink, self, matrix, cut, replaced, beside)
+                    own = replace(own, instead_of=replaced, beside=beside)
+                yield own
             if "bias" in weights:
-                bias = CopySink(weights["bias"], (None, "outputs"))
-                yield CheckpointTensor(f"{together}_bias", bias, self, matrix, self._stacked_cut(matrix, bias))
+                bias = CopySink(weights["bias"], ("experts", "outputs"))
+                cut = tensor_cuts({"": bias}, stacked_cut)[""]
+                once = divided and matrix == "down"
+                yield CheckpointTensor(f"{together}_bias", bias, self, matrix, cut, once=once, experts=experts)
 
     def _weights_of(self, matrix: str) -> Weights:
         """The weights of one of the two matrices, by the names that the form gives them."""
@@ -153,20 +160,37 @@ class Experts(Module):
         }
 
     def _separate(
-        self, prefix: str, matrix: str, parts: dict[str, slice], weights: dict[str, torch.Tensor]
+        self, prefix: str, cut: Cut | None, parts: dict[str, slice], weights: dict[str, torch.Tensor]
     ) -> Iterator[CheckpointTensor]:
         """One expert's tensors after another's."""
+        cuts: dict[str, dict[str, TensorCut | None]] = {}  # those of the first expert are those of all
         for expert in range(self.sizes.experts):
             own = {name: tensor[expert] for name, tensor in weights.items()}
             for part, rows in parts.items():
-                for name, sink in self.method.linear.sinks(own, rows).items():
-                    cut = sink.dimension(_CUTS[matrix])
-                    yield CheckpointTensor(f"{prefix}{expert}.{part}.{name}", sink, self, f"{expert}.{part}", cut)
+                sinks = self.method.linear.sinks(own, rows)
+                if part not in cuts:
+                    cuts[part] = tensor_cuts(sinks, cut)
+                for name, sink in sinks.items():
+                    full_name, number = f"{prefix}{expert}.{part}.{name}", range(expert, expert + 1)
+                    yield CheckpointTensor(full_name, sink, self, f"{expert}.{part}", cuts[part][name], experts=number)
 
-    def _stacked_cut(self, matrix: str, sink: Sink) -> int | None:
-        """Gates above ups have none: half of their rows would be gates without ups."""
-        in_sections = matrix == "gate_up" and not self.interleaved
-        return None if in_sections else sink.dimension(_CUTS[matrix])
+    def _matrix_cuts(self, matrix: str) -> tuple[Cut, Cut]:
+        """Of one expert's matrix, and of all experts' together, which have gates above ups, or gates and ups in pairs."""
+        inner = inner_features(self.sizes.inner)
+        if matrix == "down":
+            return by_inputs(inner), by_inputs(inner)
+        both = by_outputs(inner, 2) if self.interleaved else Cut("outputs", (Section(inner), Section(inner)))
+        return by_outputs(inner), both
+
+    def _inner_features_divide(self) -> bool:
+        """Whether experts can be divided by their inner features: not in a form whose columns are ordered by group."""
+        weights = self._weights_of("down")
+        sinks = self.method.stacked(weights, transposed=self.transposed)
+        if not sinks:
+            weights.pop("bias", None)
+            first = {name: tensor[0] for name, tensor in weights.items()}
+            sinks = self.method.linear.sinks(first, slice(0, self.sizes.features))
+        return any(sink.fills and sink.along("inputs") for sink in sinks.values())
 
 
 class Router(Module):

@@ -5,19 +5,27 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 
 
 class RMSNorm(Module):
-    """Root-mean-square norm with a weight per feature."""
+    """Root-mean-square norm with a weight per feature.
+
+    `sections` say whose the features are if devices may divide them. Then the mean is over the features of all devices.
+    """
 
     offset = False
 
-    def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, features: int, eps: float, dtype: torch.dtype, sections: tuple[Section, ...] | None = None
+    ) -> None:
         super().__init__()
         self.eps = eps
+        if sections is not None:
+            self.cuts = {"weight": TensorCut(0, sections)}
         self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
 
     @property

@@ -6,14 +6,21 @@ import torch
 
 from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
 from pagerunner.batch import ForwardBatch, StatePages
+from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 
 
 class CausalConv(Module):
-    """Weights of a depthwise causal convolution, [C, 1, W] as checkpoints hold them; recurrences apply it."""
+    """Weights of a depthwise causal convolution, [C, 1, W] as checkpoints hold them; recurrences apply it.
 
-    def __init__(self, channels: int, taps: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+    `sections` say of which features its channels are.
+    """
+
+    def __init__(
+        self, channels: int, taps: int, dtype: torch.dtype, sections: tuple[Section, ...], *, bias: bool = False
+    ) -> None:
         super().__init__()
+        self.cuts = dict.fromkeys(("weight", "bias"), TensorCut(0, sections))
         self.weights = {"weight": torch.empty(channels, 1, taps, dtype=dtype, device="meta")}
         if bias:
             self.weights["bias"] = torch.empty(channels, dtype=dtype, device="meta")

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from pagerunner.layers.attention import PagedAttention, head_projection
+from pagerunner.layers.attention import PagedAttention, head_projection, query_heads
+from pagerunner.layers.cuts import by_inputs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import Mixer, ResidualStream
@@ -54,7 +55,8 @@ class GroupedQueryAttention(Mixer):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = head_projection(*sizes, dtype, bias=qkv_bias)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias, cut="inputs")
+        cut = by_inputs(query_heads(self.num_heads), self.head_dim)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias, cut=cut)
         scale = self.head_dim**-0.5 if scale is None else scale
         self.attend = PagedAttention(layer_index, scale, softcap)
 

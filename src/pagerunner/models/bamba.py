@@ -10,6 +10,7 @@ import torch
 
 from pagerunner.attention.recurrent import Mamba2
 from pagerunner.batch import ForwardBatch
+from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.norm import RMSNorm
@@ -55,12 +56,19 @@ class Mamba2Mixer(Mixer):
         super().__init__()
         self.config = config
         heads, inner = config.mamba_heads, config.inner_size
-        self.weights = {name: torch.empty(heads, dtype=dtype, device="meta") for name in ("A_log", "D", "dt_bias")}
+        names, bias = ("A_log", "D", "dt_bias"), config.proj_bias
+        self.weights = {name: torch.empty(heads, dtype=dtype, device="meta") for name in names}
         self.sizes = (inner, config.conv_channels, heads)
-        self.in_proj = Linear(config.hidden_size, sum(self.sizes), dtype, bias=config.proj_bias)
-        self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, bias=config.conv_bias)
-        self.norm = RMSNorm(inner, config.rms_norm_eps, dtype)
-        self.o_proj = Linear(inner, config.hidden_size, dtype, bias=config.proj_bias)
+        own = Features("mamba_heads", heads, even=True)
+        shared = Features("mamba_groups", config.mamba_groups, even=True, repeated=True)
+        each, all_inner = Section(own), Section(own, config.mamba_head_dim)
+        channels = (all_inner, Section(shared, config.state_size), Section(shared, config.state_size))
+        self.cuts = dict.fromkeys(names, TensorCut(0, (each,)))
+        cut = Cut("outputs", (all_inner, *channels, each))
+        self.in_proj = Linear(config.hidden_size, sum(self.sizes), dtype, bias=bias, cut=cut)
+        self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, channels, bias=config.conv_bias)
+        self.norm = RMSNorm(inner, config.rms_norm_eps, dtype, (all_inner,))
+        self.o_proj = Linear(inner, config.hidden_size, dtype, bias=bias, cut=by_inputs(own, config.mamba_head_dim))
         self.recur = PagedRecurrence(layer_index)
 
     def mix(

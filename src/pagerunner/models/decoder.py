@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.cuts import by_outputs
+from pagerunner.layers.embedding import Embedding, vocabulary
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
@@ -136,7 +137,8 @@ class CausalLM(Module):
         self.model = model
         self.tied = config.tie_word_embeddings
         if not self.tied:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs", plain=True)
+            cut = by_outputs(vocabulary(config.vocab_size))
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, cut=cut, plain=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""

@@ -11,7 +11,9 @@ import torch
 
 from pagerunner.attention.calls import IndexerQueries, UpProjection
 from pagerunner.batch import ForwardBatch
+from pagerunner.layers.attention import query_heads
 from pagerunner.layers.compressed import PagedSlots
+from pagerunner.layers.cuts import by_inputs, by_outputs
 from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
@@ -70,21 +72,25 @@ class Attention(Mixer):
         head_dim = config.key_dim + config.rope_dim
         self.vector_dim = vector = config.latent_dim + config.rope_dim
         self.separate = config.query_rank is None and bias
+        own = query_heads(heads)
+        queries = by_outputs(own, head_dim)
         if config.query_rank is not None:
             parts = {"q_a_proj": config.query_rank, "kv_a_proj_with_mqa": vector}
             self.a_proj = FusedLinear(hidden, parts, dtype, bias=bias)
             self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
-            self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
+            self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut=queries)
         elif self.separate:
-            self.q_proj = Linear(hidden, heads * head_dim, dtype, cut="outputs")
+            self.q_proj = Linear(hidden, heads * head_dim, dtype, cut=queries)
             self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
         else:
             parts = {"q_proj": heads * head_dim, "kv_a_proj_with_mqa": vector}
-            self.a_proj = FusedLinear(hidden, parts, dtype, cut={"q_proj": "outputs"})
+            self.a_proj = FusedLinear(hidden, parts, dtype, cuts={"q_proj": queries})
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
-        expanded = heads * (config.key_dim + config.value_dim)
-        self.kv_b_proj = Linear(config.latent_dim, expanded, dtype, cut="outputs", needs_dense=True)
-        self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut="inputs")
+        expanded = config.key_dim + config.value_dim
+        up = by_outputs(own, expanded)
+        self.kv_b_proj = Linear(config.latent_dim, heads * expanded, dtype, cut=up, needs_dense=True)
+        out = by_inputs(own, config.value_dim)
+        self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut=out)
         scale = head_dim**-0.5 * config.rope.softmax_scale
         self.attend = PagedLatentAttention(layer_index, scale)
         self.sparse = config.indexer is not None

@@ -19,7 +19,10 @@ from pagerunner.attention.calls import IndexerQueries
 from pagerunner.attention.compressed import SlotPooling
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
+from pagerunner.layers.cuts import Features, Section, TensorCut, by_inputs, by_outputs
+from pagerunner.layers.embedding import vocabulary
 from pagerunner.layers.linear import FusedLinear, GroupedLinear, Linear
+from pagerunner.layers.mlp import inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes, Router
 from pagerunner.layers.norm import RMSNorm
@@ -105,8 +108,6 @@ class Angles:
 class Attention(Module):
     """Attention over the window's vectors and, where the layer compresses, over slots; a sink takes a share of each head."""
 
-    cuts = {"attn_sink": 0}  # heads
-
     def __init__(self, config: DeepseekV4Config, layer: LayerConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
@@ -117,14 +118,16 @@ class Attention(Module):
             layer.ratio,
             config.rms_norm_eps,
         )
+        own = Features("output_groups", self.groups, even=True)  # a group's heads are the inputs of one product
         self.weights = {"attn_sink": _float32(heads)}
+        self.cuts = {"attn_sink": TensorCut(0, (Section(own, heads // self.groups),))}
         self.a_proj = FusedLinear(hidden, {"wq_a": config.query_rank, "wkv": head_dim}, dtype)
         self.q_norm = RMSNorm(config.query_rank, self.eps, dtype)
-        self.wq_b = Linear(config.query_rank, heads * head_dim, dtype, cut="outputs")
+        group_dim, rank = heads * head_dim // self.groups, config.output_rank
+        self.wq_b = Linear(config.query_rank, heads * head_dim, dtype, cut=by_outputs(own, group_dim))
         self.norm = RMSNorm(head_dim, self.eps, dtype)
-        group_dim = heads * head_dim // self.groups
-        self.wo_a = GroupedLinear(self.groups, group_dim, config.output_rank, dtype, cut="outputs")
-        self.wo_b = Linear(self.groups * config.output_rank, hidden, dtype, cut="inputs")
+        self.wo_a = GroupedLinear(self.groups, group_dim, rank, dtype, cut=by_outputs(own, rank))
+        self.wo_b = Linear(self.groups * rank, hidden, dtype, cut=by_inputs(own, rank))
         index, scale = layer.memory_index, head_dim**-0.5
         self.attend_window = PagedWindowVectors(index, scale)
         if layer.ratio > 1:
@@ -208,8 +211,10 @@ class SharedExpert(Module):
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
         super().__init__()
         inner = config.expert_size
-        self.w13 = FusedLinear(config.hidden_size, {"w1": inner, "w3": inner}, dtype, cut="outputs")
-        self.w2 = Linear(inner, config.hidden_size, dtype, cut="inputs")
+        own = inner_features(inner)
+        cuts = dict.fromkeys(("w1", "w3"), by_outputs(own))
+        self.w13 = FusedLinear(config.hidden_size, {"w1": inner, "w3": inner}, dtype, cuts=cuts)
+        self.w2 = Linear(inner, config.hidden_size, dtype, cut=by_inputs(own))
         self.limit = config.activation_limit
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -353,7 +358,8 @@ class DeepseekV4ForCausalLM(Module):
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.model = StreamsDecoder(config, dtype, device)
-        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut="outputs", plain=True)
+        cut = by_outputs(vocabulary(config.vocab_size))
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut=cut, plain=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""

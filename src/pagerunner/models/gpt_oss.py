@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.layers.attention import query_heads
+from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import ResidualStream
@@ -25,11 +27,10 @@ from pagerunner.ops.routing import Routing
 class Attention(GroupedQueryAttention):
     """Grouped-query attention with rotary positions; a sink takes a share of each head's weight."""
 
-    cuts = {"sinks": 0}  # heads
-
     def __init__(self, config: GptOssConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         self.weights = {"sinks": torch.empty(self.num_heads, dtype=dtype, device="meta")}
+        self.cuts = {"sinks": TensorCut(0, (Section(query_heads(self.num_heads)),))}
 
     def mix(
         self,

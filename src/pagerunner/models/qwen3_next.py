@@ -16,7 +16,8 @@ import torch
 
 from pagerunner.attention.recurrent import GatedDelta
 from pagerunner.batch import ForwardBatch
-from pagerunner.layers.attention import PagedAttention
+from pagerunner.layers.attention import PagedAttention, kv_heads, query_heads
+from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
@@ -40,9 +41,11 @@ class Attention(Mixer):
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.sizes = (2 * q_size, kv_size, kv_size)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        bias = config.attention_bias
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=bias, cut="outputs")
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=bias, cut="inputs")
+        bias, heads = config.attention_bias, query_heads(config.num_heads)
+        shared = by_outputs(kv_heads(config.num_kv_heads), self.head_dim)
+        cuts = {"q_proj": by_outputs(heads, 2 * self.head_dim), "k_proj": shared, "v_proj": shared}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=bias, cuts=cuts)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=bias, cut=by_inputs(heads, self.head_dim))
         self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
@@ -73,12 +76,16 @@ class GatedDeltaNet(Mixer):
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.weights = {
-            name: torch.empty(config.value_heads, dtype=dtype, device="meta") for name in ("A_log", "dt_bias")
-        }
-        self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype)
-        self.norm = RMSNorm(config.value_head_dim, config.rms_norm_eps, dtype)
-        self.o_proj = Linear(config.value_heads * config.value_head_dim, config.hidden_size, dtype)
+        names, heads, head_dim = ("A_log", "dt_bias"), config.value_heads, config.value_head_dim
+        self.weights = {name: torch.empty(heads, dtype=dtype, device="meta") for name in names}
+        self.heads = Features("key_heads", config.key_heads, even=True)  # each with its value heads
+        self.values = heads // config.key_heads * head_dim
+        keys = Section(self.heads, config.key_head_dim)
+        self.channels = (keys, keys, Section(self.heads, self.values))
+        self.cuts = dict.fromkeys(names, TensorCut(0, (Section(self.heads, heads // config.key_heads),)))
+        self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, self.channels)
+        self.norm = RMSNorm(head_dim, config.rms_norm_eps, dtype)
+        self.o_proj = Linear(heads * head_dim, config.hidden_size, dtype, cut=by_inputs(self.heads, self.values))
         self.recur = PagedRecurrence(layer_index)
 
     def mix(
@@ -114,16 +121,17 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
 
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__(config, layer_index, dtype)
-        values = config.value_heads * config.value_head_dim
-        self.in_proj_qkvz = Linear(config.hidden_size, config.conv_channels + values, dtype)
-        self.in_proj_ba = Linear(config.hidden_size, 2 * config.value_heads, dtype)
+        hidden, heads = config.hidden_size, config.key_heads
+        both = config.conv_channels + heads * self.values
+        self.in_proj_qkvz = Linear(hidden, both, dtype, cut=by_outputs(self.heads, both // heads))
+        rates = 2 * config.value_heads
+        self.in_proj_ba = Linear(hidden, rates, dtype, cut=by_outputs(self.heads, rates // heads))
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See GatedDeltaNet."""
         config = self.config
-        values = config.value_heads // config.key_heads * config.value_head_dim
         grouped = self.in_proj_qkvz(x_TD).unflatten(-1, (config.key_heads, -1))
-        *qkv, gate = grouped.split((config.key_head_dim, config.key_head_dim, values, values), -1)
+        *qkv, gate = grouped.split((config.key_head_dim, config.key_head_dim, self.values, self.values), -1)
         rates, decays = self.in_proj_ba(x_TD).unflatten(-1, (config.key_heads, 2, -1)).unbind(2)
         mixed_TC = torch.cat([part.flatten(1) for part in qkv], 1)
         gate_THd = gate.flatten(1).unflatten(1, (config.value_heads, config.value_head_dim))
@@ -138,7 +146,10 @@ class PlainGatedDeltaNet(GatedDeltaNet):
         heads, values = config.value_heads, config.value_heads * config.value_head_dim
         self.sizes = (config.conv_channels, values, heads, heads)
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        self.in_proj = FusedLinear(config.hidden_size, dict(zip(names, self.sizes, strict=True)), dtype)
+        parts = dict(zip(names, self.sizes, strict=True))
+        cuts = {name: by_outputs(self.heads, size // config.key_heads) for name, size in parts.items()}
+        cuts["in_proj_qkv"] = Cut("outputs", self.channels)
+        self.in_proj = FusedLinear(config.hidden_size, parts, dtype, cuts=cuts)
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See GatedDeltaNet."""

@@ -185,8 +185,8 @@ class UnquantizedExperts(ExpertMethod):
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
         """The matrices under their own name."""
         if transposed:
-            return {"": CopySink(weights["weight"].transpose(1, 2), (None, "inputs", "outputs"))}
-        return {"": CopySink(weights["weight"], (None, "outputs", "inputs"))}
+            return {"": CopySink(weights["weight"].transpose(1, 2), ("experts", "inputs", "outputs"))}
+        return {"": CopySink(weights["weight"], ("experts", "outputs", "inputs"))}
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""

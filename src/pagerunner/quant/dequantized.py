@@ -104,9 +104,9 @@ class Unpacking:
         self._waiting: dict[str, Sink] = {}
 
     def sinks(self) -> dict[str, Sink]:
-        """One for each tensor, by the last part of its name. Optional ones fill nothing, so nothing waits for them."""
+        """One for each tensor, by the last part of its name. Nothing waits for a tensor that is only looked at."""
         return {
-            name: sink if sink.optional else _PartSink(self, name, sink)
+            name: _PartSink(self, name, sink) if sink.fills else sink
             for name, sink in self._make_sinks(self._packed).items()
         }
 
@@ -118,7 +118,7 @@ class Unpacking:
                     key: torch.empty_like(tensor, device=self._device) for key, tensor in self._packed.items()
                 }
                 sinks = self._make_sinks(self._packed)
-                self._waiting = {key: sink for key, sink in sinks.items() if not sink.optional}
+                self._waiting = {key: sink for key, sink in sinks.items() if sink.fills}
             sink = self._waiting[name]
         sink.put(source, copy)
         with self._lock:

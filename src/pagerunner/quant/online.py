@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.quant.pack_sinks import PackSink, SlicesSink
-from pagerunner.quant.sinks import FLOATS, Axis, Sink
+from pagerunner.quant.sinks import FLOATS, Along, Axes, Sink
 from pagerunner.quant.w8 import W8
 
 _PIECE = 1 << 24  # elements that are rounded at once: 64 MiB in float32
@@ -33,7 +33,7 @@ class Online(W8):
         def put(source: torch.Tensor) -> None:
             self._round(source, codes, first)
 
-        return {"weight": PackSink(tuple(codes.shape), FLOATS, put, codes.device, ("outputs", "inputs"))}
+        return {"weight": PackSink(tuple(codes.shape), FLOATS, put, codes.device, self._axes)}
 
     def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
@@ -44,7 +44,8 @@ class Online(W8):
             self._round(source.T if transposed else source, codes[expert], scales[expert])
 
         shape = (experts, inputs, outputs) if transposed else (experts, outputs, inputs)
-        axes: tuple[Axis | None, ...] = (None, "inputs", "outputs") if transposed else (None, "outputs", "inputs")
+        rows, columns = self._axes
+        axes: Axes = ("experts", columns, rows) if transposed else ("experts", rows, columns)
         return {"": SlicesSink(shape, FLOATS, put, codes.device, axes)}
 
     def only_together(self, *, transposed: bool) -> bool:
@@ -76,6 +77,12 @@ class Online(W8):
             largest = largest.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
         scale = largest / self._most
         return torch.where(scale > 0, scale, 1.0)
+
+    @property
+    def _axes(self) -> tuple[Along, Along]:
+        """Of a matrix of floats: blocks are made of whole ones."""
+        rows, columns = self.block or (1, 1)
+        return Along("outputs", multiple=rows), Along("inputs", multiple=columns)
 
     @property
     def _most(self) -> float:

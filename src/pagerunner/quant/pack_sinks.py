@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.quant.sinks import Axis, CopyWeight, Sink, SinkError, check_scales
+from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales
 
 Check = Callable[[torch.Tensor], None]
 
@@ -27,7 +27,7 @@ class PackSink(Sink):
         dtype: torch.dtype | tuple[torch.dtype, ...],
         fill: Callable[[torch.Tensor], object],
         device: torch.device,
-        axes: tuple[Axis | None, ...] | None = None,
+        axes: Axes | None = None,
         check: Check | None = None,
     ) -> None:
         super().__init__(shape, dtype if isinstance(dtype, tuple) else (dtype,), axes)
@@ -49,7 +49,7 @@ class SlicesSink(Sink):
         dtypes: tuple[torch.dtype, ...],
         fill: Callable[[int, torch.Tensor], object],
         device: torch.device,
-        axes: tuple[Axis | None, ...] | None = None,
+        axes: Axes | None = None,
         check: Check | None = None,
     ) -> None:
         super().__init__(shape, dtypes, axes)
@@ -101,6 +101,7 @@ class UnusedSink(Sink):
     """Takes a number that nothing uses, such as a scale for activations, if the checkpoint holds it."""
 
     optional = True
+    fills = False
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__((1,), dtypes)
@@ -116,10 +117,18 @@ class UnusedSink(Sink):
 class EqualSink(Sink):
     """Takes a tensor that must hold what the config says already; `said` is the config's side of the error."""
 
+    fills = False
+
     def __init__(
-        self, want: torch.Tensor, dtypes: tuple[torch.dtype, ...], said: str, *, optional: bool = False
+        self,
+        want: torch.Tensor,
+        dtypes: tuple[torch.dtype, ...],
+        said: str,
+        *,
+        axes: Axes | None = None,
+        optional: bool = False,
     ) -> None:
-        super().__init__(tuple(want.shape), dtypes)
+        super().__init__(tuple(want.shape), dtypes, axes)
         self._want, self._said, self.optional = want, said, optional
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:

@@ -7,15 +7,29 @@ after that, such as packing, runs there too, in the order of the copies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-Axis = Literal["outputs", "inputs"]
-"""What a dimension of a linear layer's tensor counts: output features or input features."""
+Axis = Literal["outputs", "inputs", "experts"]
+"""What a dimension of a tensor counts: output features or input features of a matrix, or the experts that have one each."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of weights that aren't quantised. Weights may be converted among them, and to or from no other."""
 INDICES = (torch.int64, torch.int32)
+
+
+class Along(NamedTuple):
+    """What a dimension of a tensor counts, and where it may be cut.
+
+    Each element stands for `step` neighbouring features along `axis`; the last one may stand for fewer. A cut lies at multiples of
+    `multiple` features, because weights in memory can't be divided elsewhere. Example: words of eight 4-bit numbers, which memory holds
+    in runs of 32 columns, are Along("inputs", 8, 32).
+    """
+
+    axis: Axis
+    step: int = 1
+    multiple: int = 1
 
 
 class CopyWeight(Protocol):
@@ -26,6 +40,9 @@ class CopyWeight(Protocol):
         ...
 
 
+Axes = Sequence[Axis | Along | None]
+
+
 class SinkError(Exception):
     """What a tensor holds contradicts the config. The message goes on where the tensor's name ends: "holds 3 at [0], ..."."""
 
@@ -34,24 +51,29 @@ class Sink(ABC):
     """Takes one tensor of a checkpoint. It is made for one load; sinks of tensors that are packed together may share state.
 
     `shape` is the tensor's, whole. `dtypes` are those it may have: a loader refuses any other, because a copy from codes to
-    numbers, or the reverse, would convert silently. `axes` say what each of its dimensions counts, for those who divide it.
+    numbers, or the reverse, would convert silently. `axes` say what each of its dimensions counts, for those who divide it; a name alone
+    is an `Along` of single features. None: the dimension can't be cut, or need not be.
     `optional`: a checkpoint may lack the tensor, because nothing depends on it.
+    `fills`: weights are filled from the tensor. Otherwise it is only looked at. Then it is about the whole matrix, whichever part of it
+    a device holds.
     """
 
     optional = False
+    fills = True
 
-    def __init__(
-        self, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], axes: tuple[Axis | None, ...] | None = None
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], axes: Axes | None = None) -> None:
         self.shape, self.dtypes = shape, dtypes
-        self.axes: tuple[Axis | None, ...] = (None,) * len(shape) if axes is None else axes
+        self.axes = tuple(Along(one) if isinstance(one, str) else one for one in axes or (None,) * len(shape))
 
-    def dimension(self, axis: Axis | None) -> int | None:
-        """The dimension that counts `axis`, if there is one."""
-        return self.axes.index(axis) if axis is not None and axis in self.axes else None
+    def along(self, axis: Axis) -> tuple[int, Along] | None:
+        """The dimension that counts `axis`, and how, if there is one."""
+        return next(((place, one) for place, one in enumerate(self.axes) if one is not None and one.axis == axis), None)
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape is taken; a writer may leave out dimensions of 1."""
+        """Whether a tensor of this shape is taken; a writer may leave out dimensions of 1, or have them elsewhere.
+
+        Whoever cuts such a tensor gives it the sink's `shape` first. Its elements are in the same order.
+        """
         return shape == self.shape
 
     @abstractmethod
@@ -97,7 +119,7 @@ def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
 class CopySink(Sink):
     """Fills `target`, a view of weights, converting floats to its float dtype and indices to its integer one."""
 
-    def __init__(self, target: torch.Tensor, axes: tuple[Axis | None, ...] | None = None) -> None:
+    def __init__(self, target: torch.Tensor, axes: Axes | None = None) -> None:
         super().__init__(tuple(target.shape), FLOATS if target.is_floating_point() else INDICES, axes)
         self.target = target
 
@@ -127,9 +149,7 @@ class IndexSink(CopySink):
 class ByteSink(Sink):
     """Fills `target`, a view of codes, byte by byte, from a tensor of `dtype`, which is the target's unless it is given."""
 
-    def __init__(
-        self, target: torch.Tensor, axes: tuple[Axis | None, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, target: torch.Tensor, axes: Axes | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(tuple(target.shape), (dtype or target.dtype,), axes)
         self.target = target
 

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.errors import ConfigError
-from pagerunner.ops.stored import Stored, Stored4, pack4
+from pagerunner.ops.stored import RUN, Stored, Stored4, pack4
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Layout
 from pagerunner.quant.pack_sinks import EqualSink, NumberSink, PackSink, SlicesSink, Sorting, UnusedSink
-from pagerunner.quant.sinks import FLOATS, INDICES, Axis, Sink, check_scales
+from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, Sink, check_scales
 from pagerunner.quant.stored import StoredMethod
 from pagerunner.quant.words import AWQ_PLACES, numbers_of, words_for
 
@@ -45,8 +45,6 @@ SCALES: dict[Layout, torch.dtype] = {  # those whose dtype isn't the file's to c
     "compressed nvfp4": torch.float8_e4m3fn,
     "nvfp4": torch.float8_e4m3fn,
 }
-_OI: tuple[Axis, Axis] = ("outputs", "inputs")
-_IO: tuple[Axis, Axis] = ("inputs", "outputs")
 _CHECK = functools.partial(check_scales, signed=True)  # AutoRound has scales below 0 beside whole numbers
 
 
@@ -75,6 +73,18 @@ class Packing:
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         """Those that a checkpoint's scales may have: scales of 8-bit numbers become float32, others are kept as they are."""
         return FLOATS if self.bits == 8 else (self.scales,)
+
+    def inputs(self, step: int) -> Along | None:
+        """A dimension of codes, `step` input features an element.
+
+        Groups of a permuted matrix have input features from everywhere, so a part of them has no groups of one size.
+        """
+        return None if self.permuted else Along("inputs", step, RUN if self.bits == 4 else 1)
+
+    @property
+    def by_group(self) -> Along | None:
+        """A dimension of scales or zero points, an element for each group. One for all input features is every part's."""
+        return None if self.permuted or not self.group else Along("inputs", self.group)
 
     @property
     def has_rows(self) -> bool:
@@ -130,8 +140,10 @@ class W4(StoredMethod):
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
         packing, (groups, _) = self.packing, self.packing.groups(in_features)
-        if in_features % 32:
-            raise ConfigError(f"A matrix of 4-bit numbers has {in_features} input features, which 32 doesn't divide.")
+        if in_features % RUN:
+            raise ConfigError(
+                f"A matrix of 4-bit numbers has {in_features} input features, which {RUN} doesn't divide."
+            )
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "codes": ((out_features, in_features // 2), torch.uint8),
             "scales": ((out_features, groups), packing.scales),
@@ -166,10 +178,10 @@ class W4(StoredMethod):
     def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
         if self.packing.layout == "nvfp4" and transposed:
-            return _nvfp4_together(weights)
+            return _nvfp4_together(self.packing, weights)
         if self.packing.layout != "gpt-oss":
             return {}
-        codes, scales = weights["codes"], weights["scales"]
+        packing, codes, scales = self.packing, weights["codes"], weights["scales"]
         experts, outputs, half = codes.shape
         device = codes.device
 
@@ -181,8 +193,17 @@ class W4(StoredMethod):
 
         blocks_shape = (experts, outputs, half // 16, 16)
         return {
-            "_blocks": SlicesSink(blocks_shape, (torch.uint8,), put_codes, device, (None, "outputs", "inputs", None)),
-            "_scales": SlicesSink(blocks_shape[:3], (torch.uint8,), put_scales, device, (None, *_OI), check_scales),
+            "_blocks": SlicesSink(
+                blocks_shape, (torch.uint8,), put_codes, device, ("experts", "outputs", packing.inputs(32), None)
+            ),
+            "_scales": SlicesSink(
+                blocks_shape[:3],
+                (torch.uint8,),
+                put_scales,
+                device,
+                ("experts", "outputs", packing.by_group),
+                check_scales,
+            ),
         }
 
     def only_together(self, *, transposed: bool) -> bool:
@@ -230,8 +251,17 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
     shape = torch.tensor([outputs, inputs])
     said = f"the config's matrix is [{outputs}, {inputs}]"
     found |= {
-        "weight_packed": PackSink((outputs, words_for(inputs, bits)), torch.int32, put_words, device, _OI),
-        "weight_scale": PackSink((outputs, groups), packing.scale_dtypes, target.scales.copy_, device, _OI, _CHECK),
+        "weight_packed": PackSink(
+            (outputs, words_for(inputs, bits)), torch.int32, put_words, device, ("outputs", packing.inputs(32 // bits))
+        ),
+        "weight_scale": PackSink(
+            (outputs, groups),
+            packing.scale_dtypes,
+            target.scales.copy_,
+            device,
+            ("outputs", packing.by_group),
+            _CHECK,
+        ),
         "weight_shape": EqualSink(shape, INDICES, said),
     }
     if target.zeros is not None:
@@ -240,7 +270,8 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
         def put_zeros(words: torch.Tensor) -> None:
             zeros.copy_(numbers_of(words, bits, 0)[:outputs])
 
-        found["weight_zero_point"] = PackSink((words_for(outputs, bits), groups), torch.int32, put_zeros, device, _OI)
+        axes = Along("outputs", 32 // bits), packing.by_group
+        found["weight_zero_point"] = PackSink((words_for(outputs, bits), groups), torch.int32, put_zeros, device, axes)
     return found
 
 
@@ -256,13 +287,26 @@ def _awq(packing: Packing, target: Target) -> dict[str, Sink]:
         zeros.copy_(numbers_of(words, 4, 1, AWQ_PLACES).T)
 
     _whole_words(outputs, 4)
+    words, by_group = Along("outputs", 8), packing.by_group
     return {
-        "qweight": PackSink((inputs, outputs // 8), torch.int32, put_words, device, _IO),
-        "qzeros": PackSink((groups, outputs // 8), torch.int32, put_zeros, device, _IO),
-        "scales": PackSink(
-            (groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO, _CHECK
-        ),
+        "qweight": PackSink((inputs, outputs // 8), torch.int32, put_words, device, (packing.inputs(1), words)),
+        "qzeros": PackSink((groups, outputs // 8), torch.int32, put_zeros, device, (by_group, words)),
+        "scales": _transposed_scales(packing, target),
     }
+
+
+def _transposed_scales(packing: Packing, target: Target) -> Sink:
+    """Scales [G, O]."""
+    outputs, groups = target.scales.shape
+    axes: Axes = (packing.by_group, "outputs")
+    return PackSink(
+        (groups, outputs),
+        packing.scale_dtypes,
+        lambda x: target.scales.copy_(x.T),
+        target.scales.device,
+        axes,
+        _CHECK,
+    )
 
 
 def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
@@ -273,9 +317,10 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
         sorting = Sorting(target.order, group, target.put_codes)
         take_codes, found["g_idx"] = sorting.take_codes, sorting.groups_sink()
     else:
-        in_order = torch.arange(inputs) // group
-        found["g_idx"] = EqualSink(in_order, INDICES, "quantization_config says desc_act false", optional=True)
-    found["bias"] = EqualSink(torch.zeros(outputs), FLOATS, "the config's layer has no bias", optional=True)
+        said = "quantization_config says desc_act false"
+        found["g_idx"] = EqualSink(_in_order(inputs, group), INDICES, said, axes=("inputs",), optional=True)
+    said = "the config's layer has no bias"
+    found["bias"] = EqualSink(_zeros(outputs), FLOATS, said, axes=("outputs",), optional=True)
 
     def put_words(words: torch.Tensor) -> None:
         take_codes(numbers_of(words, bits, 0).T)
@@ -286,19 +331,33 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
 
     _whole_words(outputs, bits)
     _whole_words(inputs, bits)
-    zeros_shape = groups, words_for(outputs, bits)
+    count = 32 // bits
+    zeros_shape, zeros_axes = (groups, outputs // count), (packing.by_group, Along("outputs", count))
     if zeros is not None:
-        found["qzeros"] = PackSink(zeros_shape, torch.int32, put_zeros, device, _IO)
+        found["qzeros"] = PackSink(zeros_shape, torch.int32, put_zeros, device, zeros_axes)
     else:
-        found["qzeros"] = EqualSink(_middles(zeros_shape, packing), (torch.int32,), "quantization_config says sym true")
+        said = "quantization_config says sym true"
+        found["qzeros"] = EqualSink(_middles(zeros_shape, packing), (torch.int32,), said, axes=zeros_axes)
+    axes: Axes = (packing.inputs(count), Along("outputs", multiple=count))  # zero points' words, also where nothing reads them
     return found | {
-        "qweight": PackSink((words_for(inputs, bits), outputs), torch.int32, put_words, device, _IO),
-        "scales": PackSink(
-            (groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), device, _IO, _CHECK
-        ),
+        "qweight": PackSink((inputs // count, outputs), torch.int32, put_words, device, axes),
+        "scales": _transposed_scales(packing, target),
     }
 
 
+# Thousands of matrices are compared with a few tensors, which nobody writes to.
+@functools.lru_cache(maxsize=16)
+def _in_order(inputs: int, group: int) -> torch.Tensor:
+    """The group of each input feature."""
+    return torch.arange(inputs) // group
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(outputs: int) -> torch.Tensor:
+    return torch.zeros(outputs)
+
+
+@functools.lru_cache(maxsize=16)
 def _middles(shape: tuple[int, int], packing: Packing) -> torch.Tensor:
     """Words of GPTQ's zero points that are the middle of all numbers."""
     bits = packing.bits
@@ -318,10 +377,11 @@ def _put_nibbles(target: Target, packed: torch.Tensor) -> None:
 def _bytes(packing: Packing, target: Target, name: str, dtype: torch.dtype = torch.uint8) -> dict[str, Sink]:
     """fp4 numbers, two in a byte."""
     shape = target.codes.shape[0], target.codes.shape[1]
-    return {name: PackSink(shape, dtype, lambda x: _put_nibbles(target, x), target.scales.device, _OI)}
+    axes: Axes = ("outputs", packing.inputs(2))
+    return {name: PackSink(shape, dtype, lambda x: _put_nibbles(target, x), target.scales.device, axes)}
 
 
-def _scales(target: Target, dtype: torch.dtype) -> Sink:
+def _scales(packing: Packing, target: Target, dtype: torch.dtype) -> Sink:
     """Scales whose bytes are kept."""
     shape = target.scales.shape[0], target.scales.shape[1]
     return PackSink(
@@ -329,24 +389,24 @@ def _scales(target: Target, dtype: torch.dtype) -> Sink:
         dtype,
         lambda x: target.scales.copy_(x.view(target.scales.dtype)),
         target.scales.device,
-        _OI,
+        ("outputs", packing.by_group),
         check_scales,
     )
 
 
 def _mxfp4(packing: Packing, target: Target) -> dict[str, Sink]:
-    return _bytes(packing, target, "weight_packed") | {"weight_scale": _scales(target, torch.uint8)}
+    return _bytes(packing, target, "weight_packed") | {"weight_scale": _scales(packing, target, torch.uint8)}
 
 
 def _deepseek(packing: Packing, target: Target) -> dict[str, Sink]:
-    return _bytes(packing, target, "weight", torch.int8) | {"scale": _scales(target, torch.float8_e8m0fnu)}
+    return _bytes(packing, target, "weight", torch.int8) | {"scale": _scales(packing, target, torch.float8_e8m0fnu)}
 
 
 def _compressed_nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
     rows = target.rows
     assert rows is not None
     return _bytes(packing, target, "weight_packed") | {
-        "weight_scale": _scales(target, torch.float8_e4m3fn),
+        "weight_scale": _scales(packing, target, torch.float8_e4m3fn),
         "weight_global_scale": NumberSink(
             FLOATS, lambda x: rows.copy_(1 / x.float().reshape(1)), rows.device, divides=True
         ),
@@ -358,13 +418,13 @@ def _nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
     rows = target.rows
     assert rows is not None
     return _bytes(packing, target, "weight") | {
-        "weight_scale": _scales(target, torch.float8_e4m3fn),
+        "weight_scale": _scales(packing, target, torch.float8_e4m3fn),
         "weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), rows.device),
         "input_scale": UnusedSink(FLOATS),
     }
 
 
-def _nvfp4_together(weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+def _nvfp4_together(packing: Packing, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
     """All experts' matrices in one tensor, input features before output features, as Llama 4 has them."""
     codes, scales, rows = weights["codes"], weights["scales"], weights["rows"]
     experts, outputs, half = codes.shape
@@ -376,11 +436,12 @@ def _nvfp4_together(weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
     def put_scales(expert: int, source: torch.Tensor) -> None:
         scales[expert].view(torch.uint8).copy_(source.view(torch.uint8).T)
 
-    axes: tuple[Axis | None, ...] = (None, *_IO)
+    codes_axes: Axes = ("experts", packing.inputs(2), "outputs")
+    scales_axes: Axes = ("experts", packing.by_group, "outputs")
     return {
-        "": SlicesSink((experts, half, outputs), (torch.uint8,), put_codes, device, axes),
+        "": SlicesSink((experts, half, outputs), (torch.uint8,), put_codes, device, codes_axes),
         "_weight_scale": SlicesSink(
-            (experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, axes, check_scales
+            (experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, scales_axes, check_scales
         ),
         "_weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), device),
         "_input_scale": UnusedSink(FLOATS),

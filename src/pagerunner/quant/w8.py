@@ -28,7 +28,7 @@ from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
 from pagerunner.quant.pack_sinks import NumberSink, PackSink, SlicesSink, UnusedSink
-from pagerunner.quant.sinks import FLOATS, INDICES, Axis, ByteSink, CopyWeight, Sink, check_scales
+from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, ByteSink, CopyWeight, Sink, check_scales
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -80,11 +80,7 @@ class W8(StoredMethod):
             )
         own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
-        found[self.scale_name] = (
-            ScalarSink(own)
-            if self.by_tensor
-            else ScaleSink(own, self._published_rows(codes.shape[0]), signed=codes.dtype == torch.int8)
-        )
+        found[self.scale_name] = ScalarSink(own) if self.by_tensor else self._scale_sink(own, codes.shape[0])
         if self.rounding.startswith("static"):
             found["input_scale"] = UnusedSink(FLOATS)
         if self.rounding == "static zeros":
@@ -101,7 +97,7 @@ class W8(StoredMethod):
         def put(expert: int, source: torch.Tensor) -> None:
             codes[expert].view(torch.uint8).copy_(source.view(torch.uint8).T)
 
-        axes: tuple[Axis | None, ...] = (None, "inputs", "outputs")
+        axes: Axes = ("experts", "inputs", "outputs")
         found: dict[str, Sink] = {"": SlicesSink((experts, inputs, outputs), (codes.dtype,), put, device, axes)}
         if self.by_tensor:
             found["_weight_scale"] = NumberSink(FLOATS, lambda x: scales.copy_(x.float().reshape(1)), device)
@@ -116,9 +112,13 @@ class W8(StoredMethod):
         block = (self.high, self.block[1] if self.block else codes.shape[-1])
         return Stored8(codes, weights["weight_scale"], block, self.activations)
 
-    def _published_rows(self, outputs: int) -> tuple[int, int]:
-        """Rows of a checkpoint's scales, and how many rows of the scales in memory each of them becomes."""
-        return (-(-outputs // self.block[0]), self.block[0] // self.high) if self.block else (outputs, 1)
+    def _scale_sink(self, scales: torch.Tensor, outputs: int) -> Sink:
+        signed = self.numbers == torch.int8
+        if self.block is None:
+            return ScaleSink(scales, (outputs, 1), (Along("outputs"), None), signed=signed)
+        rows, columns = self.block
+        axes = (Along("outputs", rows), Along("inputs", columns))
+        return ScaleSink(scales, (-(-outputs // rows), rows // self.high), axes, signed=signed)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""
@@ -139,8 +139,15 @@ class ScaleSink(Sink):
     `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes. `signed`: see check_scales.
     """
 
-    def __init__(self, target: torch.Tensor, rows: tuple[int, int], *, signed: bool = False) -> None:
-        super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, ("outputs", "inputs"))
+    def __init__(
+        self,
+        target: torch.Tensor,
+        rows: tuple[int, int],
+        axes: tuple[Along, Along | None],
+        *,
+        signed: bool = False,
+    ) -> None:
+        super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, axes)
         self.target, self.times, self.signed = target, rows[1], signed
 
     def takes(self, shape: tuple[int, ...]) -> bool:
@@ -160,7 +167,7 @@ class _RowsSink(PackSink):
     def __init__(self, target: torch.Tensor) -> None:
         experts, outputs, _ = target.shape
         shape = (experts, 1, outputs)
-        axes: tuple[Axis | None, ...] = (None, None, "outputs")
+        axes: Axes = ("experts", None, "outputs")
         super().__init__(
             shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, axes, check_scales
         )
