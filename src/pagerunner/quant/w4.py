@@ -338,7 +338,8 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
     else:
         said = "quantization_config says sym true"
         found["qzeros"] = EqualSink(_middles(zeros_shape, packing), (torch.int32,), said, axes=zeros_axes)
-    axes: Axes = (packing.inputs(count), Along("outputs", multiple=count))  # zero points' words, also where nothing reads them
+    # Outputs fill whole words of zero points, also where these are only compared.
+    axes: Axes = (packing.inputs(count), Along("outputs", multiple=count))
     return found | {
         "qweight": PackSink((inputs // count, outputs), torch.int32, put_words, device, axes),
         "scales": _transposed_scales(packing, target),
