@@ -26,6 +26,9 @@ def usual_thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.set_threshold(*USUAL)
     yield
     gc.set_threshold(*before)
+    if not gc.get_freeze_count():  # what tests/conftest.py has set apart
+        gc.collect()
+        gc.freeze()
 
 
 class Knot:

@@ -69,14 +69,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
     return engine
 
 
-@pytest.fixture
-def young_garbage() -> Iterator[None]:
-    """Collections pass over what was there before: transformers and torch alone are 300,000 objects, a sixth of a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
     """A shell's background jobs ignore SIGINT, and tests may be one."""
@@ -239,9 +231,7 @@ def interrupted_work(work: Callable[[], object], interrupt: Callable[[], None], 
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("interrupt", [send_ctrl_c, raise_in_main_thread])
-def test_interrupts_at_random_moments(
-    engines: Callable[[str], LLM], young_garbage: None, interrupt: Callable[[], None], times: int
-) -> None:
+def test_interrupts_at_random_moments(engines: Callable[[str], LLM], interrupt: Callable[[], None], times: int) -> None:
     llm = engines("qwen3")
     expected = generate(llm, "sampled")
     moments = random.Random(7)

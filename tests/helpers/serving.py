@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,9 @@ from pagerunner.server import launch
 from pagerunner.server.http_logs import HttpLogs
 
 MODEL = "tiny"
+
+# A server sets apart the objects of a process of its own. The tests' process isn't one, and tests/conftest.py has set them apart.
+launch.set_apart = contextlib.nullcontext  # type: ignore[assignment]
 
 
 class RunningServer:

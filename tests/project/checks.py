@@ -89,6 +89,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Every node of the syntax tree."""
+    return list(ast.walk(parsed(source)))
+
+
 def package_files() -> list[Path]:
     """Every module of the package."""
     return sorted(PACKAGE.rglob("*.py"))
@@ -98,7 +104,7 @@ def code_lines(source: str) -> int:
     """Lines that hold code: not blank, not a comment, not a docstring."""
     prose = {
         line
-        for node in ast.walk(parsed(source))
+        for node in nodes(source)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -129,7 +135,7 @@ def imported_modules(source: str, module: str) -> list[str]:
     """Every module that `source` imports anywhere: in functions and under TYPE_CHECKING too."""
     found: list[str] = []
     package = module.split(".")
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -173,12 +179,20 @@ def size_faults(source: str, name: str) -> list[str]:
     """Files and functions over their limits."""
     lines = source.count("\n") + (not source.endswith("\n"))
     faults = [f"{name} has {lines} lines, over {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(parsed(source)):
+    for node in _definitions(ast.parse(source)):  # not kept: the tests' own files are read here alone
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 faults.append(f"{name}: {node.name} has {length} lines, over {MAX_FUNCTION_LINES}")
     return faults
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements at any depth; expressions, which are most nodes, hold none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+            yield from _definitions(child)
 
 
 def docstring_faults(source: str, name: str) -> list[str]:
@@ -203,17 +217,16 @@ def weight_faults(source: str, name: str) -> list[str]:
     """Reads of a tensor among another module's weights, past the form that they are stored in."""
     return [
         f"{name}:{node.lineno} reads {ast.unparse(node)}; ask the module that holds it"
-        for node in ast.walk(parsed(source))
+        for node in nodes(source)
         if isinstance(node, ast.Attribute) and node.attr == "weights" and ast.unparse(node.value) != "self"
     ]
 
 
 def all_faults(source: str, name: str) -> list[str]:
     """Names in a module's `__all__` that it doesn't bind, or lists twice."""
-    tree = parsed(source)
     bound: set[str] = set()
     listed: list[str] | None = None
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -231,7 +244,7 @@ def all_faults(source: str, name: str) -> list[str]:
 def unsafe_faults(source: str, name: str) -> list[str]:
     """Deserialisers that run code, evaluated strings, shells, remote code, and sockets open to the world."""
     faults = [f"{name} imports {m}" for m in imported_modules(source, name) if m.split(".")[0] in _UNSAFE_MODULES]
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         what = _unsafe_node(node)
         if what is not None:
             faults.append(f"{name}:{getattr(node, 'lineno', '?')} uses {what}")
@@ -286,14 +299,13 @@ def _exists(base: Path, name: str) -> bool:
 
 def text_literals(source: str) -> Iterator[str]:
     """Strings of the code but docstrings; what a format fills in is "…"."""
-    tree = parsed(source)
-    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    skipped = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
+    for node in nodes(source):
         if isinstance(node, ast.JoinedStr):
             skipped.update(map(id, node.values))
             parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
             yield "".join(str(part) for part in parts)
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield re.sub(r"%[sdgr]|%\.\d+f", "…", node.value)
 

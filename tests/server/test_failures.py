@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import openai
 import pytest
 
 from helpers import failing_core, fake_core
-from helpers.patience import patient
+from helpers.patience import patient, until
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -61,6 +62,17 @@ def server_process(model: Path, drain_seconds: float = 30) -> Iterator[tuple[sub
             yield process, url
         finally:
             process.kill()
+
+
+def refuses(url: str) -> bool:
+    """Whether the server takes no new connections any more: it has seen a signal."""
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # closed while the request was on its way
+        return False
+    return False
 
 
 class Reader(threading.Thread):
@@ -222,9 +234,7 @@ def test_the_first_signal_lets_streams_finish(
     with server_process(text_side) as (process, url):
         [reader] = readers(url, 1, prompt="ab", max_tokens=60)
         process.send_signal(number)
-        time.sleep(0.3)
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+        until(lambda: refuses(url))
         reader.join(patient(10))
         assert reader.error is None and reader.reason == "length"
         assert reader.text == "ab" * 60 or len(reader.text) >= 60
@@ -237,7 +247,7 @@ def test_the_second_signal_ends_streams_with_what_they_have(text_side: Path, mon
         [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        until(lambda: refuses(url))  # a second signal before the first is seen would be one with it
         process.send_signal(signal.SIGTERM)
         reader.join(patient(10))
         assert reader.error is None and reader.reason == "abort" and reader.text
@@ -258,7 +268,7 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
             target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
         )
         client.start()
-        time.sleep(0.3)
+        until(lambda: server.engine.num_unfinished == 2)
         server.stop()
         reader.join(patient(10))
         client.join(10)
@@ -298,7 +308,7 @@ def test_requests_that_a_pause_waits_for_may_end_before_the_server(
         ]
         for thread in threads:
             thread.start()
-            time.sleep(0.3)
+            time.sleep(patient(0.3))  # until it has arrived
         server.stop()
         reader.join(patient(10))
         assert reader.error is None and reader.reason == "length"
@@ -310,7 +320,7 @@ def test_requests_that_a_pause_waits_for_may_end_before_the_server(
 
 def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of two prompts, of which one has ended, and a whole answer that its client is slow to read."""
-    set_options(monkeypatch, step_seconds=0.002)
+    set_options(monkeypatch, step_seconds=0.005)  # so that 1,900 tokens take longer than anything here
     with server_process(text_side) as (process, url):
         port = int(url.rsplit(":", 1)[1])
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
@@ -323,10 +333,12 @@ def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: 
             client = socket.create_connection(("127.0.0.1", port))
             client.sendall(head.format(len(data)).encode() + data)
             sockets.append(client)
-        time.sleep(2.0)  # the second call's megabytes are ready by now, more than sockets hold, and nobody reads them
-        for _ in range(2):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
+        select.select(
+            [sockets[1]], [], [], patient(20)
+        )  # the second answer begins: megabytes, more than sockets hold, and nobody reads
+        process.send_signal(signal.SIGTERM)
+        until(lambda: refuses(url))
+        process.send_signal(signal.SIGTERM)
         time.sleep(1)
         answers = [_read_all(client) for client in sockets]
         first = [(choice["finish_reason"], len(choice["token_ids"])) for choice in answers[0]["choices"]]
@@ -396,12 +408,10 @@ def test_with_few_file_descriptors_the_server_answers_and_its_log_stays_short(te
                 clients.append(client)
                 with contextlib.suppress(OSError):
                     client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
-            time.sleep(1.5)
-            assert httpx.get(f"{url}/health", timeout=5).status_code == 503  # told so, at once
+            until(lambda: httpx.get(f"{url}/health", timeout=5).status_code == 503)  # told so, at once
             for client in clients[:40]:
                 client.close()
-            time.sleep(0.5)
-            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+            until(lambda: httpx.get(f"{url}/health", timeout=5).status_code == 200)
             text = log.read_text(encoding="utf-8", errors="replace")
             for client in clients:
                 client.close()
@@ -433,9 +443,13 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
             assert refused.json()["error"]["param"] == param
             assert "at most 6 may wait at once (PAGERUNNER_LIMIT_MAX_QUEUED_REQUESTS" in refused.text
         found: list[httpx.Response] = []
-        asking = [
-            threading.Thread(target=lambda: found.append(server.post("/v1/completions", body))) for _ in range(30)
-        ]
+        together = threading.Barrier(30)
+
+        def ask() -> None:
+            together.wait()
+            found.append(server.post("/v1/completions", body))
+
+        asking = [threading.Thread(target=ask) for _ in range(30)]
         for one in asking:
             one.start()
         for one in asking:
