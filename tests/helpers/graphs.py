@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.dispatch import Op
+from pagerunner.ops.native import small
 from pagerunner.quant import panels
 
-_PRODUCT = Op(panels.product, "")  # of a CPU's kernels, which torch doesn't see
+_PRODUCT, _ROWS = Op(panels.product, ""), Op(panels.chosen_rows, "")  # of a CPU's kernels, which torch doesn't see
 _NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
 
 
@@ -91,6 +92,8 @@ class RecordedGraphs:
             _Recorder() as recorder,
             patch.object(Op, "__call__", lambda op, *a, **k: recorder.kernel(op, *a, **k)),
             patch.object(panels, "product", lambda *a, **k: recorder.kernel(_PRODUCT, *a, **k)),
+            patch.object(panels, "chosen_rows", lambda *a, **k: recorder.kernel(_ROWS, *a, **k)),
+            patch.object(small, "serves", lambda *tensors: False),
         ):
             outputs = run()
         self.graphs.append(RecordedGraph(recorder.calls, outputs))

@@ -24,7 +24,6 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.native.library import SWITCH
-from pagerunner.ops.panels import panel_width
 from pagerunner.quant.panels import InPanels
 
 pytestmark = needs_compiler
@@ -81,20 +80,23 @@ def test_quantised_weights_are_unpacked_into_panels(tmp_path: Path, kind: str) -
     assert any(isinstance(x, Linear) and isinstance(x.method, InPanels) and x.method.forms for x in model.modules())
 
 
-def test_a_matrix_that_fills_no_whole_panels_stays_plain(tmp_path: Path) -> None:
-    width = panel_width()
-    assert width is not None
-    path = make_checkpoint(
-        tmp_path, "qwen3", tokenizer=False, vocab_size=8 * width + 1, tie_word_embeddings=True, **WIDE
-    )
-    model = build_model(read_model_config(path), "float32")
-    store_in_panels(model)
-    (table,) = (module for module in model.modules() if isinstance(module, Embedding))
-    assert not isinstance(table.method, InPanels)
+ODD = {"hidden_size": 60, "intermediate_size": 97, "vocab_size": 301}
 
 
-def test_tokens_with_and_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(make_checkpoint(tmp_path, "qwen3", tokenizer=False, **WIDE))
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_that_fill_no_whole_panels(tmp_path: Path, tied: bool) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, tie_word_embeddings=tied, **ODD)
+    plain, model = models(path)
+    assert equal(plain, model)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert all(isinstance(module.method, InPanels) for module in linears)
+
+
+@pytest.mark.parametrize("sizes", [WIDE, ODD])
+def test_tokens_with_and_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    path = str(make_checkpoint(tmp_path, "qwen3", tokenizer=False, **sizes))
     prompts = [{"prompt_token_ids": [3 + i, 7, 11, *range(i)]} for i in range(20)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 

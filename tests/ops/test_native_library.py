@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +142,102 @@ def test_without_a_folder_to_keep_it_nothing_is_left(tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "_temporary", lambda: None)
     assert library() is not None
     assert not list(tmp_path.iterdir())
+
+
+def fast(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Compile without optimising, into this folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+
+
+@needs_compiler
+def test_old_libraries_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch, tmp_path)
+    folder = tmp_path / "pagerunner"
+    folder.mkdir(mode=0o700)
+    for age in range(20):
+        old = folder / f"kernels-{age:032x}.so"
+        old.write_bytes(b"")
+        os.utime(old, (10_000 - age, 10_000 - age))
+    (folder / "notes.txt").write_text("mine")
+    assert library() is not None
+    left = sorted(file.name for file in folder.glob("kernels-*.so"))
+    assert len(left) == module.KEPT
+    assert [int(name[8:-3], 16) for name in left if int(name[8:-3], 16) < 20] == list(range(module.KEPT - 1))
+    assert (folder / "notes.txt").exists()
+
+
+@needs_compiler
+def test_a_library_in_use_counts_as_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch, tmp_path)
+    assert library() is not None
+    (kept,) = (tmp_path / "pagerunner").iterdir()
+    os.utime(kept, (1, 1))
+    loaded.cache_clear()
+    assert library() is not None
+    assert kept.stat().st_mtime > 1
+
+
+@needs_compiler
+def test_two_processes_compile_at_once(tmp_path: Path) -> None:
+    code = "import sys; from pagerunner.ops.native.library import library; sys.exit(library() is None)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [one.wait(timeout=240) for one in both] == [0, 0]
+    (kept,) = (tmp_path / "pagerunner").iterdir()
+    assert module._is_whole(kept)
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make a folder refuse what a read-only file system refuses; permissions don't bind root."""
+    made = tempfile.TemporaryDirectory
+
+    def refuse(*given: object, **options: object) -> object:
+        if Path(str(options.get("dir", "/"))).is_relative_to(folder):
+            raise OSError(errno.EROFS, "Read-only file system", str(options["dir"]))
+        return made(*given, **options)  # type: ignore[call-overload]
+
+    def no_time(target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(target))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(module.os, "utime", no_time)
+
+
+@needs_compiler
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: bool) -> None:
+    """What it holds is used; what it lacks is compiled beside it."""
+    fast(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if filled:
+        assert library() is not None
+    read_only(monkeypatch, tmp_path / "cache")
+    loaded.cache_clear()
+    assert library() is not None
+    assert any(tmp_path.glob(f"pagerunner-{os.getuid()}/*.so")) is not filled
+
+
+@needs_compiler
+def test_a_compiler_may_write_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    script = tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\necho "warning: a note"\necho "warning: \377 $(seq 20000)" >&2\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    fast(monkeypatch, tmp_path)
+    monkeypatch.setenv("CC", str(script))
+    with caplog.at_level(logging.WARNING):
+        assert library() is not None
+    assert not caplog.records
+
+
+def test_without_any_compiler_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert library() is None
+    assert "there is no C compiler (cc, gcc or clang); Debian's package is gcc with libc6-dev" in caplog.text

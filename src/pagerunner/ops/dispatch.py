@@ -1,5 +1,7 @@
 """Every operation has a twin in plain torch, which is its definition, and may have a Triton kernel of the same signature.
 
+A few have a version by the CPU kernels (`ops/native/`) too, see `Op.on_cpu`.
+
 Kernels are in `ops/kernels/`, which imports Triton. That package is imported only when an operation with a kernel gets a tensor
 on a CUDA device. Without Triton the twins serve CUDA as well.
 """
@@ -23,13 +25,19 @@ def has_triton() -> bool:
 
 
 class Op(Generic[P, R]):
-    """An operation: called, it runs the kernel if its first argument is on a CUDA device, else the twin."""
+    """An operation: called, it runs the kernel if its first argument is on a CUDA device, else the CPU's version or the twin."""
 
     def __init__(self, twin: Callable[P, R], module: str) -> None:
         functools.update_wrapper(self, twin)
         self.twin = twin
         self._module = module
         self._kernel: Callable[..., R] | None = None
+        self._native: Callable[P, R] | None = None
+
+    def on_cpu(self, native: Callable[P, R]) -> Callable[P, R]:
+        """Declare a version for tensors on a CPU. It returns NotImplemented for those that it leaves to the twin."""
+        self._native = native
+        return native
 
     @property
     def kernel(self) -> Callable[..., R]:
@@ -54,6 +62,10 @@ class Op(Generic[P, R]):
         first: Any = args[0]
         if first.is_cuda and has_triton():
             return (self._kernel or self.kernel)(*args, **kwargs)  # a property is a call more, in every operation
+        if self._native is not None:
+            made = self._native(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         return self.twin(*args, **kwargs)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.native import small
 
 
 @functools.cache
@@ -34,6 +35,13 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return scaled.mul_(weight_D)
 
 
+@rms_norm.on_cpu
+def _rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if x_TD.dim() != 2 or not small.serves(x_TD, weight_D):
+        return NotImplemented
+    return small.rms_norm(x_TD, weight_D, eps, offset=False)
+
+
 @gpu_kernel("norm")
 def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the norm of the sum."""
@@ -45,6 +53,13 @@ def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
     """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
     scaled = x_TD * _inverse_rms(x_TD, eps)
     return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
+
+
+@offset_rms_norm.on_cpu
+def _offset_rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if x_TD.dim() != 2 or not small.serves(x_TD, weight_D):
+        return NotImplemented
+    return small.rms_norm(x_TD, weight_D, eps, offset=True)
 
 
 @gpu_kernel("norm")

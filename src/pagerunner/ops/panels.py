@@ -1,24 +1,28 @@
 """Matrices in panels, as the CPU kernels read them, and products with them.
 
 A panel holds some output features of a matrix [O, I], as many as sums fit in a processor's registers: for each input feature the
-weights that multiply it, one after another. So a product reads a matrix once, from beginning to end. A matrix in panels takes the bytes
-that the matrix takes.
+weights that multiply it, one after another. So a product reads a matrix once, from beginning to end. The output features of a matrix may
+be two sections, such as gates and ups. Each section begins with a panel, and its last panel may be partly empty. Example: two sections
+of 20 features in panels of 16 are four panels, of 16, 4, 16 and 4 features.
 
-Shape letters: T tokens, I input features, O output features, P panels, N features of a panel; O is P * N.
+Shape letters: T tokens, I input features, O output features, P panels, N features of a panel.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native.library import library, loaded
+from pagerunner.ops.native import small
+from pagerunner.ops.native.calls import PRODUCT, address, call, empty, memory_of, sized
+from pagerunner.ops.native.library import library
 
-_PRODUCT = struct.Struct("5P5qf3i")  # Product in native/products.h
+_PRODUCT = struct.Struct("5P5qf4i4x")  # Product in native/products.h
 
 
 def panel_width() -> int | None:
@@ -27,30 +31,70 @@ def panel_width() -> int | None:
     return None if found is None else found.panel
 
 
-def put_rows(panels_PIN: torch.Tensor, first: int, rows_RI: torch.Tensor) -> None:
+class Layout(NamedTuple):
+    """How a matrix stands in panels: N, O, and of how many sections of equal size O is made, 1 or 2."""
+
+    width: int
+    outputs: int
+    sections: int = 1
+
+    @property
+    def section(self) -> int:
+        """Output features of a section."""
+        return self.outputs // self.sections
+
+    @property
+    def section_panels(self) -> int:
+        """Panels of a section."""
+        return -(-self.section // self.width)
+
+    @property
+    def panels(self) -> int:
+        """P."""
+        return self.sections * self.section_panels
+
+
+def product_memory(tokens: int, inputs: int) -> int:
+    """Bytes that the largest product of so many tokens and input features works in."""
+    width = panel_width()
+    assert width is not None, "there are no panels without kernels"
+    return memory_of(PRODUCT, _PRODUCT.pack(0, 0, 0, 0, 1, tokens, inputs, width, inputs, width, 0.0, 0, 0, 0, 1))
+
+
+def put_rows(panels_PIN: torch.Tensor, layout: Layout, first: int, rows_RI: torch.Tensor) -> None:
     """Set the output features from `first` on, converting to the panels' dtype."""
-    for place, source in _pieces(panels_PIN, first, rows_RI):
+    for place, source in _pieces(panels_PIN, layout, first, rows_RI):
         place.copy_(source)
 
 
-def rows_of(panels_PIN: torch.Tensor) -> torch.Tensor:
+def rows_of(panels_PIN: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The matrix [O, I], as a copy."""
-    return panels_PIN.transpose(1, 2).reshape(-1, panels_PIN.shape[1])
+    rows = panels_PIN.transpose(1, 2).reshape(layout.sections, -1, panels_PIN.shape[1])
+    return rows[:, : layout.section].reshape(layout.outputs, -1)
 
 
-def chosen_rows(panels_PIN: torch.Tensor, numbers_T: torch.Tensor) -> torch.Tensor:
-    """The output features `numbers`, [T, I]."""
-    width = panels_PIN.shape[2]
-    panels_T = torch.div(numbers_T, width, rounding_mode="floor")
-    return panels_PIN[panels_T, :, numbers_T - panels_T * width]
+def chosen_rows(panels_PIN: torch.Tensor, layout: Layout, numbers_T: torch.Tensor) -> torch.Tensor:
+    """The output features `numbers` of a matrix of one section, [T, I]. Raises IndexError for others than [0, O)."""
+    assert layout.sections == 1, "no table has sections"
+    return small.table_rows(numbers_T, panels_PIN, layout.outputs, in_panels=True)
 
 
-def _is_row(values: torch.Tensor, size: int) -> bool:
-    return values.shape == (size,) and values.dtype == torch.float32 and values.is_contiguous()
+def _pieces(
+    panels_PIN: torch.Tensor, layout: Layout, first: int, rows_RI: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of panels, and of the rows that belong there: of each section the end of a panel, whole panels, the beginning of a panel."""
+    done, last = 0, first + rows_RI.shape[0]
+    while first + done < last:
+        section, place = divmod(first + done, layout.section)
+        count = min(layout.section - place, last - first - done)
+        own_PIN = panels_PIN[section * layout.section_panels : (section + 1) * layout.section_panels]
+        yield from _pieces_of_section(own_PIN, place, rows_RI[done : done + count])
+        done += count
 
 
-def _pieces(panels_PIN: torch.Tensor, first: int, rows_RI: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of panels, and of the rows that belong there: the end of a panel, whole panels, the beginning of a panel."""
+def _pieces_of_section(
+    panels_PIN: torch.Tensor, first: int, rows_RI: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     width, last = panels_PIN.shape[2], first + rows_RI.shape[0]
     whole = min(-(-first // width) * width, last)
     end = max(last // width * width, whole)
@@ -67,6 +111,7 @@ def _pieces(panels_PIN: torch.Tensor, first: int, rows_RI: torch.Tensor) -> Iter
 def product(
     x_TI: torch.Tensor,
     panels_PIN: torch.Tensor,
+    layout: Layout,
     bias_O: torch.Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -74,33 +119,28 @@ def product(
     add_to_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ matrix.T + bias`, [T, O]; with `gate` the `silu_and_mul` of that. With `add_to` it is added there. All are float32."""
-    kernels = loaded()
-    assert kernels is not None, "there are panels without kernels"
-    panels, inputs, width = panels_PIN.shape
-    if gate and panels % 2:  # the up projection begins inside a panel
-        gated_TO = silu_and_mul(product(x_TI, panels_PIN, bias_O, norm=norm))
+    width, outputs, sections = layout
+    if gate and sections != 2:  # the up projection may begin inside a panel
+        gated_TO = silu_and_mul(product(x_TI, panels_PIN, layout, bias_O, norm=norm))
         return gated_TO if add_to_TO is None else add_to_TO.add_(gated_TO)
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
-    tokens, outputs = x_TI.shape[0], panels * width
-    assert x_TI.shape[1] == inputs and x_TI.dtype == torch.float32, "the kernel gets other numbers than it reads"
-    assert panels_PIN.dtype == torch.float32 and panels_PIN.is_contiguous(), "the kernel reads whole panels of float32"
-    assert bias_O is None or _is_row(bias_O, outputs), "the kernel reads a bias as float32, one after another"
-    assert norm is None or _is_row(norm.weight_I, inputs), (
-        "the kernel reads a norm's weight as float32, one after another"
-    )
+    tokens, inputs = x_TI.shape
+    out_features = outputs // 2 if gate else outputs
+    sized("panels", panels_PIN, layout.panels, inputs, width)
     if add_to_TO is None:
-        out_TO = x_TI.new_empty(tokens, outputs // 2 if gate else outputs)
+        out_TO = empty(tokens, out_features)
     elif add_to_TO.stride(1) != 1:
-        return add_to_TO.add_(product(x_TI, panels_PIN, bias_O, norm=norm, gate=gate))
+        return add_to_TO.add_(product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=gate))
     else:
         out_TO = add_to_TO
-    call = _PRODUCT.pack(
-        x_TI.data_ptr(),
-        panels_PIN.data_ptr(),
-        0 if bias_O is None else bias_O.data_ptr(),
-        out_TO.data_ptr(),
-        0 if norm is None else norm.weight_I.data_ptr(),
+        sized("what is added to", out_TO, tokens, out_features)
+    packed = _PRODUCT.pack(
+        address("x", x_TI, torch.float32, 1),
+        address("panels", panels_PIN, torch.float32, 3),
+        0 if bias_O is None else _row("the bias", bias_O, outputs),
+        address("what is added to", out_TO, torch.float32, 1),
+        0 if norm is None else _row("the norm's weight", norm.weight_I, inputs),
         tokens,
         inputs,
         outputs,
@@ -110,6 +150,12 @@ def product(
         norm is not None and norm.offset,
         add_to_TO is not None,
         gate,
+        sections,
     )
-    kernels.product(call)
+    call(PRODUCT, packed, (x_TI, panels_PIN, bias_O, out_TO, None if norm is None else norm.weight_I))
     return out_TO
+
+
+def _row(name: str, values: torch.Tensor, size: int) -> int:
+    sized(name, values, size)
+    return address(name, values, torch.float32, 1)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.native import small
 
 
 class RopeAngles(NamedTuple):
@@ -34,6 +35,15 @@ def rope_angles(
     cos_T1D = torch.cat((cos, cos), -1).unsqueeze(1).to(dtype)
     sin_T1D = torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype)
     return RopeAngles(cos_T1D, sin_T1D)
+
+
+@rope_angles.on_cpu
+def _rope_angles_on_cpu(
+    positions_T: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> RopeAngles:
+    if dtype != torch.float32 or positions_T.dtype != torch.int64 or not small.serves(inverse_frequencies):
+        return NotImplemented
+    return RopeAngles(*small.rope_angles(positions_T, inverse_frequencies, scale))
 
 
 @gpu_kernel("rope")

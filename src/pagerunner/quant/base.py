@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
+from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes
@@ -55,7 +55,7 @@ class WeightMethod(ABC):
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The output features `numbers` of the matrix, [T, I]: the use of output weights as an embedding."""
-        return F.embedding(numbers_T, self.dense(weights))
+        return embedding(numbers_T, self.dense(weights))
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """Fill the weights, or those of several such matrices with a dimension before the others, with small random values.

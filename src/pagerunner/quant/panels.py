@@ -8,25 +8,25 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.panels import chosen_rows, product, put_rows, rows_of
+from pagerunner.ops.panels import Layout, chosen_rows, product, put_rows, rows_of
 from pagerunner.quant.base import WeightMethod, Weights
 from pagerunner.quant.dequantized import Unpacking
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
 
 
 class InPanels(WeightMethod):
-    """A matrix in float32 in panels of `width` output features, which divides their number.
+    """A matrix in float32 in panels.
 
     `forms` are those in which a checkpoint holds parts of it, by the first of their output features, as for `Dequantized`.
     """
 
-    def __init__(self, width: int, forms: Mapping[int, WeightMethod] | None = None) -> None:
-        self.width, self.forms = width, dict(forms or {})
+    def __init__(self, layout: Layout, forms: Mapping[int, WeightMethod] | None = None) -> None:
+        self.layout, self.forms = layout, dict(forms or {})
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
-        """A single "weight" of shape [O / N, I, N]."""
-        assert dtype == torch.float32 and out_features % self.width == 0
-        shape = (out_features // self.width, in_features, self.width)
+        """A single "weight" of shape [P, I, N]."""
+        assert dtype == torch.float32 and out_features == self.layout.outputs
+        shape = (self.layout.panels, in_features, self.layout.width)
         return {"weight": torch.empty(shape, dtype=dtype, device="meta")}
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
@@ -34,30 +34,30 @@ class InPanels(WeightMethod):
         panels_PIN = weights["weight"]
         form = self.forms.get(rows.start)
         if form is None:
-            return {"weight": PanelSink(panels_PIN, rows)}
+            return {"weight": PanelSink(panels_PIN, self.layout, rows)}
         outputs, inputs = rows.stop - rows.start, panels_PIN.shape[1]
         packed = form.create(outputs, inputs, panels_PIN.dtype)
         make_sinks = functools.partial(form.sinks, rows=slice(0, outputs))
 
         def fill(held: Weights) -> None:
-            put_rows(panels_PIN, rows.start, form.dense(held))
+            put_rows(panels_PIN, self.layout, rows.start, form.dense(held))
 
         return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
 
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod; a copy."""
-        return rows_of(weights["weight"])
+        return rows_of(weights["weight"], self.layout)
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod."""
-        return chosen_rows(weights["weight"], numbers_T)
+        return chosen_rows(weights["weight"], self.layout, numbers_T)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod. The matrix is the one that `Unquantized` would have."""
         for name, tensor in weights.items():
             if name == "weight":
-                matrix_OI = tensor.new_empty(tensor.shape[0] * tensor.shape[2], tensor.shape[1])
-                put_rows(tensor, 0, matrix_OI.normal_(0.0, 0.02, generator=generator))
+                matrix_OI = tensor.new_empty(self.layout.outputs, tensor.shape[1])
+                put_rows(tensor, self.layout, 0, matrix_OI.normal_(0.0, 0.02, generator=generator))
             else:
                 tensor.normal_(0.0, 0.02, generator=generator)
 
@@ -65,28 +65,28 @@ class InPanels(WeightMethod):
         """See WeightMethod."""
         if x_TI.dim() != 2:
             return self.apply(x_TI.flatten(0, -2), weights).unflatten(0, x_TI.shape[:-1])
-        return product(x_TI, weights["weight"], weights.get("bias"))
+        return product(x_TI, weights["weight"], self.layout, weights.get("bias"))
 
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""
-        product(x_TI, weights["weight"], weights.get("bias"), add_to_TO=residual_TO)
+        product(x_TI, weights["weight"], self.layout, weights.get("bias"), add_to_TO=residual_TO)
 
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
-        return product(x_TI, weights["weight"], weights.get("bias"), norm=norm)
+        return product(x_TI, weights["weight"], self.layout, weights.get("bias"), norm=norm)
 
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
-        return product(x_TI, weights["weight"], weights.get("bias"), norm=norm, gate=True)
+        return product(x_TI, weights["weight"], self.layout, weights.get("bias"), norm=norm, gate=True)
 
 
 class PanelSink(Sink):
     """Fills the output features `rows` of a matrix in panels from a checkpoint's matrix of floats."""
 
-    def __init__(self, panels_PIN: torch.Tensor, rows: slice) -> None:
+    def __init__(self, panels_PIN: torch.Tensor, layout: Layout, rows: slice) -> None:
         super().__init__((rows.stop - rows.start, panels_PIN.shape[1]), FLOATS, ("outputs", "inputs"))
-        self.panels_PIN, self.first = panels_PIN, rows.start
+        self.panels_PIN, self.layout, self.first = panels_PIN, layout, rows.start
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
-        put_rows(self.panels_PIN, self.first, source)
+        put_rows(self.panels_PIN, self.layout, self.first, source)

@@ -18,6 +18,7 @@ from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, Ste
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import HiddenStatePooler
+from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
@@ -112,6 +113,7 @@ class ModelRunner:
         threads: StepThreads | None = None,
         unpacks: bool = False,
         kernels: Sequence[KernelsOf] = (),
+        recorded: RecordedSteps | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
         the model's kernels differ; warm-ups run all of them.
@@ -119,6 +121,7 @@ class ModelRunner:
         self._unpacks, self._kernels = unpacks, kernels
         self._model = model
         self._threads = threads  # a CPU's
+        self._recorded = recorded  # a CPU's
         self._pages = pages
         self._tables = tables
         self._last_tokens = last_tokens
@@ -158,6 +161,10 @@ class ModelRunner:
             outputs = self._graphs.replay(captured, step, plan.state_saves)
             sampled = self._sample_decoded(*outputs, step, plan.masks)
             return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
+        if self._recorded is not None and not needs_hidden:
+            logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits)
+            if logits_SV is not None:
+                return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan.masks), {}, {})
         if captured is not None:
             (hidden_TD,) = self._graphs.replay(captured, step, plan.state_saves)
         else:
@@ -287,6 +294,13 @@ class ModelRunner:
             return None
         every = len(step.sampled_rows) == hidden_TD.shape[0]
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
+        return self._sample_logits(logits_SV, step, masks)
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """Of all tokens, [T, V]."""
+        return self._model.compute_logits(self._model(batch))
+
+    def _sample_logits(self, logits_SV: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled:
         sampled = self._sampler.sample(logits_SV, _sampled_rows(step), _by_sample(step, masks))
         self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
         return sampled

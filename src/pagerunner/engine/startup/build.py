@@ -11,15 +11,17 @@ On a CPU the memory plan is made first. On a CUDA device the final plan is made 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.cpu import CpuBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
@@ -58,6 +60,7 @@ from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
 from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, HostMemory
 from pagerunner.runner.pages import Pages
+from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sleep import Scratch, Sleeper, TorchCache, WeightsInPlace, WeightsOnHost
@@ -290,7 +293,13 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
         threads=_step_threads(model, plan) if device.type == "cpu" else None,
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
+        recorded=RecordedSteps() if _can_record(config, backends) else None,
     )
+
+
+def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]]) -> bool:
+    """Whether decode steps may be made of commands of the CPU kernels alone."""
+    return not config.enforce_eager and all(isinstance(backend, CpuBackend) for backend in backends)
 
 
 def _step_threads(model: Model, plan: MemoryPlan) -> StepThreads:

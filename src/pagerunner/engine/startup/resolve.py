@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from pagerunner import limits
-from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
+from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
 from pagerunner.engine.startup.weights import count_weights, too_large
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
@@ -234,7 +234,19 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
         )
         if wish.device == "cuda":
             return always
-        return (*always, ("gathered pages", scratch_bytes(specs, length, max_num_seqs, wish.dtype)))
+        steps = step_memory(
+            specs,
+            args.attention_backend,
+            wish.dtype,
+            model.attention_scores,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            tokens=wish.batched_tokens,
+            heads=getattr(model, "num_heads", 0),
+            panel_inputs=counted.panel_inputs,
+            eager=args.enforce_eager,
+        )
+        return (*always, *steps)
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(

@@ -14,12 +14,16 @@ from typing import NamedTuple
 
 from pagerunner.config import Dtype
 from pagerunner.errors import ConfigError
+from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import Linear
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
-from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, weights_bytes
+from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
+from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization_fields import ALL
 from pagerunner.quant.formats import Format, Names, Scheme
+from pagerunner.quant.panels import InPanels
 
 _NONE = Names("module")
 _SMALLER = {
@@ -31,11 +35,15 @@ features, or for 32 where a matrix is not a multiple of 128 wide."""
 
 
 class Weights(NamedTuple):
-    """What a plan calls weights, their bytes, and those that a product unpacks at a time."""
+    """What a plan calls weights, their bytes, and those that a product unpacks at a time.
+
+    `panel_inputs`: the most input features of a matrix in panels, 0 without any.
+    """
 
     name: str
     size: int
     unpacked: int = 0
+    panel_inputs: int = 0
 
 
 def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) -> Weights:
@@ -49,13 +57,16 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         name = model.format.schemes[0][1].number if online else model.format.writer
         as_stored = "made while loading" if online else "as stored"
         made = build_model(model, dtype, keep_forms=keep)
+        inputs = 0 if keep else _put_in_panels(made)
         kept = as_stored if keep else f"unpacked to {dtype}"
         if keep and (dense := loaded_unpacked_bytes(made.modules())):
             kept += f", {human_bytes(dense)} of them unpacked to {dtype}"
         unpacked = max(unpacked_bytes(made.modules(), tokens)) if keep else 0
-        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked)
+        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, inputs)
     if model.quantization is None:
-        return Weights("weights", weights_bytes(build_model(model, dtype)))
+        made = build_model(model, dtype)
+        inputs = 0 if keep else _put_in_panels(made)
+        return Weights("weights", weights_bytes(made), 0, inputs)
     method = str(model.quantization.get("quant_method", "quantised"))
     directory = Path(model.path)
     if any(directory.glob("model*.safetensors")):
@@ -63,6 +74,14 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
             f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
         )
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
+
+
+def _put_in_panels(model: Model) -> int:
+    """Store a CPU's model as a start does, and return the most input features of a matrix in panels."""
+    store_in_panels(model)
+    modules = (module for module in model.modules() if isinstance(module, Linear | Embedding))
+    inputs = (module.weights["weight"].shape[1] for module in modules if isinstance(module.method, InPanels))
+    return max(inputs, default=0)
 
 
 def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:

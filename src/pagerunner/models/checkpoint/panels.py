@@ -7,8 +7,8 @@ import torch
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.models.checkpoint.loader import Model
-from pagerunner.ops.panels import panel_width
-from pagerunner.quant.base import Unquantized, WeightMethod
+from pagerunner.ops.panels import Layout, panel_width
+from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.panels import InPanels
 
@@ -16,8 +16,8 @@ from pagerunner.quant.panels import InPanels
 def store_in_panels(model: Model) -> int:
     """Keep the model's float32 matrices in panels, and return how many; 0 on a machine without CPU kernels.
 
-    The model has no memory yet. A matrix stays as it is if its output features don't fill whole panels, or if products of another shape
-    read it as one matrix. An embedding changes if it has the output weights too: looking rows up alone is faster in a plain table.
+    The model has no memory yet. A matrix stays as it is if products of another shape read it as one matrix. An embedding changes if it
+    has the output weights too: looking rows up alone is faster in a plain table.
     """
     width = panel_width()
     if width is None:
@@ -27,15 +27,13 @@ def store_in_panels(model: Model) -> int:
     for module in model.modules():
         if isinstance(module, Linear):
             form, outputs, suits = module.method, module.out_features, not module.needs_dense
+            sections = 2 if len(module.parts) == 2 and len(set(module.parts.values())) == 1 else 1
         elif isinstance(module, Embedding):
-            form, outputs, suits = module.method, module.vocab_size, tied
+            form, outputs, suits, sections = module.method, module.vocab_size, tied, 1
         else:
             continue
-        if suits and module.dtype == torch.float32 and outputs % width == 0 and _is_one_matrix(form):
-            module.store(InPanels(width, form.forms if isinstance(form, Dequantized) else None))
+        if suits and module.dtype == torch.float32 and type(form) in (Unquantized, Dequantized):
+            layout = Layout(width, outputs, sections)
+            module.store(InPanels(layout, form.forms if isinstance(form, Dequantized) else None))
             changed += 1
     return changed
-
-
-def _is_one_matrix(form: WeightMethod) -> bool:
-    return type(form) in (Unquantized, Dequantized)

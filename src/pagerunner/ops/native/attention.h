@@ -3,6 +3,7 @@
 // Shape letters: T tokens, R rows, H query heads, K key/value heads, G query heads per key/value head, D head size, V size of a value head.
 
 enum { KEYS = 64, QUERIES = 32 }; // that are looked at together
+enum { PIECE = 8 };               // tokens that a thread prepares at once
 enum { MANY = 8 }; // queries for which keys are worth putting in panels
 
 typedef struct {
@@ -13,7 +14,7 @@ typedef struct {
     const int64_t *write_entry, *write_offset;        // [T]
     const int64_t *table;                             // [slots, width]
     const int32_t *slots, *query_start, *seq_lens;    // [R], [R + 1], [R]
-    long q_stride, k_stride, v_stride, k_entry, v_entry, page_tokens, table_width;
+    long q_stride, k_stride, v_stride, k_entry, v_entry, page_tokens, table_stride, table_width;
     long tokens, rows, heads, kv_heads, head_dim, value_dim, window, chunk;
     float eps, scale, softcap;
 } Attention;
@@ -32,68 +33,102 @@ static void prepare_head(float *x, const float *norm, float eps, const float *co
         }
 }
 
-static void prepare_thread(void *argument, int thread, int threads)
+static void prepare_token(const Attention *call, long t)
+{
+    long size = call->head_dim, k_size = call->kv_heads * size, v_size = call->kv_heads * call->value_dim;
+    const float *cos = call->cos ? call->cos + t * size : NULL, *sin = call->sin ? call->sin + t * size : NULL;
+    float *q = call->q + t * call->q_stride, *k = call->k + t * call->k_stride;
+    if (call->q_norm || cos) {
+        for (long h = 0; h < call->heads; h++) prepare_head(q + h * size, call->q_norm, call->eps, cos, sin, size);
+        for (long h = 0; h < call->kv_heads; h++) prepare_head(k + h * size, call->k_norm, call->eps, cos, sin, size);
+    }
+    int64_t entry = call->write_entry[t], slot = call->write_offset[t];
+    if (entry < 0) return;
+    memcpy(call->k_pages + entry * call->k_entry + slot * k_size, k, k_size * sizeof(float));
+    memcpy(call->v_pages + entry * call->v_entry + slot * v_size, call->v + t * call->v_stride, v_size * sizeof(float));
+}
+
+static long prepare_amount(const void *argument)
 {
     const Attention *call = argument;
-    long each = (call->tokens + threads - 1) / threads, last = min((thread + 1) * each, call->tokens);
-    long size = call->head_dim, k_size = call->kv_heads * size, v_size = call->kv_heads * call->value_dim;
-    for (long t = thread * each; t < last; t++) {
-        const float *cos = call->cos ? call->cos + t * size : NULL, *sin = call->sin ? call->sin + t * size : NULL;
-        float *q = call->q + t * call->q_stride, *k = call->k + t * call->k_stride;
-        if (call->q_norm || cos) {
-            for (long h = 0; h < call->heads; h++) prepare_head(q + h * size, call->q_norm, call->eps, cos, sin, size);
-            for (long h = 0; h < call->kv_heads; h++) prepare_head(k + h * size, call->k_norm, call->eps, cos, sin, size);
-        }
-        int64_t entry = call->write_entry[t], slot = call->write_offset[t];
-        if (entry < 0) continue;
-        memcpy(call->k_pages + entry * call->k_entry + slot * k_size, k, k_size * sizeof(float));
-        memcpy(call->v_pages + entry * call->v_entry + slot * v_size, call->v + t * call->v_stride, v_size * sizeof(float));
-    }
+    return call->tokens * (call->heads + 2 * call->kv_heads) * call->head_dim * 8;
 }
 
 // Norm and rotate queries and keys in place, and store keys and values in pages.
-void pagerunner_prepare(const Attention *call)
+static void prepare(const void *argument, const Worker *worker)
 {
-    in_threads(prepare_thread, (void *)call, call->tokens * (call->heads + 2 * call->kv_heads) * call->head_dim * 8);
+    const Attention *call = argument;
+    for (long i; (i = take(worker)) < (call->tokens + PIECE - 1) / PIECE;)
+        for (long t = i * PIECE; t < min((i + 1) * PIECE, call->tokens); t++) prepare_token(call, t);
+    meet(worker);
 }
 
-// scores[m][j] = q[m] . keys[j] for M queries and two keys.
-#define DEFINE_DOTS(M)                                                                                             \
-    INLINE void dots_##M(const float *q, const float *a, const float *b, long size, float *to_a, float *to_b)      \
-    {                                                                                                              \
-        Vector sum_a[M], sum_b[M];                                                                                 \
-        _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) sum_a[m] = sum_b[m] = splat(0.0f);                     \
-        long d = 0;                                                                                                \
-        for (; d + LANES <= size; d += LANES) {                                                                    \
-            Vector one = load(a + d), two = load(b + d);                                                           \
-            _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                                  \
-                sum_a[m] += load(q + m * size + d) * one;                                                          \
-                sum_b[m] += load(q + m * size + d) * two;                                                          \
-            }                                                                                                      \
-        }                                                                                                          \
-        _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                                      \
-            float one = sum_of(sum_a[m]), two = sum_of(sum_b[m]);                                                  \
-            for (long i = d; i < size; i++) one += q[m * size + i] * a[i], two += q[m * size + i] * b[i];          \
-            to_a[m * KEYS] = one;                                                                                  \
-            to_b[m * KEYS] = two;                                                                                  \
-        }                                                                                                          \
+// to[m][j] = q[m] . keys[j] for M queries and four keys.
+#define DEFINE_DOTS(M)                                                                                              \
+    INLINE void dots_##M(const float *q, const float **keys, long from, long size, float *to)                       \
+    {                                                                                                               \
+        Vector sum[M][4];                                                                                           \
+        _Pragma("GCC unroll 2") for (int m = 0; m < M; m++)                                                         \
+            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) sum[m][j] = splat(0.0f);                            \
+        long d = 0;                                                                                                 \
+        for (; d + LANES <= size; d += LANES)                                                                       \
+            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                                   \
+                Vector key = load(keys[j] + from + d);                                                              \
+                _Pragma("GCC unroll 2") for (int m = 0; m < M; m++) sum[m][j] += load(q + m * size + d) * key;      \
+            }                                                                                                       \
+        _Pragma("GCC unroll 2") for (int m = 0; m < M; m++) {                                                       \
+            Quarter found = sums_of(sum[m]);                                                                        \
+            for (long i = d; i < size; i++)                                                                         \
+                _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) found[j] += q[m * size + i] * keys[j][from + i]; \
+            memcpy(to + m * KEYS, &found, sizeof found);                                                            \
+        }                                                                                                           \
     }
 
 DEFINE_DOTS(1)
 DEFINE_DOTS(2)
-DEFINE_DOTS(4)
 
-static void few_scores(const float *q, long queries, const float **keys, long count, long size, float *scores)
+INLINE void prefetch(const float *from, long count)
 {
-    for (long j = 0; j < count; j += 2) {
-        const float *a = keys[j], *b = keys[min(j + 1, count - 1)];
-        for (long m = 0; m < queries;) {
-            float *to_a = scores + m * KEYS + j, *to_b = scores + m * KEYS + min(j + 1, count - 1);
-            const float *own = q + m * size;
-            if (queries - m >= 4) dots_4(own, a, b, size, to_a, to_b), m += 4;
-            else if (queries - m >= 2) dots_2(own, a, b, size, to_a, to_b), m += 2;
-            else dots_1(own, a, b, size, to_a, to_b), m += 1;
+    for (long i = 0; i < count; i += 64 / sizeof *from) __builtin_prefetch(from + i);
+}
+
+// Four keys at a time for all heads, so that memory is read from beginning to end. `keys` and `scores` have room for whole groups of four.
+static void few_scores(
+    const float *q, long queries, long heads, const float **keys, const float **values, long count, long size, long value_size, float *scores)
+{
+    for (long j = count; j & 3; j++) keys[j] = keys[count - 1], values[j] = values[count - 1];
+    for (long j = 0; j < count; j += 4) {
+        for (long i = j; i < j + 4; i++) {
+            prefetch(keys[min(i + 8, count - 1)], heads * size);
+            prefetch(values[i], heads * value_size);
         }
+        for (long h = 0; h < heads; h++) {
+            const float *own = q + h * queries * size;
+            float *to = scores + h * queries * KEYS + j;
+            long m = 0;
+            for (; m + 2 <= queries; m += 2) dots_2(own + m * size, keys + j, h * size, size, to + m * KEYS);
+            if (m < queries) dots_1(own + m * size, keys + j, h * size, size, to + m * KEYS);
+        }
+    }
+}
+
+// Numbers [0, size) of PANEL keys, those of one place of all keys one after another. Keys beyond `count` are zeros.
+static void put_in_panel(const float **keys, long count, long size, float *panel)
+{
+    for (long j = 0; j < PANEL; j += 4) {
+        long d = 0;
+        if (j + 4 <= count)
+            for (; d + 4 <= size; d += 4) {
+                Quarter x[4];
+                for (int i = 0; i < 4; i++) memcpy(x + i, keys[j + i] + d, sizeof x[i]);
+                Quarter ab = SHUFFLE(x[0], x[1], 0, 4, 1, 5), cd = SHUFFLE(x[2], x[3], 0, 4, 1, 5);
+                Quarter ef = SHUFFLE(x[0], x[1], 2, 6, 3, 7), gh = SHUFFLE(x[2], x[3], 2, 6, 3, 7);
+                Quarter rows[4] = {
+                    SHUFFLE(ab, cd, 0, 1, 4, 5), SHUFFLE(ab, cd, 2, 3, 6, 7), SHUFFLE(ef, gh, 0, 1, 4, 5), SHUFFLE(ef, gh, 2, 3, 6, 7)};
+                for (int i = 0; i < 4; i++) memcpy(panel + (d + i) * PANEL + j, rows + i, sizeof rows[i]);
+            }
+        for (; d < size; d++)
+            for (long i = j; i < j + 4; i++) panel[d * PANEL + i] = i < count ? keys[i][d] : 0.0f;
     }
 }
 
@@ -102,8 +137,7 @@ static void many_scores(const float *q, long queries, const float **keys, long c
 {
     for (long first = 0; first < count; first += PANEL) {
         long own = min(PANEL, count - first);
-        for (long j = 0; j < PANEL; j++)
-            for (long d = 0; d < size; d++) space[d * PANEL + j] = j < own ? keys[first + j][d] : 0.0f;
+        put_in_panel(keys + first, own, size, space);
         for (long i = 0; i < tiles_of(queries); i++) {
             long m = tile_begin(queries, i), tokens = tile_begin(queries, i + 1) - m;
             tile(tokens, q + m * size, space, size, scores + m * KEYS + first, KEYS, 1);
@@ -133,24 +167,29 @@ DEFINE_WEIGHTED(1, 4)
 DEFINE_WEIGHTED(2, 4)
 DEFINE_WEIGHTED(3, 2)
 DEFINE_WEIGHTED(4, 2)
+DEFINE_WEIGHTED(6, 2)
 
-static void add_values(const float *weights, long queries, const float **values, long count, float *out, long size)
+static void add_values(const float *weights, long queries, const float **values, long from, long count, float *out, long size)
 {
     for (long m = 0; m < queries;) {
         const float *own = weights + m * KEYS;
         float *to = out + m * size;
-        long left = queries - m, rows = left >= 4 ? 4 : left, d = 0;
+        long left = queries - m, rows = left >= 6 && left != 8 ? 6 : min(left, 4), d = 0;
         if (rows <= 2)
             for (; d + 4 * LANES <= size; d += 4 * LANES)
-                rows == 2 ? weighted_2_4(own, values, d, count, to + d, size) : weighted_1_4(own, values, d, count, to + d, size);
+                rows == 2 ? weighted_2_4(own, values, from + d, count, to + d, size) : weighted_1_4(own, values, from + d, count, to + d, size);
         else
             for (; d + 2 * LANES <= size; d += 2 * LANES)
-                rows == 4 ? weighted_4_2(own, values, d, count, to + d, size) : weighted_3_2(own, values, d, count, to + d, size);
+                switch (rows) {
+                case 3: weighted_3_2(own, values, from + d, count, to + d, size); break;
+                case 4: weighted_4_2(own, values, from + d, count, to + d, size); break;
+                case 6: weighted_6_2(own, values, from + d, count, to + d, size); break;
+                }
         for (long i = 0; i < rows; i++) {
             long e = d;
-            for (; e + LANES <= size; e += LANES) weighted_1_1(own + i * KEYS, values, e, count, to + i * size + e, size);
+            for (; e + LANES <= size; e += LANES) weighted_1_1(own + i * KEYS, values, from + e, count, to + i * size + e, size);
             for (; e < size; e++)
-                for (long j = 0; j < count; j++) to[i * size + e] += own[i * KEYS + j] * values[j][e];
+                for (long j = 0; j < count; j++) to[i * size + e] += own[i * KEYS + j] * values[j][from + e];
         }
         m += rows;
     }
@@ -196,105 +235,142 @@ INLINE long oldest(const Attention *call, long position)
     return call->window ? max(position - call->window + 1, 0) : 0;
 }
 
-// Queries [first, last) of a row, numbered by their tokens in T, with the heads that share key/value head `head`.
-static void attend(const Attention *call, long row, long head, long first, long last)
-{
-    long size = call->head_dim, value_size = call->value_dim, group = call->heads / call->kv_heads;
-    long row_first = call->query_start[row], length = call->seq_lens[row];
-    long start = length - (call->query_start[row + 1] - row_first); // position of the row's first token of this step
-    long position = start + first - row_first, queries = (last - first) * group;
-    const int64_t *table = call->table + (long)call->slots[row] * call->table_width;
-    float *q = scratch(1, queries * (size + KEYS + value_size) + PANEL * size);
-    float *scores = q + queries * size, *out = scores + queries * KEYS, *space = out + queries * value_size;
-    Softmax softmax[queries];
-    const float *keys[KEYS], *values[KEYS];
-    int many = queries >= MANY;
-    for (long i = 0; i < (many ? tiles_of(queries) : queries); i++) {
-        long m = many ? tile_begin(queries, i) : i, end = many ? tile_begin(queries, i + 1) : i + 1;
-        for (long j = m; j < end; j++) {
-            const float *from = call->q + (first + j / group) * call->q_stride + (head * group + j % group) * size;
-            for (long d = 0; d < size; d++) q[m * size + d * (end - m) + j - m] = from[d] * call->scale;
-            softmax[j] = (Softmax){-INFINITY, 0.0f};
-        }
-    }
-    memset(out, 0, queries * value_size * sizeof(float));
-    long end = position + last - first;
-    for (long block = oldest(call, position); block < end; block += KEYS) {
-        long count = min(KEYS, end - block);
-        for (long j = 0; j < count;) { // a page at a time: divisions cost as much as a key's products
-            long at = block + j, own = count - j, k_step = call->k_stride, v_step = call->v_stride;
-            const float *k = call->k + (row_first + at - start) * k_step + head * size;
-            const float *v = call->v + (row_first + at - start) * v_step + head * value_size;
-            if (at < start) {
-                long page = at / call->page_tokens, slot = at - page * call->page_tokens, entry = table[page % call->table_width];
-                own = min(min(own, start - at), call->page_tokens - slot);
-                k = call->k_pages + entry * call->k_entry + (slot * call->kv_heads + head) * size;
-                v = call->v_pages + entry * call->v_entry + (slot * call->kv_heads + head) * value_size;
-                k_step = call->kv_heads * size;
-                v_step = call->kv_heads * value_size;
-            }
-            for (long i = 0; i < own; i++, j++) keys[j] = k + i * k_step, values[j] = v + i * v_step;
-        }
-        if (many) many_scores(q, queries, keys, count, size, scores, space);
-        else few_scores(q, queries, keys, count, size, scores);
-        for (long m = 0; m < queries; m++) {
-            long own = position + m / group;
-            long from = min(max(oldest(call, own) - block, 0), count), to = max(min(own + 1 - block, count), from);
-            if (from < to) weigh(call, scores + m * KEYS, from, to, softmax + m, out + m * value_size);
-            else memset(scores + m * KEYS, 0, KEYS * sizeof(float));
-        }
-        add_values(scores, queries, values, count, out, value_size);
-    }
-    for (long m = 0; m < queries; m++) {
-        long h = head * group + m % group;
-        float most = softmax[m].most, total = softmax[m].total, scale = 1.0f;
-        if (call->sinks && call->sinks[h] > most) scale = expf(most - call->sinks[h]), total = total * scale + 1.0f;
-        else if (call->sinks) total += expf(call->sinks[h] - most);
-        float *to = call->out + ((first + m / group) * call->heads + h) * value_size;
-        for (long d = 0; d < value_size; d++) to[d] = out[m * value_size + d] * scale / total;
-    }
-}
-
-typedef struct {
-    int row, head, first, last;
-} Item;
-
+// What a thread does at once: tokens [first, last) of a row, numbered in T, with key/value heads [head, head + heads).
 typedef struct {
     const Attention *call;
-    const Item *items;
-    long count, next;
-} AttentionWork;
+    long row, head, heads, first, last;
+} Piece;
 
-static void attention_thread(void *argument, int thread, int threads)
+INLINE long group_of(const Attention *call) { return call->heads / call->kv_heads; }
+
+// Floats that `attend` takes: many queries of one head, or few of all heads.
+INLINE long attend_floats(const Attention *call)
 {
-    AttentionWork *work = argument;
-    (void)thread, (void)threads;
-    for (;;) {
-        long i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        if (i >= work->count) return;
-        const Item *item = work->items + i;
-        attend(work->call, item->row, item->head, item->first, item->last);
+    long queries = max(group_of(call) * min(QUERIES, call->tokens), (MANY - 1) * call->kv_heads);
+    long floats = queries * (call->head_dim + KEYS + call->value_dim + 2) + PANEL * call->head_dim;
+    return (floats + 15) & ~15;
+}
+
+// Queries of each head, scaled: many of them in tiles.
+static void copy_queries(const Piece *piece, long queries, int many, float *q)
+{
+    const Attention *call = piece->call;
+    long size = call->head_dim, group = group_of(call);
+    for (long h = 0; h < piece->heads; h++)
+        for (long i = 0; i < (many ? tiles_of(queries) : queries); i++) {
+            long m = many ? tile_begin(queries, i) : i, end = many ? tile_begin(queries, i + 1) : i + 1;
+            for (long j = m; j < end; j++) {
+                long head = (piece->head + h) * group + j % group;
+                const float *from = call->q + (piece->first + j / group) * call->q_stride + head * size;
+                for (long d = 0; d < size; d++) q[(h * queries + m) * size + d * (end - m) + j - m] = from[d] * call->scale;
+            }
+        }
+}
+
+// Where keys and values of positions [block, block + count) of a row begin, at the piece's first head.
+static void find_slots(const Piece *piece, long start, long block, long count, const float **keys, const float **values)
+{
+    const Attention *call = piece->call;
+    long row_first = call->query_start[piece->row], size = call->head_dim, value_size = call->value_dim;
+    const int64_t *table = call->table + (long)call->slots[piece->row] * call->table_stride;
+    for (long j = 0; j < count;) { // a page at a time: divisions cost as much as a key's products
+        long at = block + j, own = count - j, k_step = call->k_stride, v_step = call->v_stride;
+        const float *k = call->k + (row_first + at - start) * k_step + piece->head * size;
+        const float *v = call->v + (row_first + at - start) * v_step + piece->head * value_size;
+        if (at < start) {
+            long page = at / call->page_tokens, slot = at - page * call->page_tokens, entry = table[page % call->table_width];
+            own = min(min(own, start - at), call->page_tokens - slot);
+            k = call->k_pages + entry * call->k_entry + (slot * call->kv_heads + piece->head) * size;
+            v = call->v_pages + entry * call->v_entry + (slot * call->kv_heads + piece->head) * value_size;
+            k_step = call->kv_heads * size;
+            v_step = call->kv_heads * value_size;
+        }
+        for (long i = 0; i < own; i++, j++) keys[j] = k + i * k_step, values[j] = v + i * v_step;
     }
 }
 
-// The attention of every token, after pagerunner_prepare.
-void pagerunner_attention(const Attention *call)
+static void put_out(const Piece *piece, long queries, const Softmax *softmax, const float *out)
 {
-    long count = 0, amount = 0, covered = call->query_start[call->rows];
-    for (long row = 0; row < call->rows; row++) {
-        long queries = call->query_start[row + 1] - call->query_start[row];
-        count += (queries + QUERIES - 1) / QUERIES * call->kv_heads;
-        amount += queries * call->seq_lens[row];
+    const Attention *call = piece->call;
+    long value_size = call->value_dim, group = group_of(call);
+    for (long i = 0; i < piece->heads * queries; i++) {
+        long m = i % queries, h = (piece->head + i / queries) * group + m % group;
+        float most = softmax[i].most, total = softmax[i].total, scale = 1.0f;
+        if (call->sinks && call->sinks[h] > most) scale = expf(most - call->sinks[h]), total = total * scale + 1.0f;
+        else if (call->sinks) total += expf(call->sinks[h] - most);
+        float *to = call->out + ((piece->first + m / group) * call->heads + h) * value_size;
+        for (long d = 0; d < value_size; d++) to[d] = out[i * value_size + d] * scale / total;
     }
-    Item *items = (Item *)scratch(0, count * sizeof(Item) / sizeof(float));
-    long at = 0;
-    for (long row = 0; row < call->rows; row++) {
-        int last = call->query_start[row + 1];
-        for (int first = call->query_start[row]; first < last; first += QUERIES)
-            for (int head = 0; head < call->kv_heads; head++)
-                items[at++] = (Item){row, head, first, first + QUERIES < last ? first + QUERIES : last};
+}
+
+static void attend(const Piece *piece, float *scratch)
+{
+    const Attention *call = piece->call;
+    long size = call->head_dim, value_size = call->value_dim, group = group_of(call), row_first = call->query_start[piece->row];
+    long start = call->seq_lens[piece->row] - (call->query_start[piece->row + 1] - row_first); // the row's first token of this step
+    long position = start + piece->first - row_first, end = position + piece->last - piece->first;
+    long queries = (piece->last - piece->first) * group, all = piece->heads * queries;
+    float *q = scratch, *scores = q + all * size, *out = scores + all * KEYS, *space = out + all * value_size;
+    Softmax *softmax = (Softmax *)(space + PANEL * size);
+    const float *keys[KEYS], *values[KEYS];
+    int many = queries >= MANY;
+    copy_queries(piece, queries, many, q);
+    for (long i = 0; i < all; i++) softmax[i] = (Softmax){-INFINITY, 0.0f};
+    memset(out, 0, all * value_size * sizeof(float));
+    for (long block = oldest(call, position); block < end; block += KEYS) {
+        long count = min(KEYS, end - block);
+        find_slots(piece, start, block, count, keys, values);
+        if (many) many_scores(q, queries, keys, count, size, scores, space);
+        else few_scores(q, queries, piece->heads, keys, values, count, size, value_size, scores);
+        for (long i = 0; i < all; i++) {
+            long own = position + i % queries / group;
+            long from = min(max(oldest(call, own) - block, 0), count), to = max(min(own + 1 - block, count), from);
+            if (from < to) weigh(call, scores + i * KEYS, from, to, softmax + i, out + i * value_size);
+            else memset(scores + i * KEYS, 0, KEYS * sizeof(float));
+        }
+        for (long h = 0; h < piece->heads; h++)
+            add_values(scores + h * queries * KEYS, queries, values, h * value_size, count, out + h * queries * value_size, value_size);
     }
-    AttentionWork work = {call, items, count, 0};
-    in_threads(attention_thread, &work, amount * call->heads * (call->head_dim + call->value_dim));
-    memset(call->out + covered * call->heads * call->value_dim, 0, (call->tokens - covered) * call->heads * call->value_dim * sizeof(float));
+    put_out(piece, queries, softmax, out);
+}
+
+static long attention_scratch(const void *argument, long threads) { return threads * attend_floats(argument); }
+
+static long attention_amount(const void *argument)
+{
+    const Attention *call = argument;
+    long amount = 0;
+    for (long row = 0; row < call->rows; row++)
+        amount += (long)(call->query_start[row + 1] - call->query_start[row]) * call->seq_lens[row];
+    return amount * call->heads * (call->head_dim + call->value_dim);
+}
+
+// The attention of every token, after `prepare`. Rows with many queries are cut into tokens and heads. Rows with few are cut into heads
+// only as far as threads need it: heads that are read together are read from memory in one stream.
+static void attention(const void *argument, const Worker *worker)
+{
+    const Attention *call = argument;
+    float *scratch = worker->scratch + worker->thread * attend_floats(call);
+    long together = worker->threads == 1 ? call->kv_heads : min(max(call->kv_heads * call->rows / (2 * worker->threads), 1), call->kv_heads);
+    long row = 0, row_piece = 0; // a thread's pieces come in ascending order
+    for (long number; row < call->rows && (number = take(worker), 1);) {
+        long heads = 1, cuts = 1;
+        for (; row < call->rows; row++) {
+            long queries = call->query_start[row + 1] - call->query_start[row];
+            heads = queries * group_of(call) < MANY ? together : 1;
+            cuts = (call->kv_heads + heads - 1) / heads;
+            long pieces = (queries + QUERIES - 1) / QUERIES * cuts;
+            if (number < row_piece + pieces) break;
+            row_piece += pieces;
+        }
+        if (row == call->rows) break;
+        long first = call->query_start[row] + (number - row_piece) / cuts * QUERIES, head = (number - row_piece) % cuts * heads;
+        Piece piece = {call, row, head, min(heads, call->kv_heads - head), first, min(first + QUERIES, call->query_start[row + 1])};
+        attend(&piece, scratch);
+    }
+    if (worker->thread == 0) {
+        long covered = call->query_start[call->rows], token = call->heads * call->value_dim;
+        memset(call->out + covered * token, 0, (call->tokens - covered) * token * sizeof(float));
+    }
+    meet(worker);
 }

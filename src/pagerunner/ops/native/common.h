@@ -1,9 +1,19 @@
 // Vectors, memory and threads of the CPU kernels. Plain C with the vector extensions of GCC and Clang; numbers are float32.
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <limits.h>
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -27,19 +37,39 @@ INLINE Vector splat(float x) { return x - (Vector){0}; } // not +: that changes 
 
 typedef float Quarter __attribute__((vector_size(16)));
 
-// In a tree: additions one after another would take longer than the products that are summed.
-INLINE float sum_of(Vector x)
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t Places __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (Places){i, j, k, l})
+#endif
+
+INLINE Quarter folded(Vector x)
 {
     Quarter parts[LANES / 4];
     memcpy(parts, &x, sizeof x);
 #if LANES == 16
-    Quarter sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 #elif LANES == 8
-    Quarter sum = parts[0] + parts[1];
+    return parts[0] + parts[1];
 #else
-    Quarter sum = parts[0];
+    return parts[0];
 #endif
+}
+
+// In a tree: additions one after another would take longer than the products that are summed.
+INLINE float sum_of(Vector x)
+{
+    Quarter sum = folded(x);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// The sums of four vectors.
+INLINE Quarter sums_of(const Vector *x)
+{
+    Quarter a = folded(x[0]), b = folded(x[1]), c = folded(x[2]), d = folded(x[3]);
+    Quarter ab = SHUFFLE(a, b, 0, 4, 2, 6) + SHUFFLE(a, b, 1, 5, 3, 7), cd = SHUFFLE(c, d, 0, 4, 2, 6) + SHUFFLE(c, d, 1, 5, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
 // exp(x) with a relative error below 2e-7: x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial in r (Cephes' expf). 0 below -87,
@@ -89,59 +119,66 @@ static void rms_norm(const float *x, const float *weight, float eps, int offset,
     for (long i = 0; i < count; i++) out[i] = x[i] * scale * (weight[i] + shift);
 }
 
-// Memory of the calling thread that lasts until its next call for the same place: `count` floats.
-static float *scratch(int place, size_t count)
-{
-    static __thread float *held[3];
-    static __thread size_t sizes[3];
-    if (sizes[place] < count) {
-        size_t bytes = (count * sizeof(float) + 4095) & ~(size_t)4095;
-        free(held[place]);
-        held[place] = aligned_alloc(4096, bytes);
-        if (!held[place]) abort();
-        sizes[place] = bytes / sizeof(float);
-    }
-    return held[place];
-}
-
-typedef void (*Work)(void *argument, int thread, int threads);
-typedef void (*Region)(void *argument);
-
-// Functions of the OpenMP runtime that torch has loaded; NULL: one thread. `pagerunner_init` sets them.
-static void (*gomp_parallel)(Region region, void *argument, unsigned threads, unsigned flags);
-static int (*omp_max_threads)(void);
-static int (*omp_thread)(void);
-static int (*omp_threads)(void);
+// Threads that run the same commands side by side. A command is done in phases; a phase is made of pieces, which threads take one
+// after another, so that a thread that was held up takes fewer.
+typedef struct {
+    _Alignas(64) long next;   // piece of this phase that nobody has taken yet
+    _Alignas(64) int arrived; // threads that have found no more pieces
+    _Alignas(64) int phase;
+    int asleep; // threads that don't spin any more
+    long failed; // a command that was given what it can't use, counted from 1; 0: none
+} Team;
 
 typedef struct {
-    Work work;
-    void *argument;
-} Share;
+    Team *team;
+    int thread, threads;
+    float *scratch; // all threads'
+} Worker;
 
-static void run_share(void *argument)
+INLINE long take(const Worker *worker)
 {
-    Share *share = argument;
-    share->work(share->argument, omp_thread(), omp_threads());
+    return worker->threads == 1 ? worker->team->next++ : __atomic_fetch_add(&worker->team->next, 1, __ATOMIC_RELAXED);
 }
 
-enum { WORTH_A_THREAD = 1 << 16 }; // multiplications, below which a second thread has hardly begun when all is done
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() (void)0
+#endif
 
-// Run `work` in as many threads as the caller's OpenMP operators take; in one if `amount` is small.
-static void in_threads(Work work, void *argument, long amount)
+#ifdef __linux__
+static void sleep_while(int *place, int value) { syscall(SYS_futex, place, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); }
+static void wake_all(int *place) { syscall(SYS_futex, place, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+#else
+static void sleep_while(int *place, int value) { (void)place, (void)value, sched_yield(); }
+static void wake_all(int *place) { (void)place; }
+#endif
+
+enum { SPINS = 1000 }; // about 20 microseconds: more than the pieces of a phase differ by, less than a neighbour's turn
+
+// The end of a phase: no thread goes on before all have come.
+static void meet(const Worker *worker)
 {
-    if (!gomp_parallel || amount < WORTH_A_THREAD || omp_max_threads() == 1) {
-        work(argument, 0, 1);
+    Team *team = worker->team;
+    if (worker->threads == 1) {
+        team->next = 0;
         return;
     }
-    Share share = {work, argument};
-    gomp_parallel(run_share, &share, 0, 0);
-}
-
-int pagerunner_init(void *parallel, void *most, void *thread, void *threads)
-{
-    gomp_parallel = (void (*)(Region, void *, unsigned, unsigned))parallel;
-    omp_max_threads = (int (*)(void))most;
-    omp_thread = (int (*)(void))thread;
-    omp_threads = (int (*)(void))threads;
-    return LANES;
+    int phase = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == worker->threads) {
+        team->arrived = 0;
+        team->next = 0;
+        __atomic_store_n(&team->phase, phase + 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST)) wake_all(&team->phase);
+        return;
+    }
+    for (int i = 0; i < SPINS; i++) {
+        if (__atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) != phase) return;
+        PAUSE();
+    }
+    __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&team->phase, __ATOMIC_SEQ_CST) == phase) sleep_while(&team->phase, phase);
+    __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
 }

@@ -1,3 +1,103 @@
 #include "common.h"
 #include "products.h"
 #include "attention.h"
+#include "small.h"
+
+// Commands stand one behind another: a header, then the command's structure. Sizes are multiples of 8.
+typedef struct {
+    long kind, bytes; // of the structure
+} Header;
+
+typedef struct {
+    void (*work)(const void *argument, const Worker *worker);
+    long (*amount)(const void *argument);                // multiplications, about
+    long (*scratch)(const void *argument, long threads); // floats; NULL: none
+} Kind;
+
+enum { ROWS = 3 };
+
+static const Kind kinds[] = { // in the order of the enumeration in library.py
+    {product, product_amount, product_scratch},
+    {prepare, prepare_amount, NULL},
+    {attention, attention_amount, attention_scratch},
+    {NULL, rows_amount, NULL}, // its work may fail
+    {angles, angles_amount, NULL},
+    {norm, norm_amount, NULL},
+};
+
+typedef struct {
+    const char *commands;
+    long bytes;
+    float *scratch;
+    Team *team;
+} Call;
+
+// Functions of the OpenMP runtime that torch has loaded; NULL: one thread. `pagerunner_init` sets them.
+static void (*gomp_parallel)(void (*region)(void *), void *argument, unsigned threads, unsigned flags);
+static int (*omp_max_threads)(void);
+static int (*omp_thread)(void);
+static int (*omp_threads)(void);
+
+static void work(const Call *call, int thread, int threads)
+{
+    Worker worker = {call->team, thread, threads, call->scratch};
+    long number = 0;
+    for (const char *at = call->commands; at < call->commands + call->bytes;) {
+        const Header *header = (const Header *)at;
+        const void *argument = header + 1;
+        number++;
+        if (header->kind == ROWS) rows(argument, &worker, number);
+        else kinds[header->kind].work(argument, &worker);
+        at += sizeof *header + header->bytes;
+    }
+}
+
+static void region(void *call) { work(call, omp_thread(), omp_threads()); }
+
+enum { WORTH_A_THREAD = 1 << 16 }; // multiplications of all commands, below which a second thread has hardly begun when all is done
+enum { SHARE = 1 << 14 };          // multiplications of a command that are worth a further thread
+
+// Threads that the commands are worth, of as many as the caller's OpenMP operators take.
+long pagerunner_threads(const char *commands, long bytes)
+{
+    if (!gomp_parallel) return 1;
+    long amount = 0, count = 0;
+    for (const char *at = commands; at < commands + bytes; count++) {
+        const Header *header = (const Header *)at;
+        amount += kinds[header->kind].amount(header + 1);
+        at += sizeof *header + header->bytes;
+    }
+    if (amount < WORTH_A_THREAD) return 1;
+    return max(1, min(omp_max_threads(), amount / count / SHARE));
+}
+
+// Floats of memory that the commands work in, with so many threads.
+long pagerunner_scratch(const char *commands, long bytes, long threads)
+{
+    long most = 0;
+    for (const char *at = commands; at < commands + bytes;) {
+        const Header *header = (const Header *)at;
+        if (kinds[header->kind].scratch) most = max(most, kinds[header->kind].scratch(header + 1, threads));
+        at += sizeof *header + header->bytes;
+    }
+    return most;
+}
+
+// Run the commands one after another. Returns the number of one that was given what it can't use, from 1 on; 0: there is none.
+long pagerunner_run(const char *commands, long bytes, float *scratch, long threads)
+{
+    Team team = {0};
+    Call call = {commands, bytes, scratch, &team};
+    if (threads == 1) work(&call, 0, 1);
+    else gomp_parallel(region, &call, threads, 0);
+    return team.failed;
+}
+
+int pagerunner_init(void *parallel, void *most, void *thread, void *threads)
+{
+    gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
+    omp_max_threads = (int (*)(void))most;
+    omp_thread = (int (*)(void))thread;
+    omp_threads = (int (*)(void))threads;
+    return LANES;
+}

@@ -2,15 +2,17 @@
 
 It is kept in `~/.cache/pagerunner` (or XDG_CACHE_HOME's), under a name that says what it was made of: the source, the flags, the
 compiler and the processor. If that folder can't keep it or code there can't be run, it is kept in `pagerunner-UID` of the temp
-directory. The file ends with a checksum: a damaged one is compiled again. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
+directory. The file ends with a checksum: a damaged one is compiled again. A folder keeps the `KEPT` files that were used last. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -19,30 +21,39 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 SWITCH = "PAGERUNNER_CPU_KERNELS"
-SOURCES = ("common.h", "products.h", "attention.h", "kernels.c")
+SOURCES = ("common.h", "products.h", "attention.h", "small.h", "kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-shared", "-fPIC", "-lm")
 SECONDS = 120
+KEPT = 8
 _CHECKSUM = hashlib.sha256().digest_size  # bytes that end the file
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Library:
-    """The kernels. Their arguments are C structures; see the sources."""
+    """The kernels, which take commands, see `calls`.
+
+    - `threads(commands, bytes)`: how many threads they are worth.
+    - `scratch(commands, bytes, threads)`: how many floats of memory they work in.
+    - `run(commands, bytes, memory, threads)`: the number of a command that was given what it can't use; 0 if all were done.
+    """
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
         loaded.pagerunner_init.argtypes = [ctypes.c_void_p] * 4
         self.lanes: int = loaded.pagerunner_init(*_openmp())
-        self.product = _taking_bytes(loaded.pagerunner_product)
-        self.prepare = _taking_bytes(loaded.pagerunner_prepare)
-        self.attention = _taking_bytes(loaded.pagerunner_attention)
+        commands = (ctypes.c_char_p, ctypes.c_long)
+        self.threads = _function(loaded.pagerunner_threads, *commands)
+        self.scratch = _function(loaded.pagerunner_scratch, *commands, ctypes.c_long)
+        self.run = _function(loaded.pagerunner_run, *commands, ctypes.c_void_p, ctypes.c_long)
 
     @property
     def panel(self) -> int:
@@ -67,9 +78,9 @@ def loaded() -> Library | None:
         return None
 
 
-def _taking_bytes(function: ctypes._NamedFuncPointer) -> ctypes._NamedFuncPointer:
-    function.argtypes, function.restype = [ctypes.c_char_p], None
-    return function
+def _function(found: ctypes._NamedFuncPointer, *arguments: type[ctypes._SimpleCData[Any]]) -> Callable[..., int]:
+    found.argtypes, found.restype = arguments, ctypes.c_long
+    return found
 
 
 def _openmp() -> list[int | None]:
@@ -102,9 +113,26 @@ def _found_or_made() -> Library:
 
 
 def _kept(compiler: list[str], source: Path, target: Path) -> Library:
-    if not _is_whole(target):  # to map a file that was cut short may end the process
+    if _is_whole(target):
+        with contextlib.suppress(OSError):  # a folder that can't be written to is never cleared either
+            os.utime(target)
+    else:  # to map a file that was cut short may end the process
         _compile(compiler, source, target)
+        _clear(target.parent)
     return Library(target)
+
+
+def _clear(folder: Path) -> None:
+    """Remove libraries but those used last: every version of the kernels, compiler and processor has one of its own."""
+
+    def used(file: Path) -> float:
+        try:
+            return file.stat().st_mtime
+        except FileNotFoundError:  # another process removed it
+            return math.inf
+
+    for file in sorted(folder.glob("kernels-*.so"), key=used, reverse=True)[KEPT:]:
+        file.unlink(missing_ok=True)
 
 
 def _is_whole(target: Path) -> bool:

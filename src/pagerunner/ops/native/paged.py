@@ -3,80 +3,138 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import torch
 
 from pagerunner.batch import KVPages, StepRows
-from pagerunner.ops.native.library import Library, loaded
+from pagerunner.memory.specs import FullKV
+from pagerunner.ops.native.calls import ATTENTION, PREPARE, address, call, empty, memory_of, sized
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
-_CALL = struct.Struct("17P15q3f")  # Attention in native/attention.h
+_CALL = struct.Struct("17P16q3f4x")  # Attention in native/attention.h
 _NO_SCORES = Scores(0.0)
 _NO_PLAN = PagedPlan()
+_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
 
-def _kernels() -> Library:
-    found = loaded()
-    assert found is not None, "the backend serves machines with CPU kernels alone"
-    return found
+class _Inputs(NamedTuple):
+    """What a command reads and writes; None: what it doesn't look at."""
+
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    pages: KVPages
+    write: tuple[torch.Tensor, torch.Tensor] | None = None
+    prep: HeadPrep | None = None
+    out_THV: torch.Tensor | None = None
+    table_SW: torch.Tensor | None = None
+    rows: StepRows | None = None
+    plan: PagedPlan = _NO_PLAN
+    scores: Scores = _NO_SCORES
+
+    def run(self, *kinds: int) -> None:
+        """Run commands of these kinds on it, one after another."""
+        packed = self._packed()
+        prep, rows = self.prep, self.rows
+        tensors = (
+            *self.heads,
+            self.pages.k,
+            self.pages.v,
+            *(self.write or ()),
+            self.out_THV,
+            self.table_SW,
+            self.scores.sinks_H,
+            *(() if prep is None else (prep.q_norm_D, prep.k_norm_D, *prep.angles)),
+            *(() if rows is None else (rows.slots_R, rows.query_start_R1, rows.seq_lens_R)),
+        )
+        for kind in kinds:
+            call(kind, packed, tensors)
+
+    def _packed(self) -> bytes:
+        """The C structure. Raises TypeError or ValueError for tensors that it doesn't describe."""
+        q_THD, k_TKD, v_TKV = self.heads
+        (tokens, num_heads, size), (kv_heads, value_size) = q_THD.shape, v_TKV.shape[1:]
+        k_pages, v_pages = self.pages.k, self.pages.v
+        sized("k", k_TKD, tokens, kv_heads, size)
+        sized("v", v_TKV, tokens, kv_heads, value_size)
+        sized("pages of keys", k_pages, None, None, kv_heads, size)
+        sized("pages of values", v_pages, None, k_pages.shape[1], kv_heads, value_size)
+        table, rows = self.table_SW, self.rows
+        return _CALL.pack(
+            address("q", q_THD, _F32, 2),
+            address("k", k_TKD, _F32, 2),
+            address("v", v_TKV, _F32, 2),
+            address("pages of keys", k_pages, _F32, 3),
+            address("pages of values", v_pages, _F32, 3),
+            0 if self.out_THV is None else self.out_THV.data_ptr(),
+            *self._prep_addresses(tokens, size),
+            _optional("sinks", self.scores.sinks_H, _F32, num_heads),
+            *self._write_addresses(tokens),
+            0 if table is None else address("the page table", table, _I64, 1),
+            *_row_addresses(rows),
+            q_THD.stride(0),
+            k_TKD.stride(0),
+            v_TKV.stride(0),
+            k_pages.stride(0),
+            v_pages.stride(0),
+            k_pages.shape[1],
+            0 if table is None else table.stride(0),
+            1 if table is None else table.shape[1],
+            tokens,
+            0 if rows is None else rows.slots_R.shape[0],
+            num_heads,
+            kv_heads,
+            size,
+            value_size,
+            self.plan.window,
+            self.plan.chunk,
+            0.0 if self.prep is None else self.prep.eps,
+            self.scores.scale,
+            self.scores.softcap,
+        )
+
+    def _prep_addresses(self, tokens: int, size: int) -> tuple[int, int, int, int]:
+        if self.prep is None:
+            return 0, 0, 0, 0
+        cos_T1D, sin_T1D = self.prep.angles
+        sized("cosines", cos_T1D, tokens, 1, size)
+        sized("sines", sin_T1D, tokens, 1, size)
+        return (
+            _optional("the queries' norm", self.prep.q_norm_D, _F32, size),
+            _optional("the keys' norm", self.prep.k_norm_D, _F32, size),
+            address("cosines", cos_T1D, _F32, 3),
+            address("sines", sin_T1D, _F32, 3),
+        )
+
+    def _write_addresses(self, tokens: int) -> tuple[int, int]:
+        if self.write is None:
+            return 0, 0
+        entry_T, offset_T = self.write
+        return _optional("write entries", entry_T, _I64, tokens), _optional("write offsets", offset_T, _I64, tokens)
 
 
-def _at(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _optional(name: str, x: torch.Tensor | None, dtype: torch.dtype, size: int) -> int:
+    if x is None:
+        return 0
+    sized(name, x, size)
+    return address(name, x, dtype, 1)
 
 
-def _call(
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    pages: KVPages,
-    *,
-    prep: HeadPrep | None = None,
-    write: tuple[torch.Tensor, torch.Tensor] | None = None,
-    out_THV: torch.Tensor | None = None,
-    table_SW: torch.Tensor | None = None,
-    rows: StepRows | None = None,
-    plan: PagedPlan = _NO_PLAN,
-    scores: Scores = _NO_SCORES,
-) -> bytes:
-    q_THD, k_TKD, v_TKV = heads
-    (tokens, num_heads, size), (kv_heads, value_size) = q_THD.shape, v_TKV.shape[1:]
-    write_entry_T, write_offset_T = (None, None) if write is None else write
-    return _CALL.pack(
-        q_THD.data_ptr(),
-        k_TKD.data_ptr(),
-        v_TKV.data_ptr(),
-        pages.k.data_ptr(),
-        pages.v.data_ptr(),
-        _at(out_THV),
-        0 if prep is None else _at(prep.q_norm_D),
-        0 if prep is None else _at(prep.k_norm_D),
-        0 if prep is None else prep.angles.cos_T1D.data_ptr(),
-        0 if prep is None else prep.angles.sin_T1D.data_ptr(),
-        _at(scores.sinks_H),
-        _at(write_entry_T),
-        _at(write_offset_T),
-        _at(table_SW),
-        0 if rows is None else rows.slots_R.data_ptr(),
-        0 if rows is None else rows.query_start_R1.data_ptr(),
-        0 if rows is None else rows.seq_lens_R.data_ptr(),
-        q_THD.stride(0),
-        k_TKD.stride(0),
-        v_TKV.stride(0),
-        pages.k.stride(0),
-        pages.v.stride(0),
-        pages.k.shape[1],
-        1 if table_SW is None else table_SW.stride(0),
-        tokens,
-        0 if rows is None else rows.slots_R.shape[0],
-        num_heads,
-        kv_heads,
-        size,
-        value_size,
-        plan.window,
-        plan.chunk,
-        0.0 if prep is None else prep.eps,
-        scores.scale,
-        scores.softcap,
+def _row_addresses(rows: StepRows | None) -> tuple[int, int, int]:
+    if rows is None:
+        return 0, 0, 0
+    count = rows.slots_R.shape[0]
+    return (
+        address("slots", rows.slots_R, _I32, 1),
+        _optional("query starts", rows.query_start_R1, _I32, count + 1),
+        _optional("lengths", rows.seq_lens_R, _I32, count),
     )
+
+
+def attention_memory(tokens: int, heads: int, spec: FullKV) -> int:
+    """Bytes that attention of a step of so many tokens works in."""
+    nowhere, strides = (0,) * 17, (0,) * 8
+    sizes = tokens, 1, heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, 0, 0
+    return memory_of(ATTENTION, _CALL.pack(*nowhere, *strides, *sizes, 0.0, 0.0, 0.0))
 
 
 def _dense(x_TND: torch.Tensor) -> torch.Tensor:
@@ -93,7 +151,7 @@ def store_kv_(
 ) -> None:
     """See `ops.paged_attention.store_kv_`."""
     heads = k_TKD[:, :0], _dense(k_TKD), _dense(v_TKV)
-    _kernels().prepare(_call(heads, pages, write=(write_entry_T, write_offset_T)))
+    _Inputs(heads, pages, (write_entry_T, write_offset_T)).run(PREPARE)
 
 
 def prepare_heads_(
@@ -104,8 +162,7 @@ def prepare_heads_(
     write_offset_T: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention.prepare_heads_`."""
-    call = _call(prep.split(qkv_TND), pages, prep=prep, write=(write_entry_T, write_offset_T))
-    _kernels().prepare(call)
+    _Inputs(prep.split(qkv_TND), pages, (write_entry_T, write_offset_T), prep).run(PREPARE)
 
 
 def paged_attention(
@@ -120,9 +177,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `ops.paged_attention.paged_attention`."""
     heads = _dense(q_THD), _dense(k_TKD), _dense(v_TKV)
-    out_THV = q_THD.new_empty(*q_THD.shape[:2], v_TKV.shape[2])
-    kernels = _kernels()
-    kernels.attention(_call(heads, pages, out_THV=out_THV, table_SW=table_SW, rows=rows, plan=plan, scores=scores))
+    out_THV = empty(*q_THD.shape[:2], v_TKV.shape[2])
+    _Inputs(heads, pages, None, None, out_THV, table_SW, rows, plan, scores).run(ATTENTION)
     return out_THV
 
 
@@ -138,13 +194,7 @@ def projected_attention(
     scores: Scores,
 ) -> torch.Tensor:
     """See `ops.paged_attention.projected_attention`."""
-    heads = prep.split(qkv_TND)
-    out_THV = qkv_TND.new_empty(qkv_TND.shape[0], prep.num_heads, qkv_TND.shape[2])
+    out_THV = empty(qkv_TND.shape[0], prep.num_heads, qkv_TND.shape[2])
     write = write_entry_T, write_offset_T
-    call = _call(
-        heads, pages, prep=prep, write=write, out_THV=out_THV, table_SW=table_SW, rows=rows, plan=plan, scores=scores
-    )
-    kernels = _kernels()
-    kernels.prepare(call)
-    kernels.attention(call)
+    _Inputs(prep.split(qkv_TND), pages, write, prep, out_THV, table_SW, rows, plan, scores).run(PREPARE, ATTENTION)
     return out_THV

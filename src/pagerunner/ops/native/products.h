@@ -15,19 +15,21 @@
 #define TOKENS 6
 #endif
 
-enum { BLOCK = 384, TILES = 192 / TOKENS }; // input features and tiles of x that stay in a cache together
+enum { BLOCK = 256, TILES = 192 / TOKENS }; // input features and tiles of x that stay in a cache together
+enum { PANELS = 8 };                        // that a thread computes at once, at most
 
 typedef struct {
     const float *x;       // [T, I]
-    const float *panels;  // [ceil(O / PANEL), I, PANEL]
+    const float *panels;  // of each section: [ceil(O / sections / PANEL), I, PANEL]
     const float *bias;    // [O], or NULL
     float *out;           // [T, O]; [T, O / 2] with a gate
     const float *norm;    // [I]: multiplies x / rms(x); or NULL
     long tokens, inputs, outputs, x_stride, out_stride;
     float eps;
-    int offset; // the norm's weight counts from 1
-    int add;    // add to out
-    int gate;   // silu(first half) * second half
+    int offset;   // the norm's weight counts from 1
+    int add;      // add to out
+    int gate;     // silu(first section) * second section
+    int sections; // 1 or 2 equal parts of O, each of which begins with a panel
 } Product;
 
 // Tokens are taken in tiles of at most TOKENS, which are about equally large: 32 tokens in tiles of 6, 6, 5, 5, 5, 5. A tile of M tokens
@@ -136,84 +138,90 @@ static void sums(
         }
 }
 
-typedef struct {
-    const Product *call;
-    const float *x; // in tiles, and normed if it is to be normed
-    long panels; // those of the gate alone, with a gate
-} ProductWork;
+INLINE long section_panels(const Product *call) { return (call->outputs / call->sections + PANEL - 1) / PANEL; }
 
-enum { PANELS = 8 }; // that a thread computes at once
-
-// Panels [first, last) of all tokens, in pieces whose sums stay in a cache.
-static void product_part(const ProductWork *work, long first, long last, float *acc)
+// Panels [first, last) of each section, for all tokens, in pieces whose sums stay in a cache. `x` is in tiles, and normed.
+static void product_part(const Product *call, const float *x, long first, long last, float *acc)
 {
-    const Product *call = work->call;
-    long inputs = call->inputs, halves = call->gate ? 2 : 1, half = work->panels * PANEL;
-    long tiles = tiles_of(call->tokens);
+    long inputs = call->inputs, sections = call->sections, section = call->outputs / sections, all = section_panels(call);
+    long tiles = tiles_of(call->tokens), panels = last - first, stride = sections * panels * PANEL;
+    long width = min(panels * PANEL, section - first * PANEL);
     for (long i = 0; i < tiles; i += TILES) {
         long last_tile = min(i + TILES, tiles), t = tile_begin(call->tokens, i);
         long tokens = tile_begin(call->tokens, last_tile) - t, block = tokens <= 2 * TOKENS ? inputs : BLOCK;
-        for (long p = first; p < last; p += PANELS) {
-            long panels = min(PANELS, last - p), stride = halves * panels * PANEL;
-            for (long k = 0; k < inputs; k += block)
-                for (long h = 0; h < halves; h++)
-                    sums(
-                        work->x, call->tokens, i, last_tile, call->panels + (p + h * work->panels) * inputs * PANEL, inputs, k,
-                        min(block, inputs - k), panels, acc + h * panels * PANEL, stride);
-            long width = min(panels * PANEL, call->outputs / halves - p * PANEL);
-            for (long j = 0; j < tokens; j++) {
-                float *from = acc + j * stride, *to = call->out + (t + j) * call->out_stride + p * PANEL;
-                if (call->bias)
-                    for (long h = 0; h < halves; h++)
-                        for (long c = 0; c < width; c++)
-                            from[h * panels * PANEL + c] += call->bias[h * half + p * PANEL + c];
-                if (call->gate) silu_times(from, from + panels * PANEL, width);
+        for (long k = 0; k < inputs; k += block)
+            for (long s = 0; s < sections; s++)
+                sums(
+                    x, call->tokens, i, last_tile, call->panels + (first + s * all) * inputs * PANEL, inputs, k,
+                    min(block, inputs - k), panels, acc + s * panels * PANEL, stride);
+        for (long j = 0; j < tokens; j++) {
+            float *from = acc + j * stride, *to = call->out + (t + j) * call->out_stride + first * PANEL;
+            for (long s = 0; call->bias && s < sections; s++)
+                for (long c = 0; c < width; c++)
+                    from[s * panels * PANEL + c] += call->bias[s * section + first * PANEL + c];
+            if (call->gate) silu_times(from, from + panels * PANEL, width);
+            for (long s = 0; s < (call->gate ? 1 : sections); s++) {
+                const float *own = from + s * panels * PANEL;
                 if (call->add)
-                    for (long c = 0; c < width; c++) to[c] += from[c];
+                    for (long c = 0; c < width; c++) to[s * section + c] += own[c];
                 else
-                    memcpy(to, from, width * sizeof(float));
+                    memcpy(to + s * section, own, width * sizeof(float));
             }
         }
     }
 }
 
-static void product_thread(void *argument, int thread, int threads)
+// Tokens of one tile, normed if they are to be. `normed` has room for a token.
+static void fill_tile(const Product *call, long first, long size, float *tile, float *normed)
 {
-    const ProductWork *work = argument;
-    float *acc = scratch(1, (size_t)2 * PANELS * PANEL * min(TILES * TOKENS, work->call->tokens));
-    long each = (work->panels + threads - 1) / threads;
-    product_part(work, min(thread * each, work->panels), min((thread + 1) * each, work->panels), acc);
+    for (long j = 0; j < size; j++) {
+        const float *x = call->x + (first + j) * call->x_stride;
+        float *out = size == 1 ? tile : normed;
+        if (call->norm) rms_norm(x, call->norm, call->eps, call->offset, call->inputs, out);
+        if (size > 1) put_in_tile(call->norm ? normed : x, call->inputs, j, size, tile);
+        else if (!call->norm) memcpy(tile, x, call->inputs * sizeof(float));
+    }
 }
 
-typedef struct {
-    const Product *call;
-    float *tiles;
-} TilesWork;
+// Panels of a piece: few where each thread gets several pieces then, but what one thread computes at once for one token.
+INLINE long piece_panels(long panels, long threads) { return min(PANELS, max(4, panels / (threads * 4) / 4 * 4)); }
 
-static void tiles_thread(void *argument, int thread, int threads)
+INLINE long acc_floats(const Product *call) { return 2 * PANELS * PANEL * min(TILES * TOKENS, call->tokens); }
+INLINE long own_floats(const Product *call) { return (acc_floats(call) + (min(call->tokens, TOKENS) + 1) * call->inputs + 15) & ~15; }
+INLINE int is_one_tile(const Product *call) { return call->tokens <= TOKENS; }
+
+static long product_scratch(const void *argument, long threads)
 {
-    const TilesWork *work = argument;
-    const Product *call = work->call;
-    long inputs = call->inputs, tiles = tiles_of(call->tokens), each = (tiles + threads - 1) / threads;
-    float *normed = call->norm ? scratch(1, inputs) : NULL;
-    for (long i = thread * each; i < min((thread + 1) * each, tiles); i++) {
-        long first = tile_begin(call->tokens, i), size = tile_begin(call->tokens, i + 1) - first;
-        for (long j = 0; j < size; j++) {
-            const float *x = call->x + (first + j) * call->x_stride;
-            if (normed) rms_norm(x, call->norm, call->eps, call->offset, inputs, normed);
-            put_in_tile(normed ? normed : x, inputs, j, size, work->tiles + first * inputs);
+    const Product *call = argument;
+    return threads * own_floats(call) + (is_one_tile(call) ? 0 : call->tokens * call->inputs);
+}
+
+static long product_amount(const void *argument)
+{
+    const Product *call = argument;
+    return call->tokens * call->inputs * call->outputs;
+}
+
+// Each thread makes a single tile for itself; many tiles are made by all threads, for all.
+static void product(const void *argument, const Worker *worker)
+{
+    const Product *call = argument;
+    long panels = section_panels(call), piece = piece_panels(panels, worker->threads);
+    float *acc = worker->scratch + worker->thread * own_floats(call), *own = acc + acc_floats(call);
+    float *normed = own + min(call->tokens, TOKENS) * call->inputs;
+    const float *x = call->x;
+    if (is_one_tile(call)) {
+        if (call->tokens > 1 || call->norm) x = own, fill_tile(call, 0, call->tokens, own, normed);
+    } else {
+        float *tiles = worker->scratch + worker->threads * own_floats(call);
+        for (long i; (i = take(worker)) < tiles_of(call->tokens);) {
+            long first = tile_begin(call->tokens, i), size = tile_begin(call->tokens, i + 1) - first;
+            fill_tile(call, first, size, tiles + first * call->inputs, normed);
         }
+        x = tiles;
+        meet(worker);
     }
-}
-
-// See Product.
-void pagerunner_product(const Product *call)
-{
-    ProductWork work = {call, call->x, (call->outputs / (call->gate ? 2 : 1) + PANEL - 1) / PANEL};
-    if (call->norm || call->tokens > 1) {
-        TilesWork tiles = {call, scratch(0, (size_t)call->tokens * call->inputs)};
-        in_threads(tiles_thread, &tiles, call->tokens * call->inputs * 8);
-        work.x = tiles.tiles;
-    }
-    in_threads(product_thread, &work, call->tokens * call->inputs * call->outputs);
+    for (long i; call->tokens && (i = take(worker)) < (panels + piece - 1) / piece;)
+        product_part(call, x, i * piece, min((i + 1) * piece, panels), acc);
+    meet(worker);
 }

@@ -1,0 +1,15 @@
+"""Rows of a table of embeddings. Shape letters: T tokens, V vocabulary, D features."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.ops.native import small
+
+
+def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` of the table, [T, D]. On a CPU an id outside the table raises IndexError."""
+    if ids_T.dim() == 1 and ids_T.dtype == torch.int64 and small.serves(table_VD):
+        return small.table_rows(ids_T, table_VD, table_VD.shape[0], in_panels=False)
+    return F.embedding(ids_T, table_VD)

@@ -1,0 +1,81 @@
+"""Decode steps of a CPU engine, recorded as commands of the CPU kernels: a CPU's graphs.
+
+A step of a small model is hundreds of calls from Python, each of which computes for a few microseconds. All of a step's tensors are at
+the same places in every step with as many rows. So the first step with that number of rows records its commands, and later ones
+run them in one call. Models whose layers ask torch to compute run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.batch import ForwardBatch
+from pagerunner.ops.native.calls import CannotRecordError, Recording, recording
+from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.staging import StagedStep
+from pagerunner.types import StateSave
+
+logger = logging.getLogger(__name__)
+RECORDED_BYTES = 16 << 20
+"""Memory for the tensors of a recorded step; a step that needs more has so much to compute that recording gains nothing."""
+
+
+class _Recorded(NamedTuple):
+    recording: Recording
+    run: Callable[[], None]
+    logits_SV: torch.Tensor
+
+
+class RecordedSteps:
+    """Recorded steps by their number of rows.
+
+    All use the same memory, and are valid while pages and weights are where they were. `steps` and `recorded` count decode steps, and
+    those of them that ran from a recording.
+    """
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self._memory = torch.empty(RECORDED_BYTES, dtype=torch.uint8)
+        self._held: dict[int, _Recorded] = {}
+        self._most_rows = 1 << 62
+        self.steps = self.recorded = 0
+
+    def logits(
+        self,
+        step: StagedStep,
+        builder: BatchBuilder,
+        state_saves: Sequence[StateSave],
+        logits_of: Callable[[ForwardBatch], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """The logits [S, V] of a step in which every row has one token and is sampled; None for a step that can't be recorded.
+
+        They are valid until the next step. `logits_of` computes them from a batch.
+        """
+        where = step.where
+        if not where.one_token or len(step.sampled_rows) != where.rows or where.rows > self._most_rows or state_saves:
+            return None
+        self.steps += 1
+        held = self._held.get(where.rows)
+        if held is not None and held.recording.is_valid:
+            builder.fill(step, where.rows, where.tokens)
+        else:
+            try:
+                held = self._record(builder.eager(step), logits_of)
+            except CannotRecordError as error:
+                self._most_rows = where.rows - 1
+                if where.rows == 1:
+                    logger.info("Decode steps run operation by operation: %s.", error)
+                return None
+            self._held[where.rows] = held
+        held.run()
+        self.recorded += 1
+        return held.logits_SV
+
+    def _record(self, batch: ForwardBatch, logits_of: Callable[[ForwardBatch], torch.Tensor]) -> _Recorded:
+        with recording(self._memory) as made:
+            logits_SV = logits_of(batch)
+        return _Recorded(made, made.finish(), logits_SV)

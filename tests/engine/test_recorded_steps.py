@@ -1,0 +1,72 @@
+"""Decode steps that run from recordings give the tokens of steps that run call by call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.compiler import needs_compiler
+from pagerunner import LLM, SamplingParams
+from pagerunner.ops.native.library import SWITCH
+from pagerunner.runner.recorded import RecordedSteps
+
+pytestmark = needs_compiler
+PROMPTS = [{"prompt_token_ids": [3 + i, 7, 11, *range(i)]} for i in range(9)]
+PARAMS = [
+    SamplingParams(
+        temperature=0 if i % 2 else 0.8,
+        seed=i,
+        max_tokens=3 + 2 * i,
+        ignore_eos=True,
+        detokenize=False,
+        presence_penalty=0.5 if i == 3 else 0.0,
+        logprobs=2 if i == 4 else None,
+    )
+    for i in range(9)
+]
+
+
+def recorded(llm: LLM) -> RecordedSteps | None:
+    return llm._core._executor._runner._recorded  # type: ignore[attr-defined]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+def test_tokens_are_those_of_single_calls(tmp_path: Path, family: str) -> None:
+    path = str(make_checkpoint(tmp_path, family, tokenizer=False))
+    llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+    plain = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, enforce_eager=True)
+    assert recorded(plain) is None
+    assert tokens(llm) == tokens(plain)
+    steps = recorded(llm)
+    assert steps is not None and steps.recorded == steps.steps > 10
+
+
+def test_recordings_are_made_again_after_sleep(tmp_path: Path) -> None:
+    path = str(make_checkpoint(tmp_path, "qwen3", tokenizer=False))
+    llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, enable_sleep_mode=True)
+    want = tokens(llm)
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        assert tokens(llm) == want
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss"])
+def test_models_that_compute_with_torch_run_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    path = str(make_window_checkpoint(tmp_path, family, tokenizer=False))
+    llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+    found, steps = tokens(llm), recorded(llm)
+    assert steps is not None and steps.recorded == 0
+    monkeypatch.setenv(SWITCH, "0")
+    plain = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+    assert recorded(plain) is None
+    assert tokens(plain) == found

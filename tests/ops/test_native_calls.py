@@ -1,0 +1,215 @@
+"""Calls of the CPU kernels: what they refuse, the memory they work in, and recordings that run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers.compiler import needs_compiler
+from pagerunner.batch import KVPages, StepRows
+from pagerunner.ops.embedding import embedding
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.native import paged
+from pagerunner.ops.native.calls import CannotRecordError, recording
+from pagerunner.ops.norm import offset_rms_norm, rms_norm
+from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
+from pagerunner.ops.panels import Layout, panel_width, product, put_rows
+from pagerunner.ops.rope import RopeAngles, rope_angles
+
+pytestmark = needs_compiler
+
+
+def memory(size: int = 1 << 20) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def panels(outputs: int, inputs: int) -> tuple[torch.Tensor, Layout]:
+    width = panel_width()
+    assert width is not None
+    layout = Layout(width, outputs)
+    made = torch.empty(layout.panels, inputs, width)
+    put_rows(made, layout, 0, torch.randn(outputs, inputs))
+    return made, layout
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(0, 8), (1, 5), (3, 64), (40, 300)])
+@pytest.mark.parametrize("op", [rms_norm, offset_rms_norm])
+def test_norms_equal_their_twins(op, tokens: int, features: int) -> None:
+    x_TD, weight_D = torch.randn(tokens, features + 2)[:, 1:-1], torch.rand(features)
+    torch.testing.assert_close(op(x_TD, weight_D, 1e-6), op.twin(x_TD, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_angles_equal_their_twin(scale: float) -> None:
+    positions_T = torch.tensor([0, 1, 17, 4095, 40_959, 131_071])
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, 64, 2) / 64)
+    got = rope_angles(positions_T, frequencies, scale, torch.float32)
+    want = rope_angles.twin(positions_T, frequencies, scale, torch.float32)
+    torch.testing.assert_close(got, want, atol=2e-7, rtol=1e-6)
+
+
+def test_rows_equal_their_twin_and_wrong_ids_are_refused() -> None:
+    table = torch.randn(9, 12)[:, 2:7]
+    ids_T = torch.tensor([8, 0, 3, 3])
+    assert torch.equal(embedding(ids_T, table), torch.nn.functional.embedding(ids_T, table))
+    for wrong in (-1, 9, 2**40):
+        with pytest.raises(IndexError, match="outside the vocabulary"):
+            embedding(torch.tensor([1, wrong]), table)
+
+
+CODE = """
+import resource, torch
+from pagerunner.ops.panels import Layout, panel_width, product
+from pagerunner.ops.native import paged
+from pagerunner.ops.paged_attention import PagedPlan, Scores
+from pagerunner.batch import KVPages, StepRows
+width = panel_width()
+weights = torch.zeros(2, 256, width)
+x = torch.zeros(1, 256).expand(60_000, 256)
+out = torch.zeros(1, 1).expand(1, 1)
+product(x[:2], weights, Layout(width, 2 * width))
+into = torch.zeros(60_000, 2 * width)
+heads = [torch.zeros(64, size, 4096) for size in (512, 1, 1)]
+pages = KVPages(0, torch.zeros(1, 64, 1, 4096), torch.zeros(1, 64, 1, 4096))
+table, rows = torch.zeros(1, 1, dtype=torch.int64), StepRows.of([64], [64], [0])
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 20_000_000, now + 20_000_000))
+def attend():
+    paged.paged_attention(*heads, pages, table, rows, PagedPlan(), Scores(1.0))
+for run in (lambda: product(x, weights, Layout(width, 2 * width), add_to_TO=into), attend):
+    try:
+        run()
+    except RuntimeError as error:
+        print("refused:", "allocate memory" in str(error))
+print(product(x[:2], weights, Layout(width, 2 * width)).abs().sum().item())
+"""
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_not_the_end_of_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["refused: True", "refused: True", "0.0"]
+
+
+def attention_inputs() -> dict[str, torch.Tensor]:
+    """A row of 3 tokens after 2 in pages of 4; 2 query heads and 1 key/value head of 8 elements."""
+    return {
+        "qkv": torch.randn(3, 4, 8),
+        "cos": torch.ones(3, 1, 8),
+        "sin": torch.zeros(3, 1, 8),
+        "norm": torch.ones(8),
+        "k pages": torch.randn(5, 4, 1, 8),
+        "v pages": torch.randn(5, 4, 1, 8),
+        "entries": torch.tensor([3, 3, 1]),
+        "offsets": torch.tensor([2, 3, 0]),
+        "table": torch.tensor([[3, 1]]),
+        "slots": torch.tensor([0], dtype=torch.int32),
+        "starts": torch.tensor([0, 3], dtype=torch.int32),
+        "lengths": torch.tensor([5], dtype=torch.int32),
+        "sinks": torch.zeros(2),
+    }
+
+
+def attend(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    prep = HeadPrep(2, 1, RopeAngles(given["cos"], given["sin"]), given["norm"], given["norm"], 1e-6)
+    rows = StepRows(given["slots"], given["starts"], given["lengths"], given["slots"], given["entries"], 3, 5, False)
+    pages = KVPages(0, given["k pages"], given["v pages"])
+    write = given["entries"], given["offsets"]
+    scores = Scores(1.0, 0.0, given["sinks"])
+    return paged.projected_attention(given["qkv"], prep, pages, *write, given["table"], rows, PagedPlan(), scores)
+
+
+@pytest.mark.parametrize("name", list(attention_inputs()))
+def test_attention_refuses_other_numbers_and_gaps(name: str) -> None:
+    given = attention_inputs()
+    assert attend(given).shape == (3, 2, 8)
+    right = given[name]
+    other = torch.float64 if right.is_floating_point() else torch.int16
+    with pytest.raises(TypeError, match=r"a CPU kernel reads .* of shape \["):
+        attend(given | {name: right.to(other)})
+    gaps = torch.stack((right, right), -1)[..., 0]
+    if right.numel() > 1 and name != "qkv":
+        with pytest.raises(TypeError, match="strides"):
+            attend(given | {name: gaps})
+
+
+@pytest.mark.parametrize("name", ["cos", "norm", "v pages", "entries", "starts", "lengths", "sinks"])
+def test_attention_refuses_other_shapes(name: str) -> None:
+    given = attention_inputs()
+    with pytest.raises(ValueError, match=r"a CPU kernel takes .* of shape"):
+        attend(given | {name: torch.cat((given[name], given[name]), -1)})
+
+
+def test_a_table_whose_rows_are_apart_is_read_by_its_width() -> None:
+    """The columns are a ring: page 2 of a sequence is in column 0 of a table of two."""
+    given = attention_inputs()
+    given["lengths"] = torch.tensor([11], dtype=torch.int32)
+    want = attend(dict(given, qkv=given["qkv"].clone()))
+    apart = torch.full((1, 7), 10**12)
+    apart[:, :2] = given["table"]
+    assert torch.equal(attend(dict(given, table=apart[:, :2])), want)
+
+
+def test_a_recording_does_the_same_again() -> None:
+    weights, layout = panels(40, 24)
+    x_TI, norm = torch.randn(3, 24), Norm(torch.rand(24), 1e-6)
+
+    def work() -> torch.Tensor:
+        return product(rms_norm(x_TI, norm.weight_I, 1e-6), weights, layout, norm=Norm(norm.weight_I, 1e-6))
+
+    with recording(memory()) as made:
+        out = work()
+    run = made.finish()
+    for _ in range(3):
+        run()
+        assert torch.equal(out, work())
+        x_TI.normal_()
+    assert made.is_valid
+
+
+def test_a_recording_is_of_kernels_alone() -> None:
+    weights, layout = panels(40, 24)
+    x_TI = torch.randn(3, 24)
+    for compute in (lambda x: x + 1, lambda x: x.mul_(2), lambda x: x.t().contiguous(), lambda x: x.clone()):
+        before = x_TI.clone()
+        with pytest.raises(CannotRecordError, match="aten"), recording(memory()):
+            compute(product(x_TI, weights, layout))
+        assert torch.equal(x_TI, before)
+    assert product(x_TI, weights, layout).isfinite().all(), "the thread still records"
+
+
+def test_a_recording_ends_where_its_memory_ends() -> None:
+    weights, layout = panels(40, 24)
+    x_TI, room = torch.randn(100, 24), memory(1024)
+    with pytest.raises(CannotRecordError, match="more than 1024 bytes"), recording(room):
+        product(x_TI, weights, layout)
+
+
+def test_a_recording_knows_when_a_tensor_has_moved() -> None:
+    weights, layout = panels(40, 24)
+    x_TI = torch.randn(2, 24)
+    with recording(memory()) as made:
+        product(x_TI, weights, layout)
+    made.finish()
+    assert made.is_valid
+    weights.untyped_storage().resize_(0)
+    assert not made.is_valid
+
+
+def test_a_recorded_row_that_is_not_there_is_refused_each_time() -> None:
+    table, ids_T = torch.randn(9, 4), torch.tensor([3])
+    with recording(memory()) as made:
+        out_TD = embedding(ids_T, table)
+    run = made.finish()
+    run()
+    assert torch.equal(out_TD, table[3:4])
+    ids_T.fill_(-3)
+    for _ in range(2):
+        with pytest.raises(IndexError, match="outside the vocabulary"):
+            run()
+    ids_T.fill_(2)
+    run()
+    assert torch.equal(out_TD, table[2:3])
