@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from helpers.compiler import needs_compiler
+from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
 from pagerunner.batch import KVPages, StepRows
+from pagerunner.ops.batch import StepTensors, build_rows
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import paged
@@ -18,6 +21,7 @@ from pagerunner.ops.norm import offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
 from pagerunner.ops.rope import RopeAngles, rope_angles
+from pagerunner.ops.sample import greedy
 
 pytestmark = needs_compiler
 
@@ -58,6 +62,35 @@ def test_rows_equal_their_twin_and_wrong_ids_are_refused() -> None:
     for wrong in (-1, 9, 2**40):
         with pytest.raises(IndexError, match="outside the vocabulary"):
             embedding(torch.tensor([1, wrong]), table)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1] * 9, [7], [3, 1, 20, 1]])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_steps_tensors_equal_their_twin(lengths: list[int], padding: int) -> None:
+    check_build_rows(build_rows, lengths, len(lengths) + padding, sum(lengths) + 2 * padding)
+
+
+def test_a_step_larger_than_its_tensors_is_refused() -> None:
+    packed, where = staged_rows(random.Random(1), [3, 1], 2, 4, 9)
+    for rows, tokens, room in ((2, 3, "token ids"), (1, 4, "slots")):
+        out = StepTensors.empty(rows, tokens, len(GROUPS), torch.device("cpu"))
+        with pytest.raises(ValueError, match=room):
+            build_rows(packed, where, tables(9, "cpu"), torch.zeros(10, dtype=torch.int64), out)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 8, 100, 1000])
+def test_greedy_tokens_equal_argmax(vocabulary: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits_SV = torch.randn(40, 2 * vocabulary)[:, vocabulary:].round()  # many ties, rows apart
+    for row, value in enumerate((inf, -inf, nan, 0.0)):
+        logits_SV[row] = value
+    for row, value in enumerate((inf, -inf, nan), 4):
+        logits_SV[row, vocabulary // 2] = logits_SV[row, -1] = value
+    logits_SV[7, vocabulary // 3], logits_SV[7, -1] = inf, nan
+    tokens_S, best_S = greedy(logits_SV)
+    assert torch.equal(tokens_S, logits_SV.argmax(-1))
+    want_S = logits_SV.gather(1, tokens_S.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(best_S, want_S, equal_nan=True, rtol=0, atol=0)
 
 
 CODE = """
@@ -162,7 +195,7 @@ def test_a_recording_does_the_same_again() -> None:
 
     with recording(memory()) as made:
         out = work()
-    run = made.finish()
+    run = made.finish(2)
     for _ in range(3):
         run()
         assert torch.equal(out, work())
@@ -193,7 +226,7 @@ def test_a_recording_knows_when_a_tensor_has_moved() -> None:
     x_TI = torch.randn(2, 24)
     with recording(memory()) as made:
         product(x_TI, weights, layout)
-    made.finish()
+    made.finish(2)
     assert made.is_valid
     weights.untyped_storage().resize_(0)
     assert not made.is_valid
@@ -203,7 +236,7 @@ def test_a_recorded_row_that_is_not_there_is_refused_each_time() -> None:
     table, ids_T = torch.randn(9, 4), torch.tensor([3])
     with recording(memory()) as made:
         out_TD = embedding(ids_T, table)
-    run = made.finish()
+    run = made.finish(2)
     run()
     assert torch.equal(out_TD, table[3:4])
     ids_T.fill_(-3)

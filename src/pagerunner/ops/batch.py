@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.native import batch as native
+from pagerunner.ops.native.library import library
 
 TABLE, WIDTH, PAGE_TOKENS = 0, 1, 2  # columns of `TableSet.shapes`
 
@@ -156,6 +158,15 @@ def build_rows(
         for tensor in (out.token_ids_T, out.positions_T, *out.write_offset_GT):
             tensor[tokens:padded_tokens] = 0
         out.write_entry_GT[:, tokens:padded_tokens] = -1
+
+
+@build_rows.on_cpu
+def _build_rows_on_cpu(
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
+) -> None:
+    if packed.device.type != "cpu" or library() is None:
+        return NotImplemented
+    return native.build_rows(packed, where, tables, last_tokens_N, out)
 
 
 @gpu_kernel("batch")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.native import small
 from pagerunner.ops.philox import uniforms
 
 # How many of the most likely tokens are sorted before a row is sorted as a whole.
@@ -67,6 +68,8 @@ def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The lowest id wins a tie. In a row with NaN the first NaN is taken, so that the logit tells.
     """
+    if small.serves(logits_SV):
+        return small.greedy(logits_SV)
     tokens_S1 = logits_SV.argmax(dim=-1, keepdim=True)
     return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1).float()
 
@@ -87,9 +90,12 @@ def sample(
     Where the largest logit isn't finite there is no distribution: the token id is then in range but means nothing.
     """
     tokens_S, best_S = greedy(logits_SV)
+    on_cpu = logits_SV.device.type == "cpu"
+    if on_cpu and not settings.scales[:, TEMPERATURE].any():  # nobody draws, nor did a slot's last request
+        return tokens_S, best_S
     own_S = slots_S.clamp(min=0)
     temperature_S = settings.scales[:, TEMPERATURE].index_select(0, own_S).masked_fill_(slots_S < 0, 0.0)
-    if logits_SV.device.type == "cpu":
+    if on_cpu:
         rows_N = (temperature_S > 0.0).nonzero().squeeze(-1)
     else:  # looking which rows draw would wait for the device
         rows_N = torch.arange(logits_SV.shape[0], device=logits_SV.device)

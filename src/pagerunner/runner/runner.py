@@ -162,7 +162,8 @@ class ModelRunner:
             sampled = self._sample_decoded(*outputs, step, plan.masks)
             return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
         if self._recorded is not None and not needs_hidden:
-            logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits)
+            threads = torch.get_num_threads() if self._threads is None else self._threads.usual
+            logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits, threads)
             if logits_SV is not None:
                 return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan.masks), {}, {})
         if captured is not None:

@@ -39,6 +39,11 @@ class StepThreads:
         weights = self._layer_bytes * max(tokens / WEIGHT_BOUND_TOKENS, 1)
         return weights + self._token_bytes * context < SMALL_BYTES
 
+    @property
+    def usual(self) -> int:
+        """The threads of a step that isn't small."""
+        return self._usual or torch.get_num_threads()
+
     @contextmanager
     def during(self, rows: Sequence[StepRow]) -> Iterator[None]:
         """The threads of a step with these rows; afterwards as before."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.native.library import Library, loaded
 
-PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM = range(6)  # as in native/kernels.c
+PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY = range(8)  # as in native/kernels.c
 _HEADER = struct.Struct("2q")
 _ALIGNED = 64  # bytes
 _own = threading.local()
@@ -89,7 +89,7 @@ def memory_of(kind: int, packed: bytes) -> int:
 
 def _run(commands: bytes) -> None:
     library = kernels()
-    threads = library.threads(commands, len(commands))
+    threads = library.threads(commands, len(commands), torch.get_num_threads())
     floats = library.scratch(commands, len(commands), threads)
     memory = torch.empty(floats, dtype=torch.float32)
     _refuse(library.run(commands, len(commands), memory.data_ptr(), threads))
@@ -136,15 +136,13 @@ class Recording:
         """Whether all tensors are where they were."""
         return all(tensor.untyped_storage().data_ptr() == place for place, tensor in self._given.items())
 
-    def finish(self) -> Callable[[], None]:
-        """What runs the commands again. It raises as `call` does."""
+    def finish(self, most: int) -> Callable[[], None]:
+        """What runs the commands again, on `most` threads or fewer. It raises as `call` does."""
         library, commands, size = kernels(), bytes(self._commands), len(self._commands)
-        most = torch.get_num_threads()
-        scratch = library.scratch(commands, size, most)
-        place = self.empty((scratch,)).data_ptr()
+        place = self.empty((library.scratch(commands, size, most),)).data_ptr()
 
         def run() -> None:
-            _refuse(library.run(commands, size, place, min(library.threads(commands, size), most)))
+            _refuse(library.run(commands, size, place, library.threads(commands, size, most)))
 
         return run
 

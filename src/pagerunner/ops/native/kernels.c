@@ -23,6 +23,8 @@ static const Kind kinds[] = { // in the order of the enumeration in library.py
     {NULL, rows_amount, NULL}, // its work may fail
     {angles, angles_amount, NULL},
     {norm, norm_amount, NULL},
+    {step, step_amount, NULL},
+    {greedy, greedy_amount, NULL},
 };
 
 typedef struct {
@@ -34,7 +36,6 @@ typedef struct {
 
 // Functions of the OpenMP runtime that torch has loaded; NULL: one thread. `pagerunner_init` sets them.
 static void (*gomp_parallel)(void (*region)(void *), void *argument, unsigned threads, unsigned flags);
-static int (*omp_max_threads)(void);
 static int (*omp_thread)(void);
 static int (*omp_threads)(void);
 
@@ -57,10 +58,10 @@ static void region(void *call) { work(call, omp_thread(), omp_threads()); }
 enum { WORTH_A_THREAD = 1 << 16 }; // multiplications of all commands, below which a second thread has hardly begun when all is done
 enum { SHARE = 1 << 14 };          // multiplications of a command that are worth a further thread
 
-// Threads that the commands are worth, of as many as the caller's OpenMP operators take.
-long pagerunner_threads(const char *commands, long bytes)
+// Threads that the commands are worth, at most `most`.
+long pagerunner_threads(const char *commands, long bytes, long most)
 {
-    if (!gomp_parallel) return 1;
+    if (!gomp_parallel || most == 1) return 1;
     long amount = 0, count = 0;
     for (const char *at = commands; at < commands + bytes; count++) {
         const Header *header = (const Header *)at;
@@ -68,7 +69,7 @@ long pagerunner_threads(const char *commands, long bytes)
         at += sizeof *header + header->bytes;
     }
     if (amount < WORTH_A_THREAD) return 1;
-    return max(1, min(omp_max_threads(), amount / count / SHARE));
+    return max(1, min(most, amount / count / SHARE));
 }
 
 // Floats of memory that the commands work in, with so many threads.
@@ -93,10 +94,9 @@ long pagerunner_run(const char *commands, long bytes, float *scratch, long threa
     return team.failed;
 }
 
-int pagerunner_init(void *parallel, void *most, void *thread, void *threads)
+int pagerunner_init(void *parallel, void *thread, void *threads)
 {
     gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
-    omp_max_threads = (int (*)(void))most;
     omp_thread = (int (*)(void))thread;
     omp_threads = (int (*)(void))threads;
     return LANES;

@@ -35,23 +35,23 @@ LINK = ("-shared", "-fPIC", "-lm")
 SECONDS = 120
 KEPT = 8
 _CHECKSUM = hashlib.sha256().digest_size  # bytes that end the file
-_OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Library:
     """The kernels, which take commands, see `calls`.
 
-    - `threads(commands, bytes)`: how many threads they are worth.
+    - `threads(commands, bytes, most)`: how many threads they are worth, of so many.
     - `scratch(commands, bytes, threads)`: how many floats of memory they work in.
     - `run(commands, bytes, memory, threads)`: the number of a command that was given what it can't use; 0 if all were done.
     """
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
-        loaded.pagerunner_init.argtypes = [ctypes.c_void_p] * 4
+        loaded.pagerunner_init.argtypes = [ctypes.c_void_p] * len(_OPENMP)
         self.lanes: int = loaded.pagerunner_init(*_openmp())
         commands = (ctypes.c_char_p, ctypes.c_long)
-        self.threads = _function(loaded.pagerunner_threads, *commands)
+        self.threads = _function(loaded.pagerunner_threads, *commands, ctypes.c_long)
         self.scratch = _function(loaded.pagerunner_scratch, *commands, ctypes.c_long)
         self.run = _function(loaded.pagerunner_run, *commands, ctypes.c_void_p, ctypes.c_long)
 

@@ -83,3 +83,94 @@ static void norm(const void *argument, const Worker *worker)
         rms_norm(call->x + t * call->x_stride, call->weight, call->eps, call->offset, call->features, call->out + t * call->features);
     meet(worker);
 }
+
+typedef struct {
+    const int64_t *packed, *entries, *shapes, *last_tokens; // PackedRows; TableSet's two; [N]
+    int64_t *token_ids, *positions;                         // what StepTensors holds, see ops/batch.py
+    int32_t *row, *slots;
+    int64_t *sample_slots;
+    int32_t *query_start, *seq_lens;
+    int64_t *write_entry, *write_offset;
+    long rows, tokens, padded_rows, padded_tokens;       // PackedRows
+    long starts_at, query_start_at, token_ids_at, rows_at; // in `packed`; the last is -1 where every row has one token
+    long groups, group_stride;                           // tokens between groups in write_entry and write_offset
+} Step;
+
+static long step_amount(const void *argument)
+{
+    const Step *call = argument;
+    return call->padded_tokens * 16;
+}
+
+// The tensors of a step, as ops/batch.py's build_rows defines them.
+static void step(const void *argument, const Worker *worker)
+{
+    const Step *call = argument;
+    const int64_t *slots = call->packed, *starts = slots + call->starts_at, *begins = slots + call->query_start_at;
+    const int64_t *ids = slots + call->token_ids_at, *rows = slots + call->rows_at;
+    if (take(worker)) {
+        meet(worker);
+        return;
+    }
+    for (long r = 0; r < call->padded_rows; r++) {
+        int real = r < call->rows;
+        call->slots[r] = real ? slots[r] : 0;
+        call->sample_slots[r] = real ? slots[r] : -1;
+        call->seq_lens[r] = real ? starts[r] + begins[r + 1] - begins[r] : 0;
+        call->query_start[r] = real ? begins[r] : call->tokens;
+    }
+    call->query_start[call->padded_rows] = call->tokens;
+    for (long t = 0; t < call->padded_tokens; t++) {
+        int real = t < call->tokens;
+        long r = !real ? -1 : call->rows_at < 0 ? t : rows[t], position = real ? starts[r] + t - begins[r] : 0;
+        call->row[t] = r;
+        call->positions[t] = position;
+        call->token_ids[t] = !real ? 0 : ids[t] < 0 ? call->last_tokens[slots[r]] : ids[t];
+        for (long g = 0; g < call->groups; g++) {
+            const int64_t *shape = call->shapes + 3 * g; // where the table begins, its width, the tokens of a page
+            long page = position / shape[2], at = g * call->group_stride + t;
+            call->write_entry[at] = real ? call->entries[shape[0] + slots[r] * shape[1] + page % shape[1]] : -1;
+            call->write_offset[at] = position - page * shape[2];
+        }
+    }
+    meet(worker);
+}
+
+typedef struct {
+    const float *logits; // [S, V]
+    int64_t *tokens;     // [S]
+    float *best;         // [S]
+    long rows, vocabulary, stride;
+} Greedy;
+
+static long greedy_amount(const void *argument)
+{
+    const Greedy *call = argument;
+    return call->rows * call->vocabulary / 4;
+}
+
+// The first of the largest logits of each row, or the first NaN.
+static void greedy(const void *argument, const Worker *worker)
+{
+    const Greedy *call = argument;
+    for (long r; (r = take(worker)) < call->rows;) {
+        const float *x = call->logits + r * call->stride;
+        Vector most = splat(-INFINITY);
+        Integers odd = {0};
+        long i = 0, at = 0;
+        for (; i + LANES <= call->vocabulary; i += LANES) {
+            Vector own = load(x + i);
+            Integers more = own > most;
+            most = (Vector)(((Integers)own & more) | ((Integers)most & ~more));
+            odd |= own != own;
+        }
+        float best = -INFINITY;
+        int nan = 0;
+        for (int j = 0; j < LANES; j++) best = most[j] > best ? most[j] : best, nan |= odd[j];
+        for (; i < call->vocabulary; i++) best = x[i] > best ? x[i] : best, nan |= x[i] != x[i];
+        while (at < call->vocabulary - 1 && (nan ? x[at] == x[at] : x[at] != best)) at++;
+        call->tokens[r] = at;
+        call->best[r] = x[at];
+    }
+    meet(worker);
+}

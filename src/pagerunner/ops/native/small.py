@@ -9,11 +9,12 @@ import struct
 
 import torch
 
-from pagerunner.ops.native.calls import ANGLES, NORM, ROWS, address, call, empty, sized
+from pagerunner.ops.native.calls import ANGLES, GREEDY, NORM, ROWS, address, call, empty, sized
 from pagerunner.ops.native.library import library
 
 _ROWS = struct.Struct("3P4q")  # Rows in native/small.h
 _ANGLES = struct.Struct("4P2qf4x")  # Angles
+_GREEDY = struct.Struct("3P3q")  # Greedy
 _NORM = struct.Struct("3P3qfi")  # Norm
 
 
@@ -79,3 +80,13 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: 
     )
     call(NORM, packed, (x_TD, weight_D, out_TD))
     return out_TD
+
+
+def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token of each row, int64 [S], and its logit, float32 [S], as `ops.sample.greedy` says."""
+    rows, vocabulary = logits_SV.shape
+    tokens_S, best_S = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+    place = address("logits", logits_SV, torch.float32, 1)
+    packed = _GREEDY.pack(place, tokens_S.data_ptr(), best_S.data_ptr(), rows, vocabulary, logits_SV.stride(0))
+    call(GREEDY, packed, (logits_SV, tokens_S, best_S))
+    return tokens_S, best_S

@@ -1,0 +1,66 @@
+"""`ops.batch.build_rows` by the CPU kernels."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagerunner.ops.native.calls import STEP, address, call, sized
+
+if TYPE_CHECKING:
+    from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+
+_STEP = struct.Struct("13P10q")  # Step in native/small.h
+_I32, _I64 = torch.int32, torch.int64
+
+
+def build_rows(
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
+) -> None:
+    """See `ops.batch.build_rows`."""
+    groups = tables.shapes.shape[0]
+    sized("the tables' shapes", tables.shapes, None, 3)
+    sized("write entries", out.write_entry_GT, groups, None)
+    sized("write offsets", out.write_offset_GT, groups, out.write_entry_GT.shape[1])
+    if packed.shape[0] < where.size:
+        raise ValueError(f"a step of {where} has {where.size} numbers; they are {list(packed.shape)}")
+    for name, tensor, count in (
+        ("token ids", out.token_ids_T, where.padded_tokens),
+        ("positions", out.positions_T, where.padded_tokens),
+        ("tokens' rows", out.row_T, where.padded_tokens),
+        ("write entries", out.write_entry_GT[0], where.padded_tokens),
+        ("slots", out.slots_R, where.padded_rows),
+        ("sampled slots", out.sample_slots_R, where.padded_rows),
+        ("query starts", out.query_start_R1, where.padded_rows + 1),
+        ("lengths", out.seq_lens_R, where.padded_rows),
+    ):
+        if tensor.shape[0] < count:
+            raise ValueError(f"a step of {where} takes {count} {name}; there is room for {list(tensor.shape)}")
+    command = _STEP.pack(
+        address("a packed step", packed, _I64, 1),
+        address("page tables", tables.entries, _I64, 1),
+        address("the tables' shapes", tables.shapes, _I64, 2),
+        address("last tokens", last_tokens_N, _I64, 1),
+        address("token ids", out.token_ids_T, _I64, 1),
+        address("positions", out.positions_T, _I64, 1),
+        address("tokens' rows", out.row_T, _I32, 1),
+        address("slots", out.slots_R, _I32, 1),
+        address("sampled slots", out.sample_slots_R, _I64, 1),
+        address("query starts", out.query_start_R1, _I32, 1),
+        address("lengths", out.seq_lens_R, _I32, 1),
+        address("write entries", out.write_entry_GT, _I64, 1),
+        address("write offsets", out.write_offset_GT, _I64, 1),
+        where.rows,
+        where.tokens,
+        where.padded_rows,
+        where.padded_tokens,
+        where.starts,
+        where.query_start,
+        where.token_ids,
+        -1 if where.one_token else where.token_rows,
+        groups,
+        out.write_entry_GT.stride(0),
+    )
+    call(STEP, command, (packed, tables.entries, last_tokens_N, out.token_ids_T))
