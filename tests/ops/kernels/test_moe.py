@@ -8,6 +8,7 @@ import torch
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.kernels.moe_packed import PairsConfig, packs, pairs_products
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
 
@@ -78,6 +79,47 @@ def test_stored_experts(form, sizes):
         got = moe_experts.kernel(x, routes, gate_up, down, activation, *biases)
         want = moe_experts.twin(x, routes, gate_up, down, activation, *biases)
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+
+
+PAIRS = [
+    ("mxfp4", 4, None),
+    ("nvfp4", 6, None),
+    ("int4", 1, None),
+    ("int4 zeros", 3, None),
+    ("int4 whole zeros", 4, None),
+]
+BLOCKS = PairsConfig(64, 2, 1), PairsConfig(16, 2, 3)
+
+
+@pytest.mark.parametrize(("form", "active", "configs"), [*PAIRS, ("mxfp4", 4, BLOCKS), ("nvfp4", 2, BLOCKS)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_pairs_of_a_few_tokens_in_4_bits(form, active, configs, tokens):
+    torch.manual_seed(active)
+    features, inner = (256, 384) if form.startswith("int4") else (1184, 96)
+    gate_up, down = stored_matrices(form, 7, 2 * inner, features), stored_matrices(form, 7, features, inner)
+    assert isinstance(gate_up, Stored4)
+    assert isinstance(down, Stored4)
+    assert packs(1, torch.float32, gate_up, down)
+    biases = torch.randn(7, 2 * inner), torch.randn(7, features)
+    x, residual = torch.randn(tokens, features), torch.randn(tokens, features + 2)
+    routes = route.kernel(torch.randn(tokens, 7), Routing(active, normalise=True))
+    for activation, weigh_inputs in ((SILU, True), (GatedActivation("clamped_swiglu", 2.0), False)):
+        got, want = residual.clone(), residual.clone()
+        own = x, routes, gate_up, down, activation, *biases
+        pairs_products(*own, got[:, :features], weigh_inputs=weigh_inputs, add=True, configs=configs)
+        moe_experts.twin(*own, weigh_inputs=weigh_inputs, residual_TD=want[:, :features])
+        torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
+
+
+def test_one_token_in_4_bits_takes_the_kernel_of_pairs(monkeypatch):
+    gate_up, down = stored_matrices("mxfp4", 3, 64, 64), stored_matrices("mxfp4", 3, 64, 32)
+    x, routes = torch.randn(1, 64), route.kernel(torch.randn(1, 3), Routing(2))
+    seen = []
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
+    moe_experts.kernel(x, routes, gate_up, down, SILU)
+    assert seen == [1]
+    assert not packs(1, torch.float32, *(stored_matrices("int4 g32", 3, 64, 64),) * 2)
+    assert not packs(1, torch.float32, gate_up, torch.zeros(3, 64, 32))
 
 
 @pytest.mark.parametrize("active", [1, 3, 8])

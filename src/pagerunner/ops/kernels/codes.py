@@ -155,16 +155,16 @@ def scaled_e2m1(pairs, scales, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: t
         numbers = (numbers4(pairs, HIGH, tl.float32, E2M1, False) * scales).to(dtype)
     elif HIGH:
         numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d; shl.b32 a, $2, 8; shl.b32 b, $2, 2; and.b32 a, a, 0x80008000; lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-            and.b32 c, $2, 0x80008000; shr.u32 d, $2, 6; lop3.b32 d, d, 0x01C001C0, c, 0xEA;
-            mul.rn.bf16x2 $0, b, $3; mul.rn.bf16x2 $1, d, $4; }""",
+            """{ .reg .b32 a, b; and.b32 a, $2, 0x00F000F0; shr.u32 b, $2, 8; and.b32 b, b, 0x00F000F0;
+            mul.lo.u32 a, a, 0x104; mul.lo.u32 b, b, 0x104; and.b32 a, a, 0x81C081C0; and.b32 b, b, 0x81C081C0;
+            mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $4; }""",
             "=r,=r,r,r,r", [pairs, scales], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     else:
         numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d; shl.b32 a, $2, 12; shl.b32 b, $2, 6; and.b32 a, a, 0x80008000; lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-            shl.b32 c, $2, 4; shr.u32 d, $2, 2; and.b32 c, c, 0x80008000; lop3.b32 d, d, 0x01C001C0, c, 0xEA;
-            mul.rn.bf16x2 $0, b, $3; mul.rn.bf16x2 $1, d, $4; }""",
+            """{ .reg .b32 a, b; and.b32 a, $2, 0x000F000F; shr.u32 b, $2, 8; and.b32 b, b, 0x000F000F;
+            mul.lo.u32 a, a, 0x1040; mul.lo.u32 b, b, 0x1040; and.b32 a, a, 0x81C081C0; and.b32 b, b, 0x81C081C0;
+            mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $4; }""",
             "=r,=r,r,r,r", [pairs, scales], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     return numbers

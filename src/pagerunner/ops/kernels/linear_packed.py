@@ -46,9 +46,9 @@ def _rows_of(tile, rows, num_features, F: tl.constexpr, P: tl.constexpr, WHOLE: 
 
 @triton.jit
 def _group_values(ptr, features, segment, K: tl.constexpr, G: tl.constexpr):
-    """Scales or zero points [B, N] of a segment [B, N] of rows [N]."""
+    """Scales or zero points [B, N] of a segment [B, N] of rows [1 or B, N]."""
     LAST: tl.constexpr = (K + G - 1) // G - 1
-    return tl.load(ptr + features[None, :] * (LAST + 1) + tl.minimum(segment * SEGMENT // G, LAST))
+    return tl.load(ptr + features * (LAST + 1) + tl.minimum(segment * SEGMENT // G, LAST))
 
 
 @triton.jit
@@ -69,11 +69,11 @@ def _run_scales(ptr, features, segment, PLUS: tl.constexpr, K: tl.constexpr, G: 
     EACH: tl.constexpr = 2 * 16 // G
     run = segment[:, :, None] * RUNS + tl.arange(0, RUNS)[None, None, :]
     column = tl.minimum(run * EACH, K // G - EACH) + PLUS
-    return _e2m1_scales(tl.load(ptr + features[None, :, None] * (K // G) + column), WORDS)
+    return _e2m1_scales(tl.load(ptr + features[:, :, None] * (K // G) + column), WORDS)
 
 
 @triton.jit
-def _step(matrix, step, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr,
+def load_step(matrix, step, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr,
           WORDS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
     """Bytes [8, B, N / 8, C] of one step, and their scales and zero points."""
     w_rows, at, s_ptr, z_ptr, features, segment = matrix
@@ -137,7 +137,7 @@ def _own_inputs(first, second, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _inputs(source, step, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr):
+def load_inputs(source, step, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr):
     """Inputs of the low and of the high nibbles of a step, [B, C, M] each."""
     place, column, live = source
     FIRST: tl.constexpr = B * P * SEGMENT
@@ -149,7 +149,7 @@ def _inputs(source, step, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WOR
 
 
 @triton.jit
-def _add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr):
+def add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr):
     """`acc` [B, N, M] and the products of one step."""
     codes, scales, second = weights
     low, high = inputs
@@ -177,7 +177,7 @@ def _add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZER
 
 
 @triton.jit
-def _own_pieces(acc, P: tl.constexpr):
+def own_pieces(acc, P: tl.constexpr):
     """Sums [N / P, M / P] of `acc` [B, N, M], where a piece of a row met the same piece of a token."""
     B: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1]
@@ -233,11 +233,11 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
     at += tl.arange(0, SEGMENT // 2)[None, None, None, :]
     w_rows = w_ptr + (features.to(tl.int64) * (K // 2))[:, None, :, None]
     rows_N = tl.arange(0, BN)
-    features = _rows_of(tile, rows_N, num_features, F, P, WHOLE, GATED)
+    features = _rows_of(tile, rows_N, num_features, F, P, WHOLE, GATED)[None, :]
     matrix = (w_rows, at, s_ptr, z_ptr, features, segment[:, None] + (rows_N % P)[None, :])
     steps = ()
     for i in tl.static_range(min(AHEAD, STEPS)):
-        steps = steps + (_step(matrix, i, K, G, P, B, FORM, WORDS, ZEROS),)
+        steps = steps + (load_step(matrix, i, K, G, P, B, FORM, WORDS, ZEROS),)
     tokens, outputs = tl.arange(0, T), tile * F + tl.arange(0, F)
     y_place = y_ptr + tokens[None, :] * y_stride + outputs[:, None]
     inside_y = (tokens < num_tokens)[None, :] & (outputs < num_features)[:, None]
@@ -252,11 +252,11 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
         old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
     acc = tl.zeros((B, BN, BM), tl.float32)
     for i in tl.static_range(STEPS):
-        acc = _add_step(acc, steps[i], _inputs(source, i, K, P, B, WORDS), FORM, WORDS, ZEROS)
+        acc = add_step(acc, steps[i], load_inputs(source, i, K, P, B, WORDS), FORM, WORDS, ZEROS)
         if i + AHEAD < STEPS:
-            steps = steps + (_step(matrix, i + AHEAD, K, G, P, B, FORM, WORDS, ZEROS),)
+            steps = steps + (load_step(matrix, i + AHEAD, K, G, P, B, FORM, WORDS, ZEROS),)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    y = _own_pieces(acc, P)
+    y = own_pieces(acc, P)
     y = _finished(y, tile, r_ptr, bias_ptr, num_features, F, FORM, WORDS, FACTORS, BIAS, WHOLE, GATED, dtype)
     if ADD:
         y = (old + y.to(tl.float32)).to(dtype)
@@ -275,13 +275,16 @@ MAX_TOKENS = 16
 
 
 def fits(x_TI: torch.Tensor, stored: Stored) -> bool:
-    """Whether `_packed_kernel` serves this number of tokens, this dtype and this form: scales of 128 columns or more, or exact scales of e2m1."""
-    if not isinstance(stored, Stored4) or not 0 < x_TI.shape[0] <= MAX_TOKENS:
-        return False
-    if not uses_words(x_TI.dtype) and os.environ.get("TRITON_INTERPRET") != "1":
+    """Whether `_packed_kernel` serves this number of tokens, this dtype and this form."""
+    return 0 < x_TI.shape[0] <= MAX_TOKENS and isinstance(stored, Stored4) and reads(stored, x_TI.dtype)
+
+
+def reads(stored: Stored4, dtype: torch.dtype) -> bool:
+    """Whether lanes read such codes for activations of this dtype: with scales of 128 columns or more, or exact scales of e2m1."""
+    if not uses_words(dtype) and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     if stored.numbers == "int4":
-        return stored.group % SEGMENT.value == 0 or stored.group >= x_TI.shape[1]
+        return stored.group % SEGMENT.value == 0 or stored.group >= stored.shape[-1]
     return stored.group in (RUN // 2, RUN) and stored.scales.dtype in (torch.uint8, torch.float8_e4m3fn)
 
 

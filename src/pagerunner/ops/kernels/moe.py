@@ -23,6 +23,7 @@ from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_many import fits, many_config, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
+from pagerunner.ops.kernels.moe_packed import MOST_TOKENS, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
     STEP,
@@ -248,6 +249,11 @@ def moe_experts(
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
+    if packs(tokens, x_TD.dtype, gate_up_E2ID, down_EDI):
+        assert isinstance(gate_up_E2ID, Stored4) and isinstance(down_EDI, Stored4)
+        routes = _dense(routes)
+        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
+        return pairs_products(*own, weigh_inputs=weigh_inputs, add=residual_TD is not None)
     routes = _ordered(routes, gate_up_E2ID.shape[0])
     if tokens == 1:
         biases, add = (gate_up_bias_E2I, down_bias_ED), residual_TD is not None
@@ -281,14 +287,19 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     """See `Op.kernels_for`: everything that products choose by, whatever form the weights have."""
     pairs = tokens * active
     each = pairs / experts
-    ways = tokens == 1, each <= MOST_FEW, each > WORTH_UNPACKING, each > MOST_OF_CODES
+    ways = tokens == 1, tokens <= MOST_TOKENS, each <= MOST_FEW, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     return *ways, _most_pairs(pairs, experts), codes_config(pairs, experts), *many
 
 
+def _dense(routes: Routes) -> Routes:
+    """The routes as kernels read them."""
+    return routes._replace(weights_TA=routes.weights_TA.float().contiguous(), experts_TA=routes.experts_TA.contiguous())
+
+
 def _ordered(routes: Routes, experts: int) -> Routes:
     """Dense routes with the order of their pairs."""
-    weights_TA, experts_TA = routes.weights_TA.float().contiguous(), routes.experts_TA.contiguous()
+    routes = _dense(routes)
     if routes.order_P is None:
-        return Routes(weights_TA, experts_TA, *order_pairs(experts_TA, experts))
-    return routes._replace(weights_TA=weights_TA, experts_TA=experts_TA)
+        return Routes(routes.weights_TA, routes.experts_TA, *order_pairs(routes.experts_TA, experts))
+    return routes

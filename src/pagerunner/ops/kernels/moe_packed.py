@@ -1,0 +1,264 @@
+"""Experts of a few tokens with 4-bit weights; see `ops/moe.py`. Codes go from memory straight into the matrix units' registers, as in
+`kernels/linear_packed.py`, whose words this file uses: a *piece* is what a row and its token are cut into, 8 of each.
+
+Every pair of a token and an expert is a product of its own, of one token. So the pairs need no order. Two tokens that chose the same expert
+read its weights twice.
+
+`_up_kernel` computes what the activation makes of one pair's gates and ups. `_down_kernel` computes the weighted sum of a token's experts and
+adds it to the residual stream. `_up_kernel` lets it start only after its own wait. So the experts are chosen by then, and `_down_kernel` reads the
+first weights while `_up_kernel` still runs.
+
+Shape letters as in `ops/moe.py`; B segments or experts at a time, one for each warp, N pieces of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels.activation import gated
+from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.linear_packed import RUNS, SEGMENT, add_step, load_inputs, load_step, own_pieces, reads
+from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
+from pagerunner.ops.routing import Routes
+from pagerunner.ops.stored import Stored, Stored4
+
+PIECES = tl.constexpr(8)
+"""What a row and a token are cut into: as many as the smallest product of the matrix units has columns."""
+
+_STEP = 1024  # inputs of the pieces of one segment each
+
+MOST_TOKENS = 1
+"""Tokens that these kernels are chosen for. They serve any number, but read an expert once for each of its pairs."""
+
+
+@triton.jit
+def _columns(segment):
+    """Columns [R, 8, B, 1, 8] of the inputs that belong to a product's second operand, where the pieces' segments [B] begin."""
+    column = (tl.arange(0, RUNS) * 32)[:, None, None, None, None] + (segment * SEGMENT)[None, None, :, None, None]
+    return (
+        column
+        + (tl.arange(0, PIECES) * SEGMENT)[None, :, None, None, None]
+        + tl.arange(0, 8)[None, None, None, None, :]
+    )
+
+
+@triton.jit
+def _places(segment):
+    """Bytes [8, B, 1, C] of a row that belong to a product's first operand, where the pieces' segments [B] begin."""
+    BYTES: tl.constexpr = SEGMENT // 2
+    at = (segment * BYTES)[None, :, None, None] + (tl.arange(0, PIECES) * BYTES)[:, None, None, None]
+    return at + tl.arange(0, BYTES)[None, None, None, :]
+
+
+@triton.jit
+def _up_rows(tile, local, features, F: tl.constexpr, KIND: tl.constexpr):
+    """Rows of the matrix that are `local` rows of a tile: F gates, then their ups. Beyond the last feature they are the last one's."""
+    feature = tl.minimum(tile * F + local % F, features - 1)
+    return feature * 2 + local // F if KIND == 2 else feature + local // F * features
+
+
+@triton.jit
+def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, out_ptr, limit,
+               A: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+               BN: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr,
+               FACTORS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, WEIGH: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+    """BN / 16 of the N inner features of one pair. B segments of its K inputs are one of STEPS steps; AHEAD steps are in flight."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
+    F: tl.constexpr = BN // PIECES // 2
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    w_ptr += expert * w_expert
+    s_ptr += expert * s_expert
+    z_ptr += expert * s_expert
+    first_row = expert * (2 * N)
+    segment = tl.arange(0, B) * PIECES
+    rows = _up_rows(tile, tl.arange(0, BN // 8), N, F, KIND)
+    w_rows = w_ptr + (rows.to(tl.int64) * (K // 2))[None, None, :, None]
+    pieces = tl.arange(0, BN)
+    rows = _up_rows(tile, pieces // PIECES, N, F, KIND)[None, :]
+    matrix = (w_rows, _places(segment), s_ptr, z_ptr, rows, segment[:, None] + (pieces % PIECES)[None, :])
+    steps = ()
+    for i in tl.static_range(min(AHEAD, STEPS)):
+        steps = steps + (load_step(matrix, i, K, G, PIECES, B, FORM, WORDS, ZEROS),)
+    column = _columns(segment)
+    source = (x_ptr + pair // A * K + column, column, column >= 0)
+    acc = tl.zeros((B, BN, PIECES), tl.float32)
+    for i in tl.static_range(STEPS):
+        inputs = load_inputs(source, i, K, PIECES, B, WORDS)
+        acc = add_step(acc, steps[i], inputs, FORM, WORDS, ZEROS)
+        if i + AHEAD < STEPS:
+            steps = steps + (load_step(matrix, i + AHEAD, K, G, PIECES, B, FORM, WORDS, ZEROS),)
+    y = tl.reshape(own_pieces(acc, PIECES), (2 * F,))
+    if FORM == 3 and WORDS:
+        y *= 4611686018427387904.0  # 2 ** 62
+    rows = first_row + _up_rows(tile, tl.arange(0, 2 * F), N, F, KIND)
+    if FACTORS:
+        y *= tl.load(r_ptr + rows)
+    if WEIGH:
+        y *= tl.load(weights_ptr + pair)
+    if BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate, up = tl.split(tl.trans(tl.reshape(y.to(dtype).to(tl.float32), (2, F))))
+    features = tile * F + tl.arange(0, F)
+    tl.store(out_ptr + pair * N + features, gated(gate, up, limit, KIND, dtype), mask=features < N)
+
+
+@triton.jit
+def _experts_step(matrix, first_rows, step, K: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+                  ZEROS: tl.constexpr):  # fmt: skip
+    """A step of the experts whose first rows are `first_rows` [B]."""
+    w_ptr, s_ptr, z_ptr, own, rows = matrix
+    zero = tl.zeros(first_rows.shape, tl.int32)
+    w_rows = w_ptr + (first_rows[:, None] + own[None, :])[None, :, :, None] * (K // 2)
+    segment = zero[:, None] + (tl.arange(0, rows.shape[0]) % PIECES)[None, :]
+    one = (w_rows, _places(zero), s_ptr, z_ptr, first_rows[:, None] + rows[None, :], segment)
+    return load_step(one, step, K, G, PIECES, 1, FORM, WORDS, ZEROS)
+
+
+@triton.jit
+def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, out_stride, A: tl.constexpr,
+                 BA: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr,
+                 B: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+                 ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr, WEIGH: tl.constexpr,
+                 ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN / 8 of the N features of the weighted sum over one token's A experts, B at a time, in STEPS steps each.
+
+    AHEAD steps are in flight. ADD: to what `out` holds.
+    """
+    ALL: tl.constexpr = STEPS * (A // B)
+    F: tl.constexpr = BN // PIECES
+    tile, token = tl.program_id(0), tl.program_id(1)
+    experts_ptr += token * A
+    weights_ptr += token * A
+    rows = tl.minimum(tile * F + tl.arange(0, BN) // PIECES, N - 1)
+    own = tl.minimum(tile * F + tl.arange(0, BN // 8), N - 1)
+    matrix = (w_ptr, s_ptr, z_ptr, own, rows)
+    some = tl.arange(0, B)
+    first_rows = ()
+    for turn in tl.static_range(A // B):
+        first_rows = first_rows + (tl.load(experts_ptr + turn * B + some).to(tl.int64) * N,)
+    steps = ()  # all of the first B experts, then those of the next B
+    for i in tl.static_range(min(AHEAD, ALL)):
+        steps = steps + (_experts_step(matrix, first_rows[i // STEPS], i % STEPS, K, G, FORM, WORDS, ZEROS),)
+    features = tile * F + tl.arange(0, F)
+    inside = features < N
+    biases = tl.zeros((F,), tl.float32)
+    if BIAS:
+        index = tl.arange(0, BA)
+        ids = tl.load(experts_ptr + index, mask=index < A, other=0).to(tl.int64)
+        there = (index < A)[:, None] & inside[None, :]
+        values = tl.load(bias_ptr + ids[:, None] * N + features[None, :], mask=there, other=0.0).to(tl.float32)
+        if WEIGH:
+            values *= tl.load(weights_ptr + index, mask=index < A, other=0.0)[:, None]
+        biases = tl.sum(values, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = out_ptr + token * out_stride + features
+    if ADD:
+        old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    column = _columns(some * 0)
+    total = tl.zeros((B, BN, PIECES), tl.float32)
+    for turn in tl.static_range(A // B):
+        acc = tl.zeros((B, BN, PIECES), tl.float32)
+        pairs = token * A + turn * B + some
+        source = (x_ptr + pairs[None, None, :, None, None] * K + column, column, column >= 0)
+        for k in tl.static_range(STEPS):
+            acc = add_step(
+                acc, steps[turn * STEPS + k], load_inputs(source, k, K, PIECES, 1, WORDS), FORM, WORDS, ZEROS
+            )
+            if turn * STEPS + k + AHEAD < ALL:
+                own_rows = first_rows[(turn * STEPS + k + AHEAD) // STEPS]
+                steps = steps + (_experts_step(matrix, own_rows, (k + AHEAD) % STEPS, K, G, FORM, WORDS, ZEROS),)
+        if WEIGH:
+            acc *= tl.load(weights_ptr + turn * B + some)[:, None, None]
+        if FACTORS:
+            acc *= tl.load(r_ptr + first_rows[turn][:, None] + rows[None, :])[:, :, None]
+        total += acc
+    y = tl.reshape(own_pieces(total, PIECES), (F,))
+    if FORM == 3 and WORDS:
+        y *= 4611686018427387904.0  # 2 ** 62
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    y = (y + biases).to(dtype)
+    if ADD:
+        y = (old + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=inside)
+
+
+class PairsConfig(NamedTuple):
+    """A block: pieces of rows, warps (segments of the inputs for `_up_kernel`, experts for `_down_kernel`), and steps in flight."""
+
+    rows: int
+    warps: int
+    ahead: int
+
+
+@functools.cache
+def up_config(inputs: int) -> PairsConfig:
+    """The block for `_up_kernel`, as of the few-row products of one token (`linear_packed.packed_config`)."""
+    return PairsConfig(64, 4, 2) if inputs > 8192 else PairsConfig(32, 1, 4)
+
+
+@functools.cache
+def down_config(inputs: int, active: int) -> PairsConfig:
+    """The block for `_down_kernel`: as many experts at a time as divide those of a token."""
+    return PairsConfig(32, min(8, active & -active), 4)
+
+
+def packs(tokens: int, dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
+    """Whether `pairs_products` serves these weights and is the fastest for so many tokens."""
+    if not 0 < tokens <= MOST_TOKENS or not isinstance(gate_up, Stored4) or not isinstance(down, Stored4):
+        return False
+    return reads(gate_up, dtype) and reads(down, dtype)
+
+
+def _args(weights: Stored4, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tensors, constants = stored_args(weights, dtype)
+    return tensors, {name: constants[name] for name in ("FORM", "WORDS", "G", "ZEROS", "FACTORS")}
+
+
+def pairs_products(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up: Stored4,
+    down: Stored4,
+    activation: GatedActivation,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    *,
+    weigh_inputs: bool,
+    add: bool,
+    configs: tuple[PairsConfig, PairsConfig] | None = None,
+) -> torch.Tensor:
+    """The experts of a few tokens, written into `out` or added to it."""
+    _, features, inner = down.shape
+    tokens, active = routes.experts_TA.shape
+    chosen = routes.experts_TA, routes.weights_TA
+    inner_PI = x_TD.new_empty(tokens * active, inner)
+    first, second = configs or (up_config(features), down_config(inner, active))
+    tensors, form = _args(gate_up, x_TD.dtype)
+    _up_kernel[(blocks(inner, first.rows // 16), tokens * active)](
+        x_TD, *chosen, *tensors, x_TD if gate_up_bias is None else gate_up_bias, inner_PI, activation.limit, A=active, N=inner,
+        K=features, STEPS=blocks(features, first.warps * _STEP), B=first.warps, BN=first.rows, AHEAD=first.ahead, BIAS=gate_up_bias is not None,
+        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=first.warps, **form, **dependent(x_TD.device),
+    )  # fmt: skip
+    (*tensors, _, _), form = _args(down, x_TD.dtype)
+    _down_kernel[(blocks(features, second.rows // 8), tokens)](
+        inner_PI, *chosen, *tensors, x_TD if down_bias is None else down_bias, out_TD, out_TD.stride(0), A=active,
+        BA=padded(active), N=features, K=inner, STEPS=blocks(inner, _STEP), B=second.warps, BN=second.rows, AHEAD=second.ahead,
+        BIAS=down_bias is not None, WEIGH=not weigh_inputs, ADD=add, num_warps=second.warps, **form,
+        **dependent(x_TD.device),
+    )  # fmt: skip
+    return out_TD
