@@ -11,6 +11,7 @@ from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels.moe_packed import PairsConfig, packs, pairs_products
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
+from pagerunner.ops.stored import Stored4
 
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
@@ -82,21 +83,20 @@ def test_stored_experts(form, sizes):
 
 
 PAIRS = [
-    ("mxfp4", 4, None),
-    ("nvfp4", 6, None),
-    ("int4", 1, None),
-    ("int4 zeros", 3, None),
-    ("int4 whole zeros", 4, None),
-]
+    ("e2m1 e8m0 32", 4, None), ("e2m1 e4m3 16 rows", 6, None), ("int4 bf16 128", 1, None), ("int4 f16 128 zeros", 3, None),
+    ("int4 f16 all zeros", 4, None),
+]  # fmt: skip
 BLOCKS = PairsConfig(64, 2, 1), PairsConfig(16, 2, 3)
 
 
-@pytest.mark.parametrize(("form", "active", "configs"), [*PAIRS, ("mxfp4", 4, BLOCKS), ("nvfp4", 2, BLOCKS)])
+@pytest.mark.parametrize(
+    ("form", "active", "configs"), [*PAIRS, ("e2m1 e8m0 32", 4, BLOCKS), ("e2m1 e4m3 16 rows", 2, BLOCKS)]
+)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_pairs_of_a_few_tokens_in_4_bits(form, active, configs, tokens):
     torch.manual_seed(active)
     features, inner = (256, 384) if form.startswith("int4") else (1184, 96)
-    gate_up, down = stored_matrices(form, 7, 2 * inner, features), stored_matrices(form, 7, features, inner)
+    gate_up, down = stored(form, 2 * inner, features, experts=7), stored(form, features, inner, experts=7)
     assert isinstance(gate_up, Stored4)
     assert isinstance(down, Stored4)
     assert packs(1, torch.float32, gate_up, down)
@@ -112,13 +112,15 @@ def test_pairs_of_a_few_tokens_in_4_bits(form, active, configs, tokens):
 
 
 def test_one_token_in_4_bits_takes_the_kernel_of_pairs(monkeypatch):
-    gate_up, down = stored_matrices("mxfp4", 3, 64, 64), stored_matrices("mxfp4", 3, 64, 32)
+    gate_up, down = stored("e2m1 e8m0 32", 64, 64, experts=3), stored("e2m1 e8m0 32", 64, 32, experts=3)
+    assert isinstance(gate_up, Stored4)
+    assert isinstance(down, Stored4)
     x, routes = torch.randn(1, 64), route.kernel(torch.randn(1, 3), Routing(2))
     seen = []
     monkeypatch.setattr("pagerunner.ops.kernels.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
     moe_experts.kernel(x, routes, gate_up, down, SILU)
     assert seen == [1]
-    assert not packs(1, torch.float32, *(stored_matrices("int4 g32", 3, 64, 64),) * 2)
+    assert not packs(1, torch.float32, *(stored("int4 bf16 32", 64, 64, experts=3),) * 2)
     assert not packs(1, torch.float32, gate_up, torch.zeros(3, 64, 32))
 
 
