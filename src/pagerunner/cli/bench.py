@@ -140,12 +140,22 @@ def _host_free_bytes() -> int:
 
 
 def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
+    if namespace.what == "latency":
+        return _measured(namespace, args, latency)
+    from pagerunner.engine.startup.mixture import counting_experts
+
+    with counting_experts():
+        return _measured(namespace, args, throughput)
+
+
+def _measured(
+    namespace: argparse.Namespace, args: EngineArgs, measure: Callable[..., ThroughputReport | LatencyReport]
+) -> ThroughputReport | LatencyReport:
     label, source = _requests(namespace)
     draws = _draws(namespace)
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
-    measure: Callable[..., ThroughputReport | LatencyReport] = latency
-    if namespace.what == "throughput":
+    if measure is throughput:
         from pagerunner.engine.startup.mixture import touched_so_far
 
         measure = functools.partial(throughput, touched=lambda: touched_so_far(llm.device))

@@ -5,7 +5,9 @@ A pair is a token and one of its experts; pair `t * A + a` is token t's a-th. Al
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,11 +52,33 @@ class Routes(NamedTuple):
     starts_E1: torch.Tensor | None = None
 
 
+_counts: list[None] = []  # one element for each measurement that runs
+
+
+@contextlib.contextmanager
+def counting_experts() -> Iterator[None]:
+    """Let all threads count the experts that any token of a step was sent to: see `touched_experts`.
+
+    A graph counts if it was captured in here, so a measurement builds its engine in here. Padding of a graph counts like tokens, as products
+    read its experts, too.
+    """
+    _counts.append(None)
+    try:
+        yield
+    finally:
+        _counts.pop()
+
+
+def counts_experts() -> bool:
+    """Whether a measurement counts experts."""
+    return bool(_counts)
+
+
 @functools.cache
 def touched_experts(device: torch.device) -> torch.Tensor:
-    """How many experts the products on this device have read since the process began, and in how many calls: int64 [2].
+    """How many experts the products on this device have read where they were counted, and in how many calls: int64 [2].
 
-    Whoever chooses experts counts those that any token of the step was sent to. A measurement reads the difference of two moments.
+    A measurement reads the difference of two moments.
     """
     with torch.inference_mode(False):  # whoever counts first may be in inference mode, and others not
         return torch.zeros(2, dtype=torch.int64, device=device)
@@ -90,7 +114,8 @@ def route(
         experts_TA = choice_TE.topk(routing.active, dim=-1).indices
     else:
         experts_TA = chosen_TA
-    touched_experts(logits_TE.device).add_(torch.tensor([len(experts_TA.unique()), 1], device=logits_TE.device))
+    if counts_experts():
+        touched_experts(logits_TE.device).add_(torch.tensor([len(experts_TA.unique()), 1], device=logits_TE.device))
     weights_TA = scores_TE.gather(-1, experts_TA)
     if routing.normalise:
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)

@@ -11,7 +11,9 @@ from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
 from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model, build_model, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.ops.routing import touched_experts
+from pagerunner.ops.routing import counting_experts, touched_experts
+
+__all__ = ["Mixture", "counting_experts", "step_bytes", "touched_so_far"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def _model(args: EngineArgs, dtype: str, device: str) -> tuple[Model, int]:
 
 
 def touched_so_far(device: str) -> tuple[int, int]:
-    """Experts read in this process, and calls of a layer in which they were."""
+    """Experts read in this process inside of `counting_experts`, and calls of a layer in which they were."""
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     touched, calls = touched_experts(where).tolist()
     return touched, calls

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import Routes, Routing, touched_experts
+from pagerunner.ops.routing import Routes, Routing, counts_experts, touched_experts
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
@@ -119,7 +119,7 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
 def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor,
                   A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
                   NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-                  BG: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  BG: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted."""
     if PDL:
         gdc_launch_dependents()
@@ -144,12 +144,14 @@ def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, sta
         tl.store(order_ptr + places, pairs, mask=chosen)
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
-        note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
+        if COUNT:
+            note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
-                  BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens."""
     if PDL:
         gdc_wait()
@@ -177,7 +179,8 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
     if block == 0:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
-        note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
+        if COUNT:
+            note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
 
 
 @triton.jit
@@ -200,7 +203,8 @@ def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Program e places expert e's pairs, in their own order, behind those of all smaller experts."""
     if PDL:
         gdc_launch_dependents()
@@ -222,11 +226,11 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
         rank = tl.cumsum(own, 0) - own
         tl.store(order_ptr + place + rank, first + index, mask=own != 0)
         place += tl.sum(own, 0)
-    if first_place < place:
-        tl.atomic_add(touched_ptr, (place * 0 + 1).to(tl.int64))
     if expert == tl.num_programs(0) - 1:
         tl.store(starts_ptr + expert + 1, place)
-        tl.atomic_add(touched_ptr + 1, (place * 0 + 1).to(tl.int64))
+    if COUNT:
+        tl.atomic_add(touched_ptr, (first_place < place).to(tl.int64))
+        tl.atomic_add(touched_ptr + 1, (expert == 0).to(tl.int64))
 
 
 @triton.jit
@@ -300,12 +304,18 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
         experts_TA,
         order_P,
         starts_E1,
-        touched_experts(experts_TA.device),
+        _meter(starts_E1),
         pairs,
         BLOCK=_order_block(pairs),
+        COUNT=counts_experts(),
         **dependent(experts_TA.device),
     )
     return order_P, starts_E1
+
+
+def _meter(other: torch.Tensor) -> torch.Tensor:
+    """What kernels count experts in; another tensor of the device where they don't."""
+    return touched_experts(other.device) if counts_experts() else other
 
 
 def _few_logits(
@@ -371,18 +381,18 @@ def route(
     experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
-    touched = touched_experts(device)
+    touched, counting = _meter(starts_E1), counts_experts()
     at_once, rows, warps = route_config(tokens, experts)
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
     _route_kernel[(count,)](
         logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
-        BG=padded(routing.groups), ORDER=at_once, num_warps=warps, **own,
+        BG=padded(routing.groups), ORDER=at_once, COUNT=counting, num_warps=warps, **own,
     )  # fmt: skip
     if not at_once:
         _place_kernel[(count,)](
             experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
-            BC=max(1, 4096 // padded(experts)), num_warps=8, **dependent(device),
+            BC=max(1, 4096 // padded(experts)), COUNT=counting, num_warps=8, **dependent(device),
         )  # fmt: skip
     return Routes(weights_TA, experts_TA, order_P, starts_E1)
