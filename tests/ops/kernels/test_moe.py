@@ -84,8 +84,8 @@ def test_stored_experts(form, sizes):
 
 BLOCKS = PairsConfig(64, 2, 1), PairsConfig(16, 2, 3)
 PAIRS = [
-    ("e2m1 e8m0 32", (1056, 32), 4, (PairsConfig(64, 1, 4), PairsConfig(64, 4, 4))),
-    ("e2m1 e8m0 32", (64, 1056), 2, BLOCKS),
+    ("e2m1 e8m0 32", (1056, 32), 4, (PairsConfig(64, 1, 1), PairsConfig(256, 4, 4))),
+    ("e2m1 e8m0 32", (32, 1056), 2, (PairsConfig(512, 1, 4), PairsConfig(32, 2, 1))),
     ("e2m1 e4m3 16 rows", (32, 32), 6, None),
     ("int4 bf16 128", (128, 128), 1, BLOCKS[:1] + (PairsConfig(32, 1, 4),)),
     ("int4 f16 128 zeros", (128, 128), 3, (PairsConfig(64, 1, 1), PairsConfig(64, 1, 2))),

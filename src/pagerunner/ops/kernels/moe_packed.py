@@ -22,7 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels.activation import gated
+from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
+from pagerunner.ops.kernels.codes import E2M1
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_packed import RUNS, SEGMENT, add_step, load_inputs, load_step, own_pieces, reads
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
@@ -61,7 +62,7 @@ def _places(segment):
 def _up_rows(tile, local, features, F: tl.constexpr, KIND: tl.constexpr):
     """Rows of the matrix that are `local` rows of a tile: F gates, then their ups. Beyond the last feature they are the last one's."""
     feature = tl.minimum(tile * F + local % F, features - 1)
-    return feature * 2 + local // F if KIND == 2 else feature + local // F * features
+    return feature * 2 + local // F if KIND == CLAMPED_SWIGLU else feature + local // F * features
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_ex
         if i + AHEAD < STEPS:
             steps = steps + (load_step(matrix, i + AHEAD, K, G, PIECES, B, FORM, WORDS, ZEROS),)
     y = tl.reshape(own_pieces(acc, PIECES), (2 * F,))
-    if FORM == 3 and WORDS:
+    if FORM == E2M1 and WORDS:
         y *= 4611686018427387904.0  # 2 ** 62
     rows = first_row + _up_rows(tile, tl.arange(0, 2 * F), N, F, KIND)
     if FACTORS:
@@ -187,7 +188,7 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
             acc *= tl.load(r_ptr + first_rows[turn][:, None] + rows[None, :])[:, :, None]
         total += acc
     y = tl.reshape(own_pieces(total, PIECES), (F,))
-    if FORM == 3 and WORDS:
+    if FORM == E2M1 and WORDS:
         y *= 4611686018427387904.0  # 2 ** 62
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = (y + biases).to(dtype)
