@@ -212,14 +212,15 @@ def test_groups_that_contradict_the_config_are_named() -> None:
 
 
 def test_sizes_that_a_format_does_not_have_are_named() -> None:
-    with pytest.raises(ConfigError, match="2880 input features, which groups of 128 don't divide"):
-        form_of(Packing("compressed", 128, HALF)).create(8, 2880, torch.float32)
-    with pytest.raises(ConfigError, match="48 input features, which 32 doesn't divide"):
-        form_of(Packing("nvfp4", 16, E4M3)).create(8, 48, torch.float32)
+    for layout, group, dtype, sizes, said in (
+        ("compressed", 128, HALF, (8, 2880), "2880 input features, which groups of 128 .group_size. don't divide"),
+        ("nvfp4", 16, E4M3, (8, 48), "48 input features, which 32 doesn't divide"),
+        ("awq", 32, HALF, (12, 32), "12 features where 8 share a word"),
+        ("gptq", 0, HALF, (8, 36), "36 features where 8 share a word"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            form_of(Packing(layout, group, dtype, layout == "awq")).check(*sizes)  # type: ignore[arg-type]
     assert form_of(Packing("mxfp4", 32, BYTE)).create(576, 2880, torch.float32)["scales"].shape == (576, 90)
-    method = form_of(Packing("awq", 32, HALF, True))
-    with pytest.raises(ConfigError, match="12 features where 8 share a word"):
-        method.sinks(method.create(12, 32, torch.float32), slice(0, 12))
 
 
 def spoiled(scales: torch.Tensor, value: float) -> torch.Tensor:

@@ -373,7 +373,8 @@ class DeepseekV4ForCausalLM(Module):
         """Also under the names of the published files, which differ from those that transformers writes."""
         for tensor in super().checkpoint(prefix):
             yield tensor
-            name, instead_of = _published(tensor.name), tensor.instead_of or (tensor.name,)
+            required = () if tensor.sink.optional else (tensor.name,)
+            name, instead_of = _published(tensor.name), tensor.instead_of or required
             if name != tensor.name:
                 yield replace(tensor, name=name, instead_of=instead_of, beside=tuple(map(_published, tensor.beside)))
 

@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored, dense
+from pagerunner.ops.stored import RUN, Stored, Stored8, dense
+
+STEP = 128
+"""Columns that the GPU's kernels read at a time."""
+
+
+def reads_groups(weights: Stored) -> bool:
+    """Whether the GPU's kernels read experts whose scales belong to groups of so many columns. Others are unpacked at every call."""
+    inputs, group = weights.shape[-1], weights.block[1] if isinstance(weights, Stored8) else weights.group
+    if group >= inputs or group % STEP == 0:
+        return True
+    return not isinstance(weights, Stored8) and group in (RUN // 2, RUN, 2 * RUN)
 
 
 @gpu_kernel("moe")

@@ -110,8 +110,8 @@ class Unpacking:
             for name, sink in self._make_sinks(self._packed).items()
         }
 
-    def put(self, name: str, source: torch.Tensor, copy: CopyWeight) -> None:
-        """Take one tensor; unpack if it was the last one. Threads may call it at the same time."""
+    def put(self, name: str, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
+        """Take one tensor; unpack if it was the last one. Threads may call it at the same time. Returns what its sink does."""
         with self._lock:
             if next(iter(self._packed.values())).is_meta:
                 self._packed = {
@@ -120,12 +120,13 @@ class Unpacking:
                 sinks = self._make_sinks(self._packed)
                 self._waiting = {key: sink for key, sink in sinks.items() if sink.fills}
             sink = self._waiting[name]
-        sink.put(source, copy)
+        bad = sink.put(source, copy)
         with self._lock:
             del self._waiting[name]
             if not self._waiting:
                 self._fill(self._packed)
                 self._packed = {}
+        return bad
 
 
 class _PartSink(Sink):
@@ -136,5 +137,5 @@ class _PartSink(Sink):
     def takes(self, shape: tuple[int, ...]) -> bool:
         return self._sink.takes(shape)
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
-        self._unpacking.put(self._name, source, copy)
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
+        return self._unpacking.put(self._name, source, copy)

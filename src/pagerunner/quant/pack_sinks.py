@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales
+from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales, no_numbers
 
 Check = Callable[[torch.Tensor], None]
 
@@ -55,12 +55,17 @@ class SlicesSink(Sink):
         super().__init__(shape, dtypes, axes)
         self._fill, self._device, self._check = fill, device, check
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         if self._check is not None:
             self._check(source)
+        found = []
         for number, part in enumerate(source):
-            self._fill(number, _staged(part, self._device, copy))
+            staged = _staged(part, self._device, copy)
+            self._fill(number, staged)
+            found.append(no_numbers(staged))
+        bad = [flag for flag in found if flag is not None]
+        return torch.stack(bad).any() if bad else None
 
 
 def _staged(source: torch.Tensor, device: torch.device, copy: CopyWeight) -> torch.Tensor:

@@ -35,6 +35,10 @@ class Packed8(StoredMethod):
             shapes["order"] = ((in_features,), torch.int32)
         return {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in shapes.items()}
 
+    def check(self, out_features: int, in_features: int) -> None:
+        """See StoredMethod."""
+        self.packing.check(out_features, in_features)
+
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
         """See StoredMethod."""
         assert not self.packing.zeros, "matrices with zero points are unpacked"

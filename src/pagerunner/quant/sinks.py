@@ -77,12 +77,28 @@ class Sink(ABC):
         return shape == self.shape
 
     @abstractmethod
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`.
+
+        Returns None, or a bool where the weights lie that is true if some of the codes are no numbers. It may be looked at when the copies
+        are done: a device finds it faster than the host would, and nothing waits for it.
 
         Raises:
             SinkError: what the tensor holds contradicts the config.
         """
+
+
+NO_NUMBERS = "holds codes that are no numbers (NaN); the file is damaged."
+_PIECE = 2**24  # codes that are looked at together, which bounds the memory that it takes
+
+
+def no_numbers(codes: torch.Tensor) -> torch.Tensor | None:
+    """Whether one of `codes` is NaN, a bool on their device; None for dtypes without NaN. e4m3 has two: 0x7f and 0xff."""
+    if codes.dtype != torch.float8_e4m3fn or not codes.numel():
+        return None
+    rows = max(1, _PIECE * codes.shape[0] // codes.numel())
+    pieces = codes.view(torch.uint8).split(rows)
+    return torch.stack([(piece & 127).amax() for piece in pieces]).amax() == 127
 
 
 def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
@@ -153,6 +169,7 @@ class ByteSink(Sink):
         super().__init__(tuple(target.shape), (dtype or target.dtype,), axes)
         self.target = target
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         copy(self.target.view(torch.uint8), source.view(torch.uint8))
+        return no_numbers(self.target)

@@ -42,6 +42,10 @@ class StoredMethod(WeightMethod):
         """Whether checkpoints never hold the experts' matrices one by one."""
         return False
 
+    def check(self, out_features: int, in_features: int) -> None:
+        """Raise ConfigError if no checkpoint holds a matrix of these sizes in this form."""
+        return None
+
     def joins(self, starts: tuple[int, ...]) -> bool:
         """Whether parts that begin at the output features `starts` can be kept as one matrix."""
         return True

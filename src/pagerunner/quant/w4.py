@@ -99,8 +99,18 @@ class Packing:
         """
         group = self.group or in_features
         if in_features % group:
-            raise ConfigError(f"A matrix has {in_features} input features, which groups of {group} don't divide.")
+            raise ConfigError(
+                f"it has {in_features} input features, which groups of {group} (group_size) don't divide."
+            )
         return in_features // group, group
+
+    def check(self, out_features: int, in_features: int) -> None:
+        """Raise ConfigError if no checkpoint holds a matrix of these sizes so."""
+        self.groups(in_features)
+        packed = {"awq": (out_features,), "gptq": (out_features, in_features)}.get(self.layout, ())
+        for features in packed:
+            if features * self.bits % 32:
+                raise ConfigError(f"it has {features} features where {32 // self.bits} share a word.")
 
 
 class Target(NamedTuple):
@@ -140,10 +150,6 @@ class W4(StoredMethod):
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
         packing, (groups, _) = self.packing, self.packing.groups(in_features)
-        if in_features % RUN:
-            raise ConfigError(
-                f"A matrix of 4-bit numbers has {in_features} input features, which {RUN} doesn't divide."
-            )
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "codes": ((out_features, in_features // 2), torch.uint8),
             "scales": ((out_features, groups), packing.scales),
@@ -155,6 +161,14 @@ class W4(StoredMethod):
         if packing.permuted:
             shapes["order"] = ((in_features,), torch.int32)
         return {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in shapes.items()}
+
+    def check(self, out_features: int, in_features: int) -> None:
+        """See StoredMethod."""
+        self.packing.check(out_features, in_features)
+        if in_features % RUN:
+            raise ConfigError(
+                f"it has {in_features} input features, which {RUN} doesn't divide, and numbers of 4 bits."
+            )
 
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
         """See StoredMethod."""
@@ -248,7 +262,6 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
     def put_words(words: torch.Tensor) -> None:
         take_codes(numbers_of(words, bits, 1)[:, :inputs])
 
-    shape = torch.tensor([outputs, inputs])
     said = f"the config's matrix is [{outputs}, {inputs}]"
     found |= {
         "weight_packed": PackSink(
@@ -262,7 +275,7 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
             ("outputs", packing.by_group),
             _CHECK,
         ),
-        "weight_shape": EqualSink(shape, INDICES, said),
+        "weight_shape": EqualSink(torch.tensor([outputs, inputs]), INDICES, said),
     }
     if target.zeros is not None:
         zeros = target.zeros
@@ -286,7 +299,6 @@ def _awq(packing: Packing, target: Target) -> dict[str, Sink]:
     def put_zeros(words: torch.Tensor) -> None:
         zeros.copy_(numbers_of(words, 4, 1, AWQ_PLACES).T)
 
-    _whole_words(outputs, 4)
     words, by_group = Along("outputs", 8), packing.by_group
     return {
         "qweight": PackSink((inputs, outputs // 8), torch.int32, put_words, device, (packing.inputs(1), words)),
@@ -329,8 +341,6 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
         assert zeros is not None
         zeros.copy_((numbers_of(words, bits, 1).T + packing.zero_offset) & (1 << bits) - 1)
 
-    _whole_words(outputs, bits)
-    _whole_words(inputs, bits)
     count = 32 // bits
     zeros_shape, zeros_axes = (groups, outputs // count), (packing.by_group, Along("outputs", count))
     if zeros is not None:
@@ -364,11 +374,6 @@ def _middles(shape: tuple[int, int], packing: Packing) -> torch.Tensor:
     bits = packing.bits
     word = sum(((1 << bits - 1) - packing.zero_offset) << place for place in range(0, 32, bits))
     return torch.full(shape, word - (1 << 32 if word >> 31 else 0), dtype=torch.int32)
-
-
-def _whole_words(features: int, bits: int) -> None:
-    if features * bits % 32:
-        raise ConfigError(f"A matrix has {features} features where {32 // bits} share a word.")
 
 
 def _put_nibbles(target: Target, packed: torch.Tensor) -> None:

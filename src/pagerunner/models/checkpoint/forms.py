@@ -13,6 +13,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
+from pagerunner.ops.moe import reads_groups
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme, inner_name
@@ -89,6 +90,7 @@ class Forms:
                 schemes = {part: self._scheme(owner, name) for part, name in modules.items()}
             if not any(schemes.values()):
                 continue
+            self._check_sizes(owner, schemes, modules)
             try:
                 if isinstance(owner, Experts):
                     self._store_experts(owner, schemes)
@@ -97,6 +99,32 @@ class Forms:
                     self._store_linear(owner, schemes, dense=owner.needs_dense or (owner.plain and not head))
             except ConfigError as error:
                 raise ConfigError(f"{next(iter(modules.values()))}: {error}") from None
+
+    def _check_sizes(self, owner: Module, schemes: Mapping[str, Scheme | None], modules: Mapping[str, str]) -> None:
+        """Raise ConfigError for the first matrix that no checkpoint can hold so, before a form for a device is chosen."""
+        checked = set()
+        for part, scheme in schemes.items():
+            if isinstance(owner, Experts):
+                _, features, inner = owner.sizes
+                down = part.endswith(f".{owner.checkpoint_names.down}")
+                sizes = (features, inner) if down else (inner, features)
+            else:
+                assert isinstance(owner, Linear)
+                sizes = owner.parts[part], owner.in_features
+            if scheme is None or (scheme, sizes) in checked:
+                continue
+            checked.add((scheme, sizes))
+            try:
+                self._form(scheme).check(*sizes)
+            except ConfigError as error:
+                raise ConfigError(f"{modules[part]} can't be stored as {self.asked_by} says: {error}") from None
+
+    @property
+    def asked_by(self) -> str:
+        """Whose word it is how weights are stored, for messages."""
+        if self.checkpoint.writer == "online":
+            return "quantization (rounding while loading)"
+        return f"quantization_config ({self.checkpoint.writer})"
 
     def _expert_schemes(self, owner: Experts, modules: dict[str, str]) -> dict[str, Scheme | None]:
         """By expert and matrix. Of experts that no list and no file tells apart, some are enough.
@@ -144,8 +172,9 @@ class Forms:
         form = self._form(scheme, starts)
         if self.keep and not scheme.permuted and not _only_unpacked(form):
             owner.store(StoredExperts(form))
-        else:
-            owner.store(DequantizedExperts(form))
+            if all(isinstance(one, torch.Tensor) or reads_groups(one) for one in owner.method.matrices(owner.weights)):
+                return
+        owner.store(DequantizedExperts(form))
 
     def _store_linear(self, owner: Linear, schemes: Mapping[str, Scheme | None], *, dense: bool) -> None:
         """`dense`: the layer is unpacked while it is loaded, whatever the format."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -24,14 +25,16 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.embedding import Embedding
+from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES
-from pagerunner.quant.sinks import CopyWeight, Sink, SinkError
+from pagerunner.quant.sinks import NO_NUMBERS, CopyWeight, Sink, SinkError
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
@@ -100,8 +103,9 @@ def build_model(
     if config.format is not None:
         held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
-        Forms(config.format, getattr(torch, dtype), held, keep).store(model.sources())
-        model.asked_by = f"quantization_config ({config.format.writer})"
+        forms = Forms(config.format, getattr(torch, dtype), held, keep)
+        forms.store(model.sources())
+        model.asked_by = forms.asked_by
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
@@ -156,18 +160,22 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     started = time.perf_counter()
     pending = {name for name, tensor in known.items() if not tensor.instead_of and not tensor.sink.optional}
     extra = []
-    filled: dict[str, str] = {}
+    filled: dict[str, tuple[str, str]] = {}
     scales: list[str] = []
     unused: list[str] = []
     with _Copies(
         copy, _stream(model), lambda done: progress(min(done, total), total) if progress is not None else None
     ) as copies:
         for file in files:
-            for name, tensor in _tensors(file, files[file]):
-                name = own_name(name, known)
+            for given, tensor in _tensors(file, files[file]):
+                name = own_name(given, known)
                 if name in filled:
-                    raise CheckpointError(f"{file} holds {name}, which {filled[name]} holds too.")
-                filled[name] = file.name
+                    other, first = filled[name]
+                    where = "it" if other == file.name else other
+                    raise CheckpointError(
+                        f"{file} holds {given}, and {where} holds {first}: the same tensor of the model twice."
+                    )
+                filled[name] = file.name, given
                 sink = _take(pending, known.get(name))
                 if sink is not None:
                     _check_tensor(file, name, tensor, sink, model.asked_by)
@@ -185,11 +193,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     for file, name, tied in extra:
         _check_extra(file, name, tied, known, model.asked_by)
     if pending:
-        names = sorted(pending)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise CheckpointError(
-            f"{directory}: the checkpoint lacks the tensor {names[0]}{more} that {model.asked_by} asks for."
-        )
+        raise CheckpointError(f"{directory}: {_lacking(sorted(pending), filled, known, model.asked_by)}")
     if unused:
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(unused), unused[0])
     if _stream(model) is not None:
@@ -198,6 +202,17 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         progress(total, total)
     seconds = time.perf_counter() - started
     logger.info("%s: %.2f GiB in %.2f s, %.2f GiB/s.", directory, total / 2**30, seconds, total / 2**30 / seconds)
+
+
+def _lacking(names: list[str], filled: Container[str], known: Mapping[str, CheckpointTensor], asked_by: str) -> str:
+    """Which tensors are missing, and what asks for them: the format, or the model's sizes."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    said = f"the checkpoint lacks the tensor {names[0]}{more} that "
+    layer = re.match(r".*?layers\.(\d+)\.", names[0])
+    if layer and not any(name.startswith(layer[0]) and name in filled for name in known):
+        return f"{said}config.json asks for. No file has a tensor of layer {layer[1]}; is num_hidden_layers right?"
+    quantised = isinstance(known[names[0]].owner, Linear | Experts)
+    return f"{said}{asked_by if quantised else Module.asked_by} asks for."
 
 
 def _device(model: Model) -> torch.device:
@@ -221,6 +236,7 @@ class _Copies:
         self._copy, self._stream, self._done, self._bytes = copy, stream, done, 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
         self._begun: deque[tuple[Future[None], int]] = deque()
+        self._looked_at: list[tuple[str, torch.Tensor]] = []
 
     def __enter__(self) -> _Copies:
         return self
@@ -229,8 +245,17 @@ class _Copies:
         try:
             while kind is None and self._begun:
                 self._finish()
+            if kind is None and self._looked_at:
+                self._look()
         finally:
             self._pool.shutdown(cancel_futures=True)
+
+    def _look(self) -> None:
+        """Raise CheckpointError for the first tensor whose codes are no numbers."""
+        bad = torch.stack([flag for _, flag in self._looked_at]).tolist()
+        if any(bad):
+            where = min(where for (where, _), found in zip(self._looked_at, bad, strict=True) if found)
+            raise CheckpointError(f"{where} {NO_NUMBERS}")
 
     def add(self, sink: Sink, source: torch.Tensor, where: str) -> None:
         """Begin a copy, once there is a thread for it soon. `where` names the tensor in messages."""
@@ -244,9 +269,11 @@ class _Copies:
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.inference_mode(), stream:
-                sink.put(source, self._copy)
+                bad = sink.put(source, self._copy)
         except SinkError as error:
             raise CheckpointError(f"{where} {error}") from None
+        if bad is not None:
+            self._looked_at.append((where, bad))
 
     def count(self, size: int) -> None:
         """Count bytes that need no copy."""

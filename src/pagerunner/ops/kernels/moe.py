@@ -26,7 +26,6 @@ from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import MOST_TOKENS, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
-    STEP,
     add_step,
     find_tile,
     finish,
@@ -35,6 +34,7 @@ from pagerunner.ops.kernels.moe_tiles import (
     serves,
     stored_args,
 )
+from pagerunner.ops.moe import STEP
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense

@@ -28,9 +28,9 @@ from pagerunner.ops.kernels.codes import (
     uses_words,
 )
 from pagerunner.ops.kernels.stored import scale_numbers
-from pagerunner.ops.stored import RUN, Stored, Stored8
+from pagerunner.ops.moe import STEP, reads_groups
+from pagerunner.ops.stored import Stored, Stored8
 
-STEP = 128
 _KINDS = {
     "silu": kinds.SILU.value,
     "clamped_swiglu": kinds.CLAMPED_SWIGLU.value,
@@ -171,12 +171,7 @@ def serves(weights: torch.Tensor | Stored) -> bool:
     if isinstance(weights, torch.Tensor):
         return weights.is_contiguous()
     parts = [part for part in weights if isinstance(part, torch.Tensor)]
-    inputs, group = weights.shape[-1], weights.block[1] if isinstance(weights, Stored8) else weights.group
-    if not all(part.is_contiguous() for part in parts):
-        return False
-    if group >= inputs or group % STEP == 0:
-        return True
-    return not isinstance(weights, Stored8) and group in (RUN // 2, RUN, 2 * RUN)
+    return all(part.is_contiguous() for part in parts) and reads_groups(weights)
 
 
 def stored_args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,177 @@
+"""Tensors of quantised checkpoints that can't be right, in files that are otherwise whole: an error names each; and forms for rare sizes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers import packers
+from helpers.checkpoints import make_checkpoint
+from helpers.families import MAKERS
+from helpers.quantise import quantise
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.moe import Experts
+from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.weight_copy import copy_now
+from pagerunner.models.configs.reader import read_model_config
+from pagerunner.quant.dequantized import DequantizedExperts
+from pagerunner.quant.formats import Format, Names, Scheme
+from pagerunner.quant.pack_sinks import SlicesSink
+from pagerunner.quant.sinks import no_numbers
+from pagerunner.quant.stored import StoredExperts
+
+E4M3 = torch.float8_e4m3fn
+
+
+def loaded(path: Path, *, keep: bool = False, quantization: str | None = None) -> Model:
+    model = build_model(read_model_config(path, quantization=quantization), "float32", keep_forms=keep)
+    materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
+    load_weights(model, path)
+    return model
+
+
+def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    file = path / "model.safetensors"
+    held = load_file(file) | changes
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, file)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["fp8 tensor", "fp8 block"])
+def test_codes_that_are_no_numbers_are_an_error_that_names_the_tensor(tmp_path: Path, kind: str, keep: bool) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, kind)
+    loaded(path, keep=keep)
+    name = "model.layers.1.mlp.down_proj.weight"
+    codes = load_file(path / "model.safetensors")[name]
+    codes.view(torch.uint8)[-1, -1] = 255
+    rewritten(path, {name: codes})
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {name} holds codes that are no numbers"):
+        loaded(path, keep=keep)
+
+
+@pytest.mark.parametrize(("code", "bad"), [(0x7F, True), (0xFF, True), (0x7E, False), (0xFE, False), (0x80, False)])
+def test_two_codes_are_no_numbers(code: int, bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagerunner.quant.sinks._PIECE", 8)
+    codes = torch.zeros(5, 6, dtype=torch.uint8)
+    codes[3, 2] = code
+    found = no_numbers(codes.view(E4M3))
+    assert found is not None and bool(found) is bad
+    assert no_numbers(codes) is None and no_numbers(codes[:0].view(E4M3)) is None
+    sink = SlicesSink((5, 6), (E4M3,), lambda number, part: None, torch.device("cpu"))
+    flag = sink.put(codes.view(E4M3), copy_now)
+    assert flag is not None and bool(flag) is bad
+
+
+def test_a_missing_tensor_says_who_asks_for_it(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, "fp8 block")
+    file, good = path / "config.json", (path / "config.json").read_text()
+    layers = json.loads(good)["num_hidden_layers"]
+    file.write_text(json.dumps({**json.loads(good), "num_hidden_layers": layers + 1}))
+    with pytest.raises(
+        CheckpointError, match=rf"config.json asks for. No file has a tensor of layer {layers}; is num_hidden"
+    ):
+        loaded(path)
+    file.write_text(good)
+    rewritten(path, {"model.layers.0.mlp.up_proj.weight_scale_inv": None})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale_inv that quantization_config \(fp8\) asks for"):
+        loaded(path)
+    rewritten(path, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 2), "model.norm.weight": None})
+    with pytest.raises(CheckpointError, match=r"lacks the tensor model.norm.weight that the config asks for"):
+        loaded(path)
+
+
+def test_a_tensor_under_two_names_is_an_error_that_names_both(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    rewritten(path, {"norm.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match=r"holds norm.weight, and it holds model.norm.weight: the same tensor"):
+        loaded(path)
+
+
+def test_what_rounding_while_loading_asks_for_is_said_so(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    rewritten(path, {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)})
+    with pytest.raises(CheckpointError, match=r"quantization \(rounding while loading\) asks for"):
+        loaded(path, quantization="fp8")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, r"layers.0.self_attn.q_proj can't be stored as quantization_config "
+         r"\(gptq\) says: it has 64 input features, which groups of 7 \(group_size\) don't divide"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 100}, "groups of 100 .group_size. don't divide"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_divide_are_named_before_anything_is_loaded(
+    tmp_path: Path, said: dict[str, Any], words: str, keep: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    (path / "model.safetensors").unlink()
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
+    with pytest.raises(ConfigError, match=words):
+        build_model(read_model_config(path), "float32", keep_forms=keep)
+
+
+@pytest.mark.parametrize(("group", "kept"), [(16, True), (32, True), (64, True), (96, False), (192, True)])
+def test_experts_in_groups_that_no_kernel_reads_are_unpacked_while_they_are_loaded(
+    tmp_path: Path, group: int, kept: bool
+) -> None:
+    config = read_model_config(MAKERS["qwen3_moe"](tmp_path))
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 192, "expert_size": 192}
+    wide = replace(config, **{name: size for name, size in sizes.items() if hasattr(config, name)})
+    scheme, experts = Scheme("int4", "group", (1, group), layout="compressed"), Names("module", ("re:.*experts",))
+    wide = replace(wide, format=Format("compressed-tensors", ((experts, scheme),), Names("module")))
+    model = build_model(wide, "bfloat16", keep_forms=True, of_files=False)
+    methods = [module.method for module in model.modules() if isinstance(module, Experts)]
+    assert {type(method) for method in methods} == {StoredExperts if kept else DequantizedExperts}
+
+
+def test_nvidias_deepseek_v4_has_experts_in_nvfp4_beside_its_makers_fp8(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from helpers.deepseek_v4 import make_published_checkpoint
+
+    path, _ = make_published_checkpoint(tmp_path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    named = {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(99)}
+    said = {
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "quantized_layers": named,
+        "ignore": ["*.attn.*"],
+    }
+    file.write_text(json.dumps({**config, "quantization_config": {**config["quantization_config"], **said}}))
+    packed: dict[str, torch.Tensor | None] = {}
+    meant: dict[str, torch.Tensor | None] = {}
+    for name, codes in load_file(path / "model.safetensors").items():
+        if ".ffn.experts." in name and name.endswith(".weight"):
+            base = name.removesuffix(".weight")
+            own, floats = packers.nvfp4(torch.randn(codes.shape[0], 2 * codes.shape[1]))
+            packed |= {f"{base}.scale": None, **{f"{base}.{suffix}": tensor for suffix, tensor in own.items()}}
+            meant |= {f"{base}.{suffix}": None for suffix in own} | {name: floats}
+    rewritten(path, packed)
+    found = experts_of(loaded(path))
+    rewritten(path, meant)
+    want = experts_of(loaded(path))
+    assert len(found) == len(want) > 1
+    assert all(torch.equal(left, right) for left, right in zip(found, want, strict=True))
+
+
+def experts_of(model: Model) -> list[torch.Tensor]:
+    return [
+        one
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for one in module.method.matrices(module.weights)
+        if isinstance(one, torch.Tensor)
+    ]
