@@ -106,7 +106,8 @@ def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
     assert plan["other"][0]["name"] == "weights (hqq: size unknown, counted in bfloat16)"
     assert main(["plan", model, "--memory", "80GiB", "--quiet"]) == 0
     said = capsys.readouterr().out
-    assert "Weights in hqq can be planned, but not served yet" in said and "quant_method is 'hqq'; known are" in said
+    assert "planned, but these weights can't be served. " in said and "quant_method is 'hqq'; known are" in said
+    assert "Use a repository of the model in fp8, AWQ, GPTQ or compressed-tensors" in said
     (tmp_path / "odd").mkdir()
     odd = place(
         tmp_path / "odd", "Qwen/Qwen3-8B", quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128}
@@ -133,6 +134,32 @@ def test_a_message_names_the_file_that_was_given(tmp_path, capsys) -> None:
     given.write_text(json.dumps({"model_type": "qwen3", "hidden_size": "many"}))
     said = refused(capsys, str(given))
     assert f"{given}: " in said and "config.json" not in said
+    made = place(tmp_path, "Qwen/Qwen3-0.6B", quantization_config={"quant_method": "hqq"})
+    given.write_text((Path(made) / "config.json").read_text())
+    assert main(["plan", str(given), "--memory", "80GiB", "--quiet"]) == 0
+    assert f"served. {given}: quantization_config: quant_method" in capsys.readouterr().out
+
+
+def test_a_file_is_planned_with_what_model_optimizer_wrote_beside_it(tmp_path, capsys) -> None:
+    made = Path(place(tmp_path, "Qwen/Qwen3-0.6B"))
+    given = made / "of-a-colleague.json"
+    (made / "config.json").rename(given)
+    plain = weights(planned(capsys, str(given), "--memory", "80GiB"))
+    said = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (made / "hf_quant_config.json").write_text(json.dumps(said))
+    assert weights(planned(capsys, str(given), "--memory", "80GiB")) < 0.8 * plain
+    (made / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8", "odd": 1}}))
+    assert main(["plan", str(given), "--memory", "80GiB", "--quiet"]) == 0
+    assert "odd is 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_groups_that_can_not_be_are_refused_on_every_device(tmp_path, capsys, device) -> None:
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 100}
+    model = place(tmp_path, "Qwen/Qwen3-0.6B", quantization_config=said)
+    words = refused(capsys, model, "--memory", "80GiB", "--device", device)
+    assert "model.layers.0.self_attn.q_proj can't be stored as quantization_config (gptq) says" in words
+    assert "groups of 100 (group_size) don't divide" in words
 
 
 def test_the_table_begins_with_what_a_person_asks_for(tmp_path, capsys) -> None:

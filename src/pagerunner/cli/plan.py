@@ -63,6 +63,9 @@ def run(namespace: argparse.Namespace) -> int:
         from pagerunner.memory.report import plan_json, plan_table
 
         resolved = resolve(args, namespace.memory, plan_only=True)
+        refusal = _refusal(resolved)
+        if Path(place).is_file():
+            refusal = refusal.replace(str(Path(directory) / "config.json"), place)
     plan, quantization = resolved.plan, resolved.model.quantization
     state = packed_state(plan) if namespace.svg is not None or not namespace.json else None
     if namespace.svg is not None and state is not None:
@@ -72,13 +75,13 @@ def run(namespace: argparse.Namespace) -> int:
         planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization}
         print(json.dumps({**plan_json(plan), **planned}, indent=2))
     else:
-        print(f"{_heading(namespace, resolved)}\n{plan_table(plan)}\n\n{arena_text(plan, state)}")
+        print(f"{_heading(namespace, resolved, refusal)}\n{plan_table(plan)}\n\n{arena_text(plan, state)}")
     return 0
 
 
-def _heading(namespace: argparse.Namespace, resolved: Resolved) -> str:
+def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) -> str:
     """What the plan is for, and what it leaves out."""
-    config, quantization = resolved.config, resolved.model.quantization
+    config = resolved.config
     where = "a CUDA device" if config.device == "cuda" else "a CPU"
     memory = (
         f"{where} with {human_bytes(namespace.memory)}" if namespace.memory is not None else f"{where}, this machine's"
@@ -86,22 +89,19 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved) -> str:
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
-    if quantization is not None and resolved.model.format is None:
-        method = quantization.get("quant_method", "this format")
-        lines.append(
-            f"Weights in {method} can be planned, but not served yet; a checkpoint in bfloat16 can. {_why(resolved)}".rstrip()
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *([refusal] if refusal else []), ""])
 
 
-def _why(resolved: Resolved) -> str:
-    """What a server would say of the weights' format."""
+def _refusal(resolved: Resolved) -> str:
+    """What a server would say of weights that it refuses; empty where it doesn't."""
+    if resolved.model.quantization is None or resolved.model.format is not None:
+        return ""
     from pagerunner.models.configs.reader import read_model_config
 
     try:
         read_model_config(resolved.model.path)
-    except ConfigError as error:
-        return str(error)
+    except PagerunnerError as error:
+        return f"Memory can be planned, but these weights can't be served. {error}"
     return ""
 
 
@@ -131,7 +131,11 @@ def _directory(model: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="pagerunner-plan-") as directory:
             copy = Path(directory) / "config.json"
             shutil.copyfile(path, copy)
+            second = path.parent / "hf_quant_config.json"
+            if second.is_file():  # of the same repository, as read_model_config reads it
+                shutil.copyfile(second, copy.with_name(second.name))
             try:
                 yield directory
-            except PagerunnerError as error:  # the message is to name the file that was given
-                raise type(error)(str(error).replace(str(copy), str(path))) from None
+            except PagerunnerError as error:  # the message is to name the files that were given
+                named = str(error).replace(str(copy), str(path)).replace(directory, str(path.parent))
+                raise type(error)(named) from None
