@@ -17,7 +17,7 @@ from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.dispatch import Op
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import moe_experts, reads_groups
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
@@ -96,6 +96,12 @@ class Experts(Module):
         """Add that sum to `residual` in place."""
         own = {"weigh_inputs": self.weigh_inputs, "residual_TD": residual_TD}
         self.method.apply(x_TD, routes, self.weights, self.activation, **own)
+
+    @property
+    def stays_packed(self) -> bool:
+        """Whether a CUDA device's kernels read the matrices as they are stored, and unpack none of them at every call."""
+        matrices = self.method.matrices(self.weights)
+        return all(isinstance(one, torch.Tensor) or reads_groups(one) for one in matrices)
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""

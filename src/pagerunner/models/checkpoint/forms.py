@@ -13,7 +13,6 @@ from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
-from pagerunner.ops.moe import reads_groups
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.formats import Format, Scheme, inner_name
@@ -172,7 +171,7 @@ class Forms:
         form = self._form(scheme, starts)
         if self.keep and not scheme.permuted and not _only_unpacked(form):
             owner.store(StoredExperts(form))
-            if all(isinstance(one, torch.Tensor) or reads_groups(one) for one in owner.method.matrices(owner.weights)):
+            if owner.stays_packed:
                 return
         owner.store(DequantizedExperts(form))
 
