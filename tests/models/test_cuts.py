@@ -151,16 +151,14 @@ def devices_of(
     whole = {tensor.name: tensor for tensor in module.checkpoint(prefix)}
     for device, own in enumerate(parts(whole.values(), devices)):
         made: Any = copy.copy(module)
-        for (name, child), (layer, names) in zip(
-            list(module.children()) or [("", module)], layers_of(module, prefix).items(), strict=True
-        ):
-            assert layer is child or layer is module
+        names_of = {child: name for name, child in module.children()}
+        for layer, names in layers_of(module, prefix).items():
             part = part_of(layer, [tensor for tensor in whole.values() if tensor.owner is layer], own)
             store(part, names, forms)
-            if name:
-                setattr(made, name, part)
-            else:
+            if layer is module:
                 made = part
+            else:
+                setattr(made, names_of[layer], part)
         give_memory(made)
         fill(made, prefix, whole, tensors, own, device)
         yield made, own

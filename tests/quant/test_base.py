@@ -73,16 +73,15 @@ class HalvedExperts(ExpertMethod):
     def __init__(self) -> None:
         super().__init__(Halves())
 
-    def matrices(self, weights):
+    def matrix(self, weights):
         raise AssertionError("this form computes by itself")
 
-    def apply(self, x_TD, routes, weights, activation, *, weigh_inputs=False, residual_TD=None) -> torch.Tensor:
+    def apply(self, x_TD, routes, gate_up, down, activation, *, weigh_inputs=False, residual_TD=None) -> torch.Tensor:
         out_TD = torch.zeros_like(x_TD)
-        for name in ("gate_up", "down"):
-            assert weights[f"{name}.codes"].dim() == 3 and weights[f"{name}.scale"].dim() == 2
-        matrices = {
-            name: weights[f"{name}.codes"] * weights[f"{name}.scale"].unsqueeze(-1) for name in ("gate_up", "down")
-        }
+        matrices = {}
+        for name, weights in {"gate_up": gate_up, "down": down}.items():
+            assert weights["codes"].dim() == 3 and weights["scale"].dim() == 2
+            matrices[name] = weights["codes"] * weights["scale"].unsqueeze(-1)
         for token, (chosen, shares) in enumerate(zip(routes.experts_TA.tolist(), routes.weights_TA, strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
                 inner = activation(x_TD[token] @ matrices["gate_up"][expert].T)
@@ -96,9 +95,10 @@ def packed(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def give_memory(module, value: float = float("nan")) -> None:
-    for name, tensor in module.weights.items():
-        filler = value if tensor.is_floating_point() else 77
-        module.weights[name] = torch.full(tensor.shape, filler, dtype=tensor.dtype)
+    for part in module.modules():
+        for name, tensor in part.weights.items():
+            filler = value if tensor.is_floating_point() else 77
+            part.weights[name] = torch.full(tensor.shape, filler, dtype=tensor.dtype)
 
 
 def filled(parts: dict[str, torch.Tensor], scales: dict[str, float], **settings) -> FusedLinear:

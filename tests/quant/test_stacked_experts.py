@@ -55,7 +55,7 @@ class ScaledExperts(ExpertMethod):
             codes, axes = codes.transpose(1, 2), ("inputs", "outputs")
         return {"_blocks": CopyCodes(codes, (None, *axes)), "_scales": CopySink(weights["scale"], (None, "outputs"))}
 
-    def matrices(self, weights):
+    def matrix(self, weights):
         raise AssertionError("these tests load weights and compute nothing with them")
 
 

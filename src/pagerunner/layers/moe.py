@@ -23,8 +23,6 @@ from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import CopySink
 
-_MATRICES = ("gate_up", "down")
-
 
 class ExpertSizes(NamedTuple):
     """How many experts there are, features of the residual stream, and an expert's inner features."""
@@ -81,21 +79,33 @@ class Experts(Module):
     def store(self, method: ExpertMethod) -> None:
         """Store the weights as `method` says. They have no memory afterwards."""
         self.method, self.weights = method, {}
+        self._names: dict[str, dict[str, str]] = {}
         experts, features, inner = self.sizes
         for matrix, (outputs, inputs) in {"gate_up": (2 * inner, features), "down": (features, inner)}.items():
             own = method.create(experts, outputs, inputs, self.dtype)
             if self.has_bias:
                 own["bias"] = torch.empty(experts, outputs, dtype=self.dtype, device="meta")
+            self._names[matrix] = {name: f"{matrix}.{name}" for name in own}
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
     def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return self.method.apply(x_TD, routes, self.weights, self.activation, weigh_inputs=self.weigh_inputs)
+        return self._apply(x_TD, routes, None)
 
     def add_(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> None:
         """Add that sum to `residual` in place."""
-        own = {"weigh_inputs": self.weigh_inputs, "residual_TD": residual_TD}
-        self.method.apply(x_TD, routes, self.weights, self.activation, **own)
+        self._apply(x_TD, routes, residual_TD)
+
+    def _apply(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.method.apply(
+            x_TD,
+            routes,
+            self._weights_of("gate_up"),
+            self._weights_of("down"),
+            self.activation,
+            weigh_inputs=self.weigh_inputs,
+            residual_TD=residual_TD,
+        )
 
     @property
     def stays_packed(self) -> bool:
@@ -105,12 +115,12 @@ class Experts(Module):
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        matrices = self.method.matrices(self.weights)
+        matrices = (self.method.matrix(self._weights_of(matrix)) for matrix in self._names)
         return max(0 if isinstance(one, torch.Tensor) else experts_bytes(one, self.dtype, pairs) for one in matrices)
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""
-        for matrix in _MATRICES:
+        for matrix in self._names:
             self.method.linear.randomize(self._weights_of(matrix), generator)
 
     def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
@@ -151,8 +161,7 @@ class Experts(Module):
 
     def _weights_of(self, matrix: str) -> Weights:
         """The weights of one of the two matrices, by the names that the form gives them."""
-        before = f"{matrix}."
-        return {name.removeprefix(before): t for name, t in self.weights.items() if name.startswith(before)}
+        return {name: self.weights[full_name] for name, full_name in self._names[matrix].items()}
 
     def _matrices(self) -> dict[str, dict[str, slice]]:
         """The rows of each matrix that the checkpoint's matrices fill, by their names there."""
@@ -193,7 +202,6 @@ class Experts(Module):
         weights = self._weights_of("down")
         sinks = self.method.stacked(weights, transposed=self.transposed)
         if not sinks:
-            weights.pop("bias", None)
             first = {name: tensor[0] for name, tensor in weights.items()}
             sinks = self.method.linear.sinks(first, slice(0, self.sizes.features))
         return any(sink.fills and sink.along("inputs") for sink in sinks.values())

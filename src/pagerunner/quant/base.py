@@ -125,9 +125,8 @@ class Unquantized(WeightMethod):
 class ExpertMethod(ABC):
     """Stored form of the experts of a mixture: two matrices for each, "gate_up" [2 I, D] and "down" [D, I].
 
-    Each expert's matrix is stored as `linear` stores it. So the weights are those of `linear` with a first dimension of experts:
-    "gate_up.weight" [E, 2 I, D] and "down.weight" [E, D, I] of Unquantized. They may also hold "gate_up.bias" [E, 2 I] and
-    "down.bias" [E, D].
+    Each expert's matrix is stored as `linear` stores it. So a matrix's weights are those of `linear` with a first dimension of experts:
+    "weight" [E, 2 I, D] and [E, D, I] of Unquantized. They may also hold a "bias" [E, 2 I] and [E, D].
     """
 
     def __init__(self, linear: WeightMethod) -> None:
@@ -150,27 +149,29 @@ class ExpertMethod(ABC):
         return False
 
     @abstractmethod
-    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
-        """The two matrices of all experts, [E, 2 I, D] and [E, D, I], as products take them."""
+    def matrix(self, weights: Weights) -> torch.Tensor | Stored:
+        """One matrix of all experts, [E, 2 I, D] or [E, D, I], as products take it."""
 
     def apply(
         self,
         x_TD: torch.Tensor,
         routes: Routes,
-        weights: Weights,
+        gate_up: Weights,
+        down: Weights,
         activation: GatedActivation,
         *,
         weigh_inputs: bool = False,
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `moe_experts`, [T, D]."""
-        biases = weights.get("gate_up.bias"), weights.get("down.bias")
         return moe_experts(
             x_TD,
             routes,
-            *self.matrices(weights),
+            self.matrix(gate_up),
+            self.matrix(down),
             activation,
-            *biases,
+            gate_up.get("bias"),
+            down.get("bias"),
             weigh_inputs=weigh_inputs,
             residual_TD=residual_TD,
         )
@@ -192,6 +193,6 @@ class UnquantizedExperts(ExpertMethod):
         """See ExpertMethod."""
         return transposed
 
-    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
+    def matrix(self, weights: Weights) -> torch.Tensor | Stored:
         """See ExpertMethod."""
-        return weights["gate_up.weight"], weights["down.weight"]
+        return weights["weight"]

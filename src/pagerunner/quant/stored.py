@@ -104,17 +104,9 @@ class StoredExperts(ExpertMethod):
         """See ExpertMethod."""
         return self.linear.only_together(transposed=transposed)
 
-    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
+    def matrix(self, weights: Weights) -> torch.Tensor | Stored:
         """See ExpertMethod."""
-        gate_up, down = (
-            self.linear.stored({name: weights[f"{matrix}.{name}"] for name in self._names(weights)})
-            for matrix in ("gate_up", "down")
-        )
-        return gate_up, down
-
-    @staticmethod
-    def _names(weights: Weights) -> list[str]:
-        return [name.removeprefix("down.") for name in weights if name.startswith("down.") and name != "down.bias"]
+        return self.linear.stored(weights)
 
 
 class Beside(WeightMethod):
