@@ -19,6 +19,7 @@ from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.moe import moe_experts, reads_groups
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import CopySink
@@ -110,13 +111,15 @@ class Experts(Module):
     @property
     def stays_packed(self) -> bool:
         """Whether a CUDA device's kernels read the matrices as they are stored, and unpack none of them at every call."""
-        matrices = self.method.matrices(self.weights)
-        return all(isinstance(one, torch.Tensor) or reads_groups(one) for one in matrices)
+        return all(isinstance(one, torch.Tensor) or reads_groups(one) for one in self._as_stored())
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        matrices = (self.method.matrix(self._weights_of(matrix)) for matrix in self._names)
+        matrices = self._as_stored()
         return max(0 if isinstance(one, torch.Tensor) else experts_bytes(one, self.dtype, pairs) for one in matrices)
+
+    def _as_stored(self) -> list[torch.Tensor | Stored]:
+        return [self.method.matrix(self._weights_of(matrix)) for matrix in self._names]
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""
