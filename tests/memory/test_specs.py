@@ -74,7 +74,10 @@ def test_a_latent_page_has_a_slot_for_every_compression_tokens(
         end = spec.indexer_offset(48) + slots * (indexer * KV_DTYPE_BYTES[dtype] + scales)
     own_scales = KV_DTYPE_BYTES[dtype] == 1 and not scales
     assert spec.zero_fresh is own_scales
-    assert end + 8 * own_scales <= spec.page_bytes(48) < end + 4 + 8 * own_scales
+    assert end + 8 * own_scales <= spec.page_bytes(48) < end + (3 + 8 + 16 if own_scales else 4)
+    assert not own_scales or spec.page_bytes(48) % 16 == 0, (
+        "the next layer's share begins where 16 bytes can be read at once"
+    )
 
 
 def test_recurrent_tensors_lie_in_order_and_aligned_whatever_the_page() -> None:

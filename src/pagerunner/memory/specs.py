@@ -278,9 +278,12 @@ class LatentKV:
         return _round_up(end, SCALE_BYTES)
 
     def page_bytes(self, page_tokens: int) -> int:
-        """Vectors of all the page's slots, then indexer keys, then the scales if there are any."""
+        """Vectors of all the page's slots, then indexer keys, then the scales if there are any.
+
+        With scales it is a multiple of 16, so that the next layer's share begins where kernels can read 16 bytes at once.
+        """
         if self.has_page_scales:
-            return self.scales_offset(page_tokens) + 2 * SCALE_BYTES
+            return _round_up(self.scales_offset(page_tokens) + 2 * SCALE_BYTES, _ALIGNMENT)
         slots = self.slots(page_tokens)
         if not self.indexer_dim:
             return slots * self.slot_bytes
