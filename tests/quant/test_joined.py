@@ -16,10 +16,10 @@ from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.loader import materialize, weights_bytes
+from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.quantization import asked_format, read_format
 from pagerunner.ops.panels import panel_width
 from pagerunner.quant.base import WeightMethod
-from pagerunner.quant.panels import InPanels
 from pagerunner.quant.sinks import Sink
 
 FEATURES, INNER = 96, 64
@@ -48,8 +48,9 @@ class Alone(WeightMethod):
 
 def stored(layer: Linear, kind: str) -> Linear:
     """The layer in a format, with random weights."""
+    model: Any = layer
     if kind == "panels":
-        layer.store(InPanels(panel_width() or 16))
+        assert store_in_panels(model) == 1
     elif kind != "floats":
         said = (
             asked_format("fp8", None, kind)
@@ -58,7 +59,6 @@ def stored(layer: Linear, kind: str) -> Linear:
         )
         assert said is not None
         Forms(said, torch.float32, Held(frozenset(), torch.float16), True).store(layer.sources("mlp."))
-    model: Any = layer
     materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
     layer.randomize(torch.Generator().manual_seed(0))
     return layer
