@@ -264,7 +264,7 @@ def test_the_rate_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     model, _ = build(path)
     with caplog.at_level(logging.INFO):
         load_weights(model, path)
-    assert any(record.getMessage().endswith("GiB/s.") for record in caplog.records)
+    assert any(record.getMessage().endswith("iB/s.") for record in caplog.records)
 
 
 def test_every_thread_has_page_locked_buffers_of_its_own(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from helpers import packers
 from helpers.checkpoints import make_checkpoint
+from helpers.quantise import quantise
 from pagerunner.errors import ConfigError
+from pagerunner.models.checkpoint.loader import build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.quantization import read_format
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.formats import Scheme
@@ -359,3 +363,43 @@ def test_a_second_file_must_agree_with_the_config(
         return
     with pytest.raises(ConfigError, match=words):
         read_model_config(path)
+
+
+ROUND = {
+    "quant_method": "auto-round",
+    "autoround_version": "0.14.2",
+    "bits": 4,
+    "data_type": "int",
+    "group_size": packers.GROUP,
+    "iters": 0,
+}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "AutoRound's zero points are as they are": ("gptq v2", {**ROUND, "sym": False, "packing_format": "auto_round"}),
+    "AutoRound's export to GPTQ": (
+        "gptq",
+        {**FILES["AutoRound's export to GPTQ"][0], "group_size": packers.GROUP, "modules_in_block_to_quantize": None, "dynamic": {}},
+    ),
+    # "mlp.gate" is also a part of the name mlp.gate_proj, whose tensors say otherwise
+    "AutoRound's symmetric export to AWQ": ("awq", {**FILES["AutoRound's export to AWQ"][0], "group_size": packers.GROUP}),
+    "AutoRound in MXFP4": ("mxfp4 compressed", FILES["AutoRound in MXFP4"][0]),
+    "AutoRound in NVFP4": ("nvfp4 compressed", FILES["AutoRound in NVFP4"][0]),
+    "GPTQModel": ("gptq", {**FILES["GPTQModel 6"][0], "group_size": packers.GROUP, "dynamic": None}),
+    "Model Optimizer without a quant_method": ("fp8 tensor", FILES["Qwen/Qwen3-32B-FP8-Static-PerTensor"][0]),
+}  # fmt: skip
+
+
+def weights(path: Path) -> list[torch.Tensor]:
+    model = build_model(read_model_config(path), "float32")
+    materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
+    load_weights(model, path)
+    return [tensor for module in model.modules() for tensor in module.weights.values()]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_tensors_are_the_same_weights_by_another_writers_word(tmp_path: Path, name: str) -> None:
+    kind, said = SAME[name]
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, kind)
+    want, file = weights(path), path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
+    assert all(torch.equal(left, right) for left, right in zip(weights(path), want, strict=True))

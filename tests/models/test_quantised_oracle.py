@@ -476,8 +476,8 @@ def test_gptq_says_that_the_output_weights_are_quantised_too(tmp_path: Path, kee
         assert torch.equal(left, right)
     check(transformers.AutoModelForCausalLM.from_pretrained(plain).eval(), run(engine(path), [prompt(1, 9)]))
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": {**said, "lm_head": False}}))
-    with pytest.raises(CheckpointError, match="lm_head"):
-        loaded(path, keep=keep)
+    tensors_decide = matrices(loaded(path, keep=keep))
+    assert all(torch.equal(left, right) for left, right in zip(matrices(found), tensors_decide, strict=True))
 
 
 def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
@@ -493,7 +493,8 @@ def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
         weights_bytes(build_model(read_model_config(path), "float32")),
     )
     assert re.fullmatch(
-        r"\d+ layers unpacked, 1 as they were", summary(build_model(read_model_config(path), "float32").modules())
+        r"\d+ linear layers unpacked, 1 as they were",
+        summary(build_model(read_model_config(path), "float32").modules()),
     )
     on_gpu = resolve(EngineArgs(model=str(path), device="cuda", **sizes), 2**30, plan_only=True).plan
     model = build_model(read_model_config(path), "float32", keep_forms=True)
@@ -501,7 +502,7 @@ def test_a_plan_counts_what_is_loaded_packed_on_a_gpu_and_unpacked_on_a_cpu(
     largest = max(m.out_features * m.in_features for m in model.modules() if isinstance(m, Linear) and not m.plain)
     assert on_gpu.other[-1] == ("weights of a product, unpacked", 4 * largest)  # blocks of 48 are never rounded against
     assert any(type(getattr(module, "method", None)) is W8 for module in model.modules())
-    assert re.fullmatch(r"\d+ layers in few bits, 1 as they were", summary(model.modules()))
+    assert re.fullmatch(r"\d+ linear layers in few bits, 1 as they were", summary(model.modules()))
 
 
 def test_scales_may_lie_in_another_file_than_the_numbers_and_sleep_reads_both_again(tmp_path: Path) -> None:

@@ -204,4 +204,8 @@ class Format:
         around, _, own = module.rpartition(".")
         if self.ignored.match(module) or any(self.ignored.holds(f"{around}.{other}") for other in _WHOLES.get(own, ())):
             return None
+        return self.scheme_unless_listed(module)
+
+    def scheme_unless_listed(self, module: str) -> Scheme | None:
+        """How a module's matrix is stored that isn't as it was, whatever the list of ignored modules says."""
         return next((scheme for names, scheme in self.schemes if names.match(module)), None)

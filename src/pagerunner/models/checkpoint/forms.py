@@ -31,7 +31,7 @@ class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
     `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of 8-bit
-    numbers. `scales` is the dtype of the scales of 4-bit groups.
+    numbers and something beside it, or with packed numbers. `scales` is the dtype of the scales of 4-bit groups.
     """
 
     plain: frozenset[str]
@@ -54,10 +54,10 @@ class Held:
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and dtype in _FLOATS
         )
         numbers = (name for name, own in suffixes.items() if own.get("weight") in ("F8_E4M3", "I8") and len(own) > 1)
-        packed = (own for own in suffixes.values() if not own.keys().isdisjoint(("qweight", "weight_packed")))
-        groups = (own[suffix] for own in packed for suffix in ("scales", "weight_scale") if suffix in own)
+        packed = [name for name, own in suffixes.items() if not own.keys().isdisjoint(("qweight", "weight_packed"))]
+        groups = (suffixes[name].get(suffix, "") for name in packed for suffix in ("scales", "weight_scale"))
         scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
-        return cls(frozenset((*plain, *together)), scales, frozenset(numbers))
+        return cls(frozenset((*plain, *together)), scales, frozenset((*numbers, *packed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ class Forms:
             return None  # unpacked, it would take no less memory
         if self.checkpoint.writer != "online" and inner_name(name) in self.held.plain:
             return None
+        if self.checkpoint.writer != "online" and inner_name(name) in self.held.quantised:
+            return self.checkpoint.scheme_unless_listed(name)
         return self.checkpoint.scheme(name)
 
     def _takes_plain(self, owner: Linear, name: str) -> bool:
@@ -216,7 +218,7 @@ class Forms:
 
 
 def summary(modules: Iterable[Module]) -> str:
-    """How many of a model's layers have which form: "144 layers in few bits, 4 unpacked, 1 as they were"."""
+    """How many of a model's linear layers and mixtures have which form: "144 linear layers in few bits, 4 unpacked, 1 as they were"."""
     found: Counter[str] = Counter()
     for module in modules:
         if isinstance(module, Linear | Experts):
@@ -225,7 +227,9 @@ def summary(modules: Iterable[Module]) -> str:
             unpacked = unpacked or (isinstance(module.method, InPanels) and bool(module.method.forms))
             found["in few bits" if kept else "unpacked" if unpacked else "as they were"] += 1
     kinds = [(found[kind], kind) for kind in ("in few bits", "unpacked", "as they were") if found[kind]]
-    return ", ".join(f"{count} layers {kind}" if not i else f"{count} {kind}" for i, (count, kind) in enumerate(kinds))
+    return ", ".join(
+        f"{count} linear layers {kind}" if not i else f"{count} {kind}" for i, (count, kind) in enumerate(kinds)
+    )
 
 
 def loaded_unpacked_bytes(modules: Iterable[Module]) -> int:

@@ -28,6 +28,7 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
+from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
@@ -201,7 +202,9 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
     if progress is not None:
         progress(total, total)
     seconds = time.perf_counter() - started
-    logger.info("%s: %.2f GiB in %.2f s, %.2f GiB/s.", directory, total / 2**30, seconds, total / 2**30 / seconds)
+    logger.info(
+        "%s: %s in %.2f s, %s/s.", directory, human_bytes(total), seconds, human_bytes(int(total / max(seconds, 1e-9)))
+    )
 
 
 def _lacking(names: list[str], filled: Container[str], known: Mapping[str, CheckpointTensor], asked_by: str) -> str:
