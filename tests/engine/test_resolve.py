@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.published import all_published
 from helpers.quantise import quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -61,3 +62,13 @@ def test_a_user_may_keep_activations_as_they_are(tmp_path: Path, asked: str) -> 
     assert model.format is not None and model.format.rounds is (asked == "auto")
     with pytest.raises(ConfigError, match="activation_quantization must be one of auto, none, got 'int3'"):
         EngineArgs(model=str(path), activation_quantization="int3")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gemma_in_float16_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    model = all_published()["google/gemma-3-1b-it"].place(tmp_path)
+    monkeypatch.setattr("pagerunner.engine.startup.resolve.resolve_device", lambda asked: asked)
+    resolve(EngineArgs(model=str(model), device="cuda", dtype=dtype), 2**34, plan_only=True)
+    assert ('dtype="bfloat16" holds it' in caplog.text) is (dtype == "float16")

@@ -15,6 +15,7 @@ from pagerunner import LLM
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.loader import checkpoint_files
+from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.reader import read_model_config
 
 
@@ -125,3 +126,13 @@ def test_which_cache_and_kernels_transformers_takes_changes_nothing(tmp_path: Pa
     said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "act_group_aware": True, "hyb_act": True}
     read_model_config(path)
     assert read_model_config(write(tmp_path, quantization_config=said)).format is not None
+
+
+def test_a_list_with_another_number_of_layers_says_how_many_there_are() -> None:
+    fields = Fields({"layer_types": ["full_attention"] * 24, "odd": ["sliding_attention"] * 24}, "config.json")
+    with pytest.raises(ConfigError) as caught:
+        fields.names("layer_types", ("full_attention",), 1)
+    said = "config.json: layer_types must be a list of 1 names, one for each of num_hidden_layers, got 24 of them: ['full_attention', "
+    assert str(caught.value).startswith(said) and str(caught.value).endswith("'full_attention', ....")
+    with pytest.raises(ConfigError, match=r"odd is \['sliding_attention', .*'sliding_attention', \.\.\., a field"):
+        fields.finish()

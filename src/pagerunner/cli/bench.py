@@ -16,7 +16,7 @@ from pagerunner.bench.ceilings import measure_ceilings
 from pagerunner.bench.experts import experts_read
 from pagerunner.bench.floors import Ceilings, DenseModel
 from pagerunner.bench.runner import Draws, LatencyReport, ThroughputReport, latency, throughput
-from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.shapes import QUANTIZED, SHAPES
 from pagerunner.bench.sleep import SleepReport, device_free_bytes, measure_sleep
 from pagerunner.bench.startup import StartupReport, measure_startup
 from pagerunner.bench.workloads import WORKLOADS, BenchRequest, uniform_workload, workload, write_model
@@ -66,7 +66,10 @@ def build_parser() -> Parser:
     what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
     parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
     parser.add_argument("--model", help="model directory, hub name or a demo's (default: random weights of --shape)")
-    parser.add_argument("--shape", default="tiny", help=f"{', '.join(SHAPES)} (default: %(default)s)")
+    shape_help = (
+        f"{', '.join(SHAPES)} (default: %(default)s); --quantization {' or '.join(QUANTIZED)} stores its weights so"
+    )
+    parser.add_argument("--shape", default="tiny", help=shape_help)
     names = "; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
     parser.add_argument("--workload", metavar="NAME", help=names)
     count = reported(positive)
@@ -163,7 +166,7 @@ def _measured(
     report = measure(
         llm,
         lambda salt: source(vocab_size, salt),
-        label=f"{_model_name(namespace)} {label}, {draws.text()}",
+        label=f"{_model_name(namespace)} ({_held(llm, args)}) {label}, {draws.text()}",
         repetitions=namespace.num_iters or repetitions,
         warmups=warmups if namespace.num_iters_warmup is None else namespace.num_iters_warmup,
         rounds=_progress(namespace),
@@ -227,6 +230,11 @@ def _with_floor(
 def _open(namespace: argparse.Namespace, args: EngineArgs) -> LLM:
     note(namespace, f"Loading {namespace.model or f'random weights of shape {namespace.shape}'} ...")
     return open_llm(args, use_tqdm=show_progress(namespace))
+
+
+def _held(llm: LLM, args: EngineArgs) -> str:
+    """What the figures are of: the device, the dtype, and the format that was asked for."""
+    return ", ".join([llm.device, llm.dtype, *([args.quantization] if args.quantization else [])])
 
 
 def _model_name(namespace: argparse.Namespace) -> str:

@@ -81,6 +81,10 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: boo
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
+    if dtype == "float16" and model.family.startswith("gemma3"):
+        logger.warning(
+            'Gemma 3 overflows in float16, in which the residual stream of its larger models is not finite; dtype="bfloat16" holds it.'
+        )
     kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)

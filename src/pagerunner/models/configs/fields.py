@@ -134,7 +134,10 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) < count or (len(value) > count and not more):
-            raise self.error(name, f"must be a list of {count} names, one per layer, got {value!r:.120}.")
+            held = f"{len(value)} of them: " if isinstance(value, list) else ""
+            raise self.error(
+                name, f"must be a list of {count} names, one for each of num_hidden_layers, got {held}{_start(value)}."
+            )
         allowed = tuple(allowed)
         for kind in value:
             if kind not in allowed:
@@ -161,8 +164,7 @@ class Fields:
         for name, value in self._values.items():
             if name in known or value is None or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]):
                 continue
-            shown = repr(value)
-            shown = shown if len(shown) <= 120 else shown[:117] + "..."
+            shown = _start(value)
             if value is not False and value not in ("", [], {}) or name in _FALSE_MATTERS:
                 raise self.error(name, f"is {shown}, a field that pagerunner does not know. {self._how_to_allow(name)}")
             unset.append(f"{name}={shown}")
@@ -177,6 +179,12 @@ class Fields:
             "It may change what the model computes, so it is not passed over by itself. If it doesn't matter for text, "
             f"pass it over by name: --hf-overrides '{json.dumps(overrides)}' (hf_overrides in Python, with None for null)."
         )
+
+
+def _start(value: Any) -> str:
+    """A value as it is, or its beginning, cut between the parts of a list."""
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:117].rpartition(',')[0] or shown[:117]}, ..."
 
 
 @functools.cache

@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 _KEPT_LAYOUTS = 32
 _ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
 
-BAD_LOGITS = "The model's logits hold NaN or infinity, so no token can be sampled."
+BAD_LOGITS = (
+    "The model's logits hold NaN or infinity, so no token can be sampled. float16 overflows in models made for bfloat16: "
+    'dtype="bfloat16" holds larger numbers.'
+)
 
 
 class SampledRows(NamedTuple):
