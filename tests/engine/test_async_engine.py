@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
+from helpers.patience import patient
 from helpers.serving import write_text_side
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -79,7 +80,7 @@ async def last(engine: AsyncEngine, name: str, prompt: Any, **params: Any) -> Re
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -307,12 +308,20 @@ def test_after_a_sleep_or_wake_up_that_failed_the_level_is_the_cores(
     with_engine(model, test, stall_seconds=0.3, observer=Levels())
 
 
+def unhealthy(engine: AsyncEngine) -> bool:
+    try:
+        engine.check_health()
+    except EngineDeadError:
+        return True
+    return False
+
+
 def test_a_hanging_core_is_unhealthy_only_while_it_has_work(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def test(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.4)
         engine.check_health()
         task = asyncio.create_task(last(engine, "a", {"prompt_token_ids": [fake_core.HANG]}))
-        await asyncio.sleep(0.6)
+        await until(lambda: unhealthy(engine))
         with pytest.raises(EngineDeadError, match="1 unfinished requests and has made no step for"):
             engine.check_health()
         task.cancel()

@@ -111,7 +111,7 @@ def test_slow_grammars_of_clients_that_left_delay_nobody(door: GrammarDoor) -> N
             await asyncio.sleep(0.02)
         return time.monotonic() - start
 
-    assert asyncio.run(main()) < patient(2)
+    assert asyncio.run(main()) < patient(5)
 
 
 def test_slow_grammars_of_clients_that_stay_delay_nobody_either(door: GrammarDoor) -> None:
@@ -121,7 +121,7 @@ def test_slow_grammars_of_clients_that_stay_delay_nobody_either(door: GrammarDoo
         await asyncio.sleep(0.3)
         start = time.monotonic()
         await door.prepare(regex("c+"), "us")
-        assert time.monotonic() - start < patient(2)
+        assert time.monotonic() - start < patient(5)
         assert sum(job.started for job in door._jobs.values()) <= 8
         for task in (*large, *many):
             task.cancel()
@@ -156,7 +156,7 @@ def test_a_child_that_is_killed_from_outside_is_tried_again(door: GrammarDoor) -
                 if child not in kills:
                     kills.append(child)
                     os.kill(child, signal.SIGKILL)
-            time.sleep(0.005)
+            time.sleep(0.001)
 
     killer = threading.Thread(target=kill_first, args=(1,))
     killer.start()
@@ -187,7 +187,7 @@ def test_at_the_end_nobody_waits_for_the_queue(checkpoint: Path) -> None:
             await asyncio.sleep(0.01)
         return time.monotonic() - start
 
-    assert asyncio.run(main()) < patient(2)
+    assert asyncio.run(main()) < patient(5)
 
 
 def test_a_program_that_ends_waits_for_no_grammar(checkpoint: Path) -> None:

@@ -388,7 +388,7 @@ def test_a_killed_core_fails_calls_in_flight(monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.sleep(0.02)
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="SIGKILL"):
-                await asyncio.wait_for(call, 1.0)
+                await asyncio.wait_for(call, patient(1.0))
             assert "SIGKILL" in str(frontend.death)
 
     asyncio.run(main())

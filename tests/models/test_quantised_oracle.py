@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from helpers.deepseek_v4 import make_published_checkpoint
 from helpers.effort import by_days
 from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
+from helpers.once import made_once
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -97,7 +99,7 @@ def _image(folder: Path) -> Path:
 
 
 CASES = [
-    *by_days(FAMILIES, [*CONFIGS, *PACKED], each=2),
+    *by_days(FAMILIES, [*CONFIGS, *PACKED]),
     ("gpt_oss", "mxfp4"),
     ("gpt_oss", "int4"),
     ("llama4", "mxfp4 compressed"),
@@ -105,6 +107,21 @@ CASES = [
     ("mistral3", "awq"),
 ]
 MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False), "mistral3": _image}
+
+
+Packed = Callable[[Path, str, str], tuple[Path, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    """A family's checkpoint in a format, in a folder of the test's, and the weights that it stands for. The family's own is made once."""
+    made = made_once(tmp_path_factory, MAKE)
+
+    def copied(tmp_path: Path, family: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        path = shutil.copytree(made(family), tmp_path / "packed")
+        return path, quantise(path, kind)
+
+    return copied
 
 
 def matrices(model: Model) -> list[torch.Tensor]:
@@ -126,11 +143,10 @@ def matrices(model: Model) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_weights_are_exactly_what_the_packed_ones_stand_for(tmp_path: Path, family: str, kind: str) -> None:
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    path = MAKE[family](folder)
-    meant = quantise(path, kind)
+def test_weights_are_exactly_what_the_packed_ones_stand_for(
+    tmp_path: Path, packed: Packed, family: str, kind: str
+) -> None:
+    path, meant = packed(tmp_path, family, kind)
     want = loaded(plain_copy(path, tmp_path / "plain", meant))
     unpacked, kept = loaded(path), loaded(path, keep=True)
     methods = [module.method for module in unpacked.modules() if isinstance(module, Linear | Experts)]
@@ -144,13 +160,10 @@ def test_weights_are_exactly_what_the_packed_ones_stand_for(tmp_path: Path, fami
 
 @pytest.mark.parametrize(("kind", "family"), [*by_days([*CONFIGS, *PACKED], FAMILIES), ("mxfp4", "gpt_oss")])
 def test_tokens_are_those_of_transformers(
-    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packed: Packed, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where weights stay packed, as they do on a GPU. In float32, Qwen3.5's own rounding takes most of the tolerance."""
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    path = MAKE[family](folder)
-    meant = quantise(path, kind)
+    path, meant = packed(tmp_path, family, kind)
     plain = plain_copy(path, tmp_path / "plain", meant)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.float64 if family == "qwen3_5" else torch.float32, attn_implementation="eager"
@@ -306,11 +319,10 @@ def test_a_published_deepseek_v4_has_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(tmp_path: Path, keep: bool) -> None:
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    path = FAMILIES["qwen3_next"](folder)
-    meant = quantise(path, "fp8 block")
+def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(
+    tmp_path: Path, packed: Packed, keep: bool
+) -> None:
+    path, meant = packed(tmp_path, "qwen3_next", "fp8 block")
     assert (
         "model.layers.0.linear_attn.in_proj_ba"
         not in json.loads((path / "config.json").read_text())["quantization_config"]
@@ -322,12 +334,9 @@ def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(t
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_gate_that_the_file_holds_in_fp8_is_unpacked_though_formats_leave_gates_alone(
-    tmp_path: Path, keep: bool
+    tmp_path: Path, packed: Packed, keep: bool
 ) -> None:
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    path = FAMILIES["qwen3_next"](folder)
-    meant = quantise(path, "fp8 block")
+    path, meant = packed(tmp_path, "qwen3_next", "fp8 block")
     held = load_file(path / "model.safetensors")
     for name in [name for name in held if name.endswith("shared_expert_gate.weight")]:
         codes, scale = held[name].to(torch.float8_e4m3fn), torch.full((1, -(-held[name].shape[1] // 48)), 0.5)

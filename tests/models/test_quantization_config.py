@@ -298,10 +298,10 @@ def test_a_pattern_in_a_group_is_checked_and_hostile_ones_take_no_time() -> None
     group = {**values["config_groups"]["group_0"], "targets": ["re:*"]}
     with pytest.raises(ConfigError, match=r"config_groups.group_0: targets has 're:\*', .*nothing to repeat"):
         read_format({**values, "config_groups": {"group_0": group}}, "config.json")
-    started = time.perf_counter()
+    started = time.process_time()
     found = read_format(values, "config.json")
     assert found.scheme(LAYER) is not None and found.scheme("model.layers.0.self_attn.v_proj") is None
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_long_lists_are_cheap_to_ask() -> None:

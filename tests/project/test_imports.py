@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -31,21 +32,32 @@ def fastest(code, runs=5):
     return min(float(run.stdout.split()[-1]) for run in done)
 
 
-def test_importing_the_package_takes_under_100_ms_and_no_torch():
+@functools.cache
+def usual():
+    """Seconds that imports of Python's own take here: bounds in such units hold on any machine."""
+    return fastest(
+        "import time; start = time.process_time(); import asyncio, http.server, unittest.mock, xml.dom.minidom; "
+        "print(time.process_time() - start)"
+    )
+
+
+def test_importing_the_package_takes_little_time_and_no_torch():
+    """60 ms where 140 ms are usual."""
     code = (
         "import sys, time; start = time.process_time(); import pagerunner; "
         "took = time.process_time() - start; assert 'torch' not in sys.modules; print(took)"
     )
-    assert fastest(code) < 0.1
+    assert fastest(code) < usual()
 
 
-def test_help_takes_under_300_ms_and_no_torch():
+def test_help_takes_little_time_and_no_torch():
+    """95 ms, with Python's own start, where 140 ms are usual."""
     code = (
         "import resource, subprocess, sys; "
         "subprocess.run([sys.executable, '-m', 'pagerunner', '--help'], check=True, stdout=subprocess.DEVNULL); "
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
     )
-    assert fastest(code) < 0.3
+    assert fastest(code) < 2 * usual()
 
 
 def modules():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 
 from pagerunner.runner.device_clock import DeviceClock
@@ -68,6 +67,7 @@ def test_events_are_used_again() -> None:
 
 def test_a_cpu_is_timed_by_the_host() -> None:
     clock = DeviceClock.of(torch.device("cpu"))
+    begun = time.perf_counter()
     with clock.step():
         time.sleep(0.02)
-    assert clock.busy_seconds == pytest.approx(0.02, abs=0.05) and clock.busy_seconds >= 0.02
+    assert 0.02 <= clock.busy_seconds <= time.perf_counter() - begun

@@ -20,6 +20,7 @@ import pytest
 
 import pagerunner
 from helpers.effort import effort
+from helpers.patience import patient
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
@@ -208,10 +209,13 @@ def command(source: Path, target: Path) -> subprocess.Popen[str]:
 
 def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(tmp_path: Path) -> None:
     count = effort(24, 60)
-    source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", ignore_eos=True) for number in range(count)))
+    long = [
+        {"ignore_eos": True, "max_tokens": 20 if number < 8 else 200} for number in range(count)
+    ]  # not done before the signal
+    source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", **long[number]) for number in range(count)))
     target = tmp_path / "out.jsonl"
     running = command(source, target)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while not target.exists() or target.read_text().count("\n") < 5:
         assert time.monotonic() < deadline and running.poll() is None
         time.sleep(0.02)

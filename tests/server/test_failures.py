@@ -106,7 +106,7 @@ def readers(url: str, count: int, **body: Any) -> list[Reader]:
     for reader in found:
         reader.start()
     for reader in found:
-        assert reader.begun.wait(10)
+        assert reader.begun.wait(patient(10))
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 import pagerunner
 from helpers import browser as browsers
 from helpers.browser import Browser
+from helpers.patience import patient
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
@@ -467,5 +468,5 @@ def test_50000_pages_and_256_requests_are_drawn_in_a_frame(page: Browser) -> Non
           done([taken, drawn, big.groups[0].counts[3]]); }, 150));"""
     )
     assert spent[2] > 49_000
-    assert spent[0] < 50 and spent[1] < 50, f"{spent[0]:.1f} ms to take in, {spent[1]:.1f} ms to draw"
+    assert spent[0] < patient(50) and spent[1] < patient(50), f"{spent[0]:.1f} ms to take in, {spent[1]:.1f} ms to draw"
     print(f"50,000 pages: {spent[0]:.1f} ms to take a frame in, {spent[1]:.1f} ms to draw")

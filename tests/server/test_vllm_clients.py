@@ -233,7 +233,7 @@ def test_pause_and_resume(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(OPTIONS_VARIABLE, '{"step_seconds": 0.01}')
     with running_server(EngineArgs(model=str(text_side))) as server:
         found: list[Any] = []
-        body = {"prompt": "abc", "max_tokens": 100, **RAW}
+        body = {"prompt": "abc", "max_tokens": 300, **RAW}  # 3 seconds at least, and it is paused before
         thread = threading.Thread(target=lambda: found.append(server.post(COMPLETIONS, body).json()))
         thread.start()
         while not server.engine.num_unfinished:

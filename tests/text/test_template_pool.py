@@ -278,8 +278,8 @@ def test_texts_are_the_tokenizers_own(tmp_path: Path) -> None:
     assert text == plain.apply_chat_template(USER, **options) and "hi" in text
 
 
-def test_an_ordinary_conversation_costs_less_than_a_millisecond(tokenizer: Tokenizer) -> None:
-    """The least of several rounds, because other work on the machine adds to all but some of them."""
+def test_an_ordinary_conversation_costs_no_start_of_a_process(tokenizer: Tokenizer) -> None:
+    """Half a millisecond was measured, and a start takes a hundred. Other work on the machine adds to all but some rounds."""
 
     async def work(renderer: TemplateRenderer) -> float:
         medians = []
@@ -294,4 +294,4 @@ def test_an_ordinary_conversation_costs_less_than_a_millisecond(tokenizer: Token
 
     seconds = with_renderer(tokenizer, work)
     print(f"{seconds * 1e3:.2f} ms")
-    assert seconds < 0.001
+    assert seconds < patient(0.005)
