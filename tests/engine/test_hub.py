@@ -18,6 +18,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.hub import COMMIT, Hub, files_of, serving
 from helpers.patience import patient
+from helpers.programs import run_python
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -62,8 +63,7 @@ class Client:
             "PYTHONPATH": str(ROOT / "src"),
             **environ,
         }
-        command = [sys.executable, "-c", code, *words]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        return run_python(code, words, env)
 
     def fetch(self, environ: dict[str, str] | None = None, **args: Any) -> dict[str, Any]:
         return self.fetch_each([args], environ)[0]
