@@ -317,18 +317,24 @@ def unhealthy(engine: AsyncEngine) -> bool:
 
 
 def test_a_hanging_core_is_unhealthy_only_while_it_has_work(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+
+    def stacks_are_printed() -> bool:
+        """The watchdog has had the core print where it hangs."""
+        printed.append(capfd.readouterr().err)
+        return "in _advance" in "".join(printed)
+
     async def test(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.4)
         engine.check_health()
         task = asyncio.create_task(last(engine, "a", {"prompt_token_ids": [fake_core.HANG]}))
-        await until(lambda: unhealthy(engine))
+        await until(lambda: unhealthy(engine) and stacks_are_printed())
         with pytest.raises(EngineDeadError, match="1 unfinished requests and has made no step for"):
             engine.check_health()
         task.cancel()
         os.kill(engine.core_pid, signal.SIGKILL)
 
     with_engine(model, test, stall_seconds=0.2)
-    assert "in _advance" in capfd.readouterr().err  # the watchdog had the core print where it hangs
 
 
 def test_death_reaches_every_reader_and_later_calls(model: Path) -> None:

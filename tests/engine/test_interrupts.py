@@ -42,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scored": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 1},
 }
 TOKENS = 4
+LAYERS = ["linear_attention", "full_attention"]  # no layer of these is interrupted: only what runs them is
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
             if family == "qwen3":
                 directory = make_checkpoint(directory, family, num_hidden_layers=1)
             else:
-                directory = make_hybrid_directory(directory, family)
+                directory = make_hybrid_directory(directory, family, num_hidden_layers=2, layer_types=LAYERS)
             made[family] = LLM(
                 str(directory),
                 use_tqdm=False,

@@ -16,7 +16,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import HYBRID_FAMILIES, make_hybrid_directory
 from helpers.checkpoints_latent import LATENT_FAMILIES, make_latent_checkpoint
 from helpers.checkpoints_window import WINDOW_FAMILIES, make_window_checkpoint
-from helpers.effort import effort, share_of_the_day
+from helpers.effort import TEST_DAY, effort, share_of_the_day
 from pagerunner import LLM, SamplingParams
 
 LLAMA3_ROPE = {
@@ -93,9 +93,9 @@ def _num_prompts(variant: str) -> int:
 
 
 def _batch_sizes(variant: str) -> list[int]:
-    """One row, and by turns one of the other sizes that the variant has prompts for."""
+    """One row, and on each day another one of the sizes that the variant has prompts for."""
     possible = [size for size in BATCH_SIZES if size <= _num_prompts(variant)]
-    turn = list(VARIANTS).index(variant) % len(possible)
+    turn = (TEST_DAY + list(VARIANTS).index(variant)) % len(possible)
     return [1, *effort([possible[turn]], possible)]
 
 

@@ -26,13 +26,23 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "alone: nothing else may use the device's memory meanwhile")
 
 
-def pytest_collection_modifyitems(items):
-    """Skip everything here on a machine without a CUDA device, unless the CPU is asked for (helpers/device.py)."""
-    if ON_CUDA and not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if _is_here(item):
-                item.add_marker(skip)
+def pytest_collection_modifyitems(config, items):
+    """On a machine without a CUDA device each test here is skipped once, not for every case; unless the CPU is asked for (helpers/device.py)."""
+    if not ON_CUDA or torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    kept, others, seen = [], [], set()
+    for item in items:
+        if _is_here(item):
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                others.append(item)
+                continue
+            seen.add(name)
+            item.add_marker(skip)
+        kept.append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
 
 
 def _is_here(item: pytest.Item) -> bool:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
 from helpers.interpreter_floats import install
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import paged_mla
@@ -63,7 +63,7 @@ def test_keys_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, least: int) -
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 35])
 def test_numbers_of_rows(rows: int) -> None:
     """Programs take 1, 2 or 16 tokens; results are whole and in parts."""
     case = Case(tuple(RowCase(7 * i % 61 + 300 * (i == 1), 1) for i in range(rows)), raw=True, pairs=rows % 2 == 0)
@@ -116,7 +116,10 @@ def test_half_precision() -> None:
     assert (got - want).norm() < 3e-3 * want.norm()
 
 
-@pytest.mark.parametrize("limit", [2**25, 22 * 30])
+LIMITS = [2**25, 22 * 30]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
     monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)
@@ -128,10 +131,13 @@ def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-# Each value, and each of dtypes in a graph and outside.
+FP8_CASES = [(FP8[0], 3, False, True), (FP8[1], 3, False, False), (FP8[1], 20, True, True), (FP8[0], 20, True, False)]
+
+
+# Each dtype, both numbers of heads, in a graph and outside, on each day; tests/gpu has the cross product.
 @pytest.mark.parametrize(
     ("dtype", "heads", "in_graph", "raw"),
-    [(FP8[0], 3, False, True), (FP8[1], 20, True, True), (FP8[1], 3, False, False), (FP8[0], 20, True, False)],
+    [FP8_CASES[number] for number in share_of_the_day(len(FP8_CASES), 2)],
 )
 def test_fp8_pages(dtype: torch.dtype, heads: int, in_graph: bool, raw: bool) -> None:
     case = Case(ROWS, heads=heads, gap=4, dtype=dtype, in_graph=in_graph, padding=2 * in_graph, raw=raw)
@@ -139,7 +145,7 @@ def test_fp8_pages(dtype: torch.dtype, heads: int, in_graph: bool, raw: bool) ->
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
-@pytest.mark.parametrize("limit", [2**25, 22 * 30])
+@pytest.mark.parametrize("limit", [LIMITS[number] for number in share_of_the_day(len(LIMITS), 2)])
 def test_expanded_keys_of_fp8_pages(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
     monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)

@@ -22,9 +22,11 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [*FORMS, "int4 f16 64", "int4 bf16 all zeros"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (9, 1152)])
-def test_a_matrix_is_unpacked_to_the_bit(form, outputs, inputs):
+@pytest.mark.parametrize(
+    ("form", "sizes"), by_days([*FORMS, "int4 f16 64", "int4 bf16 all zeros"], [(192, 576), (9, 1152)])
+)
+def test_a_matrix_is_unpacked_to_the_bit(form, sizes):
+    outputs, inputs = sizes
     if "128" in form and inputs % 128:
         inputs = 640
     matrix = stored(form, outputs, inputs)

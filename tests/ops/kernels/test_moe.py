@@ -67,7 +67,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, [(1, 160, 96), (9, 256, 128), (70, 256, 384)]))
+@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, [(1, 160, 96), (9, 256, 128), (40, 256, 256)]))
 def test_stored_experts(form, sizes):
     tokens, features, inner = sizes
     if form.startswith("int4") and inner % 128:

