@@ -82,7 +82,7 @@ def test_each_row_or_block_is_rounded_to_its_largest_number(
 def test_experts_are_rounded_one_after_another(kind: str, transposed: bool) -> None:
     method, source = form(SCHEMES[kind]), torch.randn(3, 24, 40)
     weights = empty(method, 3, 24, 40)
-    (sink,) = method.together(weights, transposed=transposed).values()
+    (sink,) = method.stacked(weights, transposed=transposed).values()
     held = source.transpose(1, 2).contiguous() if transposed else source
     assert sink.shape == tuple(held.shape)
     sink.put(held, copy)

@@ -236,7 +236,7 @@ def test_experts_together_and_scales_of_int8_are_checked_too() -> None:
     fbgemm = form("channel", writer="fbgemm_fp8")
     single = fbgemm.create(4, 8, torch.float32)
     weights = {n: torch.empty(3, *t.shape, dtype=t.dtype) for n, t in single.items()}
-    sink = fbgemm.together(weights, transposed=True)["_scale"]
+    sink = fbgemm.stacked(weights, transposed=True)["_scale"]
     with pytest.raises(SinkError, match=r"holds -1 at \[0, 0, 0\]"):
         sink.put(torch.full((3, 1, 4), -1.0), copy)
     whole = form("channel", number="int8", writer="compressed-tensors")

@@ -55,11 +55,11 @@ class DequantizedExperts(UnquantizedExperts):
             for expert, target_OI in enumerate(target):
                 target_OI.copy_(form.dense({name: tensor[expert] for name, tensor in held.items()}))
 
-        return Unpacking(packed, functools.partial(form.together, transposed=transposed), target.device, fill).sinks()
+        return Unpacking(packed, functools.partial(form.stacked, transposed=transposed), target.device, fill).sinks()
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""
-        return isinstance(self.form, StoredMethod) and self.form.only_together(transposed=transposed)
+        return isinstance(self.form, StoredMethod) and self.form.only_stacked(transposed=transposed)
 
 
 class _Everywhere(Dequantized):

@@ -35,7 +35,7 @@ class Online(W8):
 
         return {"weight": PackSink(tuple(codes.shape), FLOATS, put, codes.device, self._axes)}
 
-    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
         codes, scales = weights["weight"], weights["weight_scale"]
         experts, outputs, inputs = codes.shape
@@ -48,7 +48,7 @@ class Online(W8):
         axes: Axes = ("experts", columns, rows) if transposed else ("experts", rows, columns)
         return {"": SlicesSink(shape, FLOATS, put, codes.device, axes)}
 
-    def only_together(self, *, transposed: bool) -> bool:
+    def only_stacked(self, *, transposed: bool) -> bool:
         """See StoredMethod."""
         return transposed
 

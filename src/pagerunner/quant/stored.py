@@ -31,14 +31,14 @@ class StoredMethod(WeightMethod):
         """The input feature of each of the stored matrix's columns, int32 [I]; None if columns are in their order."""
         return None
 
-    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """What a checkpoint holds for one matrix of all experts together, by what stands behind the matrix's name.
 
         `transposed`: in floats, input features come before output features.
         """
         return {}
 
-    def only_together(self, *, transposed: bool) -> bool:
+    def only_stacked(self, *, transposed: bool) -> bool:
         """Whether checkpoints never hold the experts' matrices one by one."""
         return False
 
@@ -98,11 +98,11 @@ class StoredExperts(ExpertMethod):
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
         """See ExpertMethod."""
-        return self.linear.together(weights, transposed=transposed)
+        return self.linear.stacked(weights, transposed=transposed)
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""
-        return self.linear.only_together(transposed=transposed)
+        return self.linear.only_stacked(transposed=transposed)
 
     def matrix(self, weights: Weights) -> torch.Tensor | Stored:
         """See ExpertMethod."""

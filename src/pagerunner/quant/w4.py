@@ -189,10 +189,10 @@ class W4(StoredMethod):
         """See WeightMethod."""
         return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows))
 
-    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
         if self.packing.layout == "nvfp4" and transposed:
-            return _nvfp4_together(self.packing, weights)
+            return _nvfp4_stacked(self.packing, weights)
         if self.packing.layout != "gpt-oss":
             return {}
         packing, codes, scales = self.packing, weights["codes"], weights["scales"]
@@ -220,7 +220,7 @@ class W4(StoredMethod):
             ),
         }
 
-    def only_together(self, *, transposed: bool) -> bool:
+    def only_stacked(self, *, transposed: bool) -> bool:
         """See StoredMethod."""
         return self.packing.layout == "gpt-oss"
 
@@ -430,7 +430,7 @@ def _nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
     }
 
 
-def _nvfp4_together(packing: Packing, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+def _nvfp4_stacked(packing: Packing, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
     """All experts' matrices in one tensor, input features before output features, as Llama 4 has them."""
     codes, scales, rows = weights["codes"], weights["scales"], weights["rows"]
     experts, outputs, half = codes.shape

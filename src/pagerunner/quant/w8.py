@@ -87,7 +87,7 @@ class W8(StoredMethod):
             found["input_zero_point"] = UnusedSink((torch.int8, torch.uint8, *INDICES))
         return found
 
-    def together(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
         codes, scales = weights["weight"], weights["weight_scale"]
         if not transposed or self.writer not in ("modelopt", "fbgemm_fp8"):
