@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
 from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
+from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import (
     Model,
     build_model,
@@ -24,6 +26,7 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.native.library import SWITCH
+from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.panels import InPanels
 
 pytestmark = needs_compiler
@@ -46,6 +49,32 @@ def models(path: Path, *, fill: bool = True) -> tuple[Model, Model]:
 def matrices(model: Model) -> list[torch.Tensor]:
     linears = [module.dense_OI for module in model.modules() if isinstance(module, Linear)]
     return linears + [module.table_VD for module in model.modules() if isinstance(module, Embedding)]
+
+
+def experts_of(model: Model, plain: Model) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each expert's matrices in panels, unpacked, and the plain ones."""
+    found = []
+    for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
+        if isinstance(ours, Experts) and isinstance(theirs, Experts):
+            assert isinstance(ours.method, ExpertsInPanels)
+            for name, panels in ours.weights.items():
+                if name.endswith("weight"):
+                    unpacked = [ours.method.linear.dense({"weight": own}) for own in panels]
+                    found.append((torch.stack(unpacked), theirs.weights[name]))
+    return found
+
+
+@pytest.mark.parametrize("inner", [24, 25])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_fill_panels(tmp_path: Path, family: str, inner: int) -> None:
+    sizes = {"moe_intermediate_size": inner} if family == "qwen3_moe" else {"intermediate_size": inner}
+    plain, model = models(make_window_checkpoint(tmp_path, family, tokenizer=False, **sizes))
+    pairs = experts_of(model, plain)
+    assert len(pairs) >= 4 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    for one in (plain, model):
+        dummy_weights(one, 3)
+    assert equal(plain, model)
+    assert all(torch.equal(ours, theirs) for ours, theirs in experts_of(model, plain))
 
 
 def equal(one: Model, other: Model) -> bool:

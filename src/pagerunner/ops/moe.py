@@ -6,6 +6,8 @@ pairs of a token and an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -45,11 +47,31 @@ def moe_experts(
     products for each expert that any token chose, over all of its tokens. A token's experts are added up in the order of their
     numbers, whatever else is in the batch.
     """
+
+    def run(expert: int, x_QD: torch.Tensor) -> torch.Tensor:
+        gate_up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
+        down_bias = None if down_bias_ED is None else down_bias_ED[expert]
+        inner = activation(F.linear(x_QD, _of_expert(gate_up_E2ID, expert, x_TD.dtype), gate_up_bias))
+        return F.linear(inner, _of_expert(down_EDI, expert, x_TD.dtype), down_bias)
+
+    out_TD = outputs_of_pairs(x_TD, routes, gate_up_E2ID.shape[0], run, weigh_inputs=weigh_inputs)
+    return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+
+def outputs_of_pairs(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    experts: int,
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    *,
+    weigh_inputs: bool,
+) -> torch.Tensor:
+    """The weighted sum over a token's experts of their outputs, [T, D]. `run(e, x)` are those of expert e for some tokens."""
     weights_TA, experts_TA = routes.weights_TA.to(x_TD.dtype), routes.experts_TA
     order_P = experts_TA.flatten().argsort(stable=True)
     tokens_P = order_P // experts_TA.shape[1]
     weights_P1 = weights_TA.flatten().index_select(0, order_P).unsqueeze(-1)
-    counts_E = torch.bincount(experts_TA.flatten(), minlength=gate_up_E2ID.shape[0]).tolist()
+    counts_E = torch.bincount(experts_TA.flatten(), minlength=experts).tolist()
     x_PD = x_TD.index_select(0, tokens_P)
     if weigh_inputs:
         x_PD = x_PD * weights_P1
@@ -59,15 +81,11 @@ def moe_experts(
         if not count:
             continue
         chosen = slice(first, first + count)
-        gate_up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
-        down_bias = None if down_bias_ED is None else down_bias_ED[expert]
-        inner = activation(F.linear(x_PD[chosen], _of_expert(gate_up_E2ID, expert, x_TD.dtype), gate_up_bias))
-        out_PD[chosen] = F.linear(inner, _of_expert(down_EDI, expert, x_TD.dtype), down_bias)
+        out_PD[chosen] = run(expert, x_PD[chosen])
         first += count
     if not weigh_inputs:
         out_PD.mul_(weights_P1)
-    out_TD = torch.zeros_like(x_TD).index_add_(0, tokens_P, out_PD)
-    return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+    return torch.zeros_like(x_TD).index_add_(0, tokens_P, out_PD)
 
 
 def _of_expert(matrices: torch.Tensor | Stored, expert: int, dtype: torch.dtype) -> torch.Tensor:

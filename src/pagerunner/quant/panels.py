@@ -23,6 +23,10 @@ class InPanels(WeightMethod):
     def __init__(self, layout: Layout, forms: Mapping[int, WeightMethod] | None = None) -> None:
         self.layout, self.forms = layout, dict(forms or {})
 
+    def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
+        """How these weights stand in panels."""
+        return self.layout
+
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """A single "weight" of shape [P, I, N]."""
         assert dtype == torch.float32 and out_features == self.layout.outputs
@@ -34,30 +38,33 @@ class InPanels(WeightMethod):
         panels_PIN = weights["weight"]
         form = self.forms.get(rows.start)
         if form is None:
-            return {"weight": PanelSink(panels_PIN, self.layout, rows)}
+            return {"weight": PanelSink(panels_PIN, self.layout_of(weights), rows)}
         outputs, inputs = rows.stop - rows.start, panels_PIN.shape[1]
         packed = form.create(outputs, inputs, panels_PIN.dtype)
         make_sinks = functools.partial(form.sinks, rows=slice(0, outputs))
 
         def fill(held: Weights) -> None:
-            put_rows(panels_PIN, self.layout, rows.start, form.dense(held))
+            put_rows(panels_PIN, self.layout_of(weights), rows.start, form.dense(held))
 
         return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
 
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod; a copy."""
-        return rows_of(weights["weight"], self.layout)
+        return rows_of(weights["weight"], self.layout_of(weights))
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod."""
-        return chosen_rows(weights["weight"], self.layout, numbers_T)
+        return chosen_rows(weights["weight"], self.layout_of(weights), numbers_T)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
-        """See WeightMethod. The matrix is the one that `Unquantized` would have."""
+        """See WeightMethod. The matrix, or the matrices of several experts, are those that `Unquantized` would have."""
         for name, tensor in weights.items():
             if name == "weight":
-                matrix_OI = tensor.new_empty(self.layout.outputs, tensor.shape[1])
-                put_rows(tensor, self.layout, 0, matrix_OI.normal_(0.0, 0.02, generator=generator))
+                layout, panels = self.layout_of(weights), tensor.unflatten(0, (1, -1)) if tensor.dim() == 3 else tensor
+                matrices = tensor.new_empty(len(panels), layout.outputs, tensor.shape[-2])
+                matrices.normal_(0.0, 0.02, generator=generator)
+                for panels_PIN, matrix_OI in zip(panels, matrices, strict=True):
+                    put_rows(panels_PIN, layout, 0, matrix_OI)
             else:
                 tensor.normal_(0.0, 0.02, generator=generator)
 
@@ -65,19 +72,19 @@ class InPanels(WeightMethod):
         """See WeightMethod."""
         if x_TI.dim() != 2:
             return self.apply(x_TI.flatten(0, -2), weights).unflatten(0, x_TI.shape[:-1])
-        return product(x_TI, weights["weight"], self.layout, weights.get("bias"))
+        return product(x_TI, weights["weight"], self.layout_of(weights), weights.get("bias"))
 
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""
-        product(x_TI, weights["weight"], self.layout, weights.get("bias"), add_to_TO=residual_TO)
+        product(x_TI, weights["weight"], self.layout_of(weights), weights.get("bias"), add_to_TO=residual_TO)
 
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
-        return product(x_TI, weights["weight"], self.layout, weights.get("bias"), norm=norm)
+        return product(x_TI, weights["weight"], self.layout_of(weights), weights.get("bias"), norm=norm)
 
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
-        return product(x_TI, weights["weight"], self.layout, weights.get("bias"), norm=norm, gate=True)
+        return product(x_TI, weights["weight"], self.layout_of(weights), weights.get("bias"), norm=norm, gate=True)
 
 
 class PanelSink(Sink):

@@ -16,12 +16,14 @@ from pagerunner.config import Dtype
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
+from pagerunner.layers.moe import Experts
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization_fields import ALL
+from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.panels import InPanels
 
@@ -79,9 +81,13 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
 def _put_in_panels(model: Model) -> int:
     """Store a CPU's model as a start does, and return the most input features of a matrix in panels."""
     store_in_panels(model)
-    modules = (module for module in model.modules() if isinstance(module, Linear | Embedding))
-    inputs = (module.weights["weight"].shape[1] for module in modules if isinstance(module.method, InPanels))
-    return max(inputs, default=0)
+    inputs = [0]
+    for module in model.modules():
+        if isinstance(module, Linear | Embedding) and isinstance(module.method, InPanels):
+            inputs.append(module.weights["weight"].shape[1])
+        elif isinstance(module, Experts) and isinstance(module.method, ExpertsInPanels):
+            inputs += module.sizes[1:]
+    return max(inputs)
 
 
 def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:

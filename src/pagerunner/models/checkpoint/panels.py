@@ -6,17 +6,19 @@ import torch
 
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
+from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model
 from pagerunner.ops.panels import Layout, panel_width
-from pagerunner.quant.base import Unquantized
+from pagerunner.quant.base import Unquantized, UnquantizedExperts
 from pagerunner.quant.dequantized import Dequantized
+from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.panels import InPanels
 
 
 def store_in_panels(model: Model) -> int:
     """Keep the model's float32 matrices in panels, and return how many; 0 on a machine without CPU kernels.
 
-    The model has no memory yet. A matrix stays as it is if products of another shape read it as one matrix. An embedding changes if it
+    The model has no memory yet. All experts of a layer count as two matrices. A matrix stays as it is if products of another shape read it as one matrix. An embedding changes if it
     has the output weights too: looking rows up alone is faster in a plain table.
     """
     width = panel_width()
@@ -30,6 +32,12 @@ def store_in_panels(model: Model) -> int:
             sections = 2 if len(module.parts) == 2 and len(set(module.parts.values())) == 1 else 1
         elif isinstance(module, Embedding):
             form, outputs, suits, sections = module.method, module.vocab_size, tied, 1
+        elif (
+            isinstance(module, Experts) and type(module.method) is UnquantizedExperts and module.dtype == torch.float32
+        ):
+            module.store(ExpertsInPanels(width, module.sizes.features, module.sizes.inner))
+            changed += 2
+            continue
         else:
             continue
         if suits and module.dtype == torch.float32 and type(form) in (Unquantized, Dequantized):

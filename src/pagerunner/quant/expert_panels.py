@@ -1,0 +1,107 @@
+"""Experts of a CPU's models: each expert's two matrices in panels, as the CPU kernels read them.
+
+Shape letters: E experts, D features of the residual stream, I an expert's inner features, P panels, N features of a panel, T tokens, A active
+experts of a token, Q pairs of a token and an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.moe import outputs_of_pairs
+from pagerunner.ops.panels import Layout, product, put_rows
+from pagerunner.ops.routing import Routes
+from pagerunner.ops.stored import Stored
+from pagerunner.quant.base import ExpertMethod, Weights
+from pagerunner.quant.panels import InPanels
+from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
+
+
+class _OfOneExpert(InPanels):
+    """The form of an expert's matrix: gates and ups, or the one that follows them. Its shape tells which."""
+
+    def __init__(self, width: int, features: int, inner: int) -> None:
+        both = Layout(width, 2 * inner, 2), Layout(width, features)
+        self.layouts = {(layout.panels, inputs): layout for layout, inputs in zip(both, (features, inner), strict=True)}
+        self.forms = {}
+
+    def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
+        """See InPanels."""
+        panels, inputs = weights["weight"].shape[-3:-1]
+        return self.layouts[panels, inputs]
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """See InPanels."""
+        (layout,) = {
+            one for (_, inputs), one in self.layouts.items() if (inputs, one.outputs) == (in_features, out_features)
+        }
+        return {"weight": torch.empty(layout.panels, in_features, layout.width, dtype=dtype, device="meta")}
+
+
+class ExpertsInPanels(ExpertMethod):
+    """Experts' matrices in float32, those of each expert in panels: "gate_up.weight" [E, P, D, N] and "down.weight" [E, P, I, N]."""
+
+    linear: _OfOneExpert
+
+    def __init__(self, width: int, features: int, inner: int) -> None:
+        super().__init__(_OfOneExpert(width, features, inner))
+
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
+        """All experts' matrices under the matrix's own name."""
+        return {"": _ExpertsSink(weights["weight"], self.linear.layout_of(weights), transposed=transposed)}
+
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """See ExpertMethod."""
+        return transposed
+
+    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
+        """In panels."""
+        return weights["gate_up.weight"], weights["down.weight"]
+
+    def apply(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        weights: Weights,
+        activation: GatedActivation,
+        *,
+        weigh_inputs: bool = False,
+        residual_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ExpertMethod."""
+        gate_up, down = ({"weight": weights[f"{name}.weight"]} for name in ("gate_up", "down"))
+        gate_up_layout, down_layout = self.linear.layout_of(gate_up), self.linear.layout_of(down)
+        gate_up_bias, down_bias = weights.get("gate_up.bias"), weights.get("down.bias")
+
+        def run(expert: int, x_QD: torch.Tensor) -> torch.Tensor:
+            bias = None if gate_up_bias is None else gate_up_bias[expert]
+            own = gate_up["weight"][expert], gate_up_layout, bias
+            inner_QI = product(x_QD, *own, gate=True) if activation == SILU else activation(product(x_QD, *own))
+            bias = None if down_bias is None else down_bias[expert]
+            return product(inner_QI, down["weight"][expert], down_layout, bias)
+
+        experts = gate_up["weight"].shape[0]
+        out_TD = outputs_of_pairs(x_TD, routes, experts, run, weigh_inputs=weigh_inputs)
+        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+
+class _ExpertsSink(Sink):
+    """Fills the matrices of all experts from one tensor, [E, O, I], or [E, I, O] if it is `transposed`."""
+
+    def __init__(self, panels_EPIN: torch.Tensor, layout: Layout, *, transposed: bool) -> None:
+        experts, outputs, inputs = panels_EPIN.shape[0], layout.outputs, panels_EPIN.shape[2]
+        if transposed:
+            super().__init__((experts, inputs, outputs), FLOATS, ("experts", "inputs", "outputs"))
+        else:
+            super().__init__((experts, outputs, inputs), FLOATS, ("experts", "outputs", "inputs"))
+        self.panels_EPIN, self.layout, self.transposed = panels_EPIN, layout, transposed
+
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+        """See Sink."""
+        for panels_PIN, matrix in zip(
+            self.panels_EPIN, source.transpose(1, 2) if self.transposed else source, strict=True
+        ):
+            put_rows(panels_PIN, self.layout, 0, matrix)
