@@ -16,7 +16,7 @@ from pagerunner.ops.batch import StepTensors, build_rows
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import paged
-from pagerunner.ops.native.calls import CannotRecordError, recording
+from pagerunner.ops.native.calls import CannotRecordError, recording, together
 from pagerunner.ops.norm import offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
@@ -246,3 +246,26 @@ def test_a_recorded_row_that_is_not_there_is_refused_each_time() -> None:
     ids_T.fill_(2)
     run()
     assert torch.equal(out_TD, table[2:3])
+
+
+def test_calls_of_a_block_run_at_its_end() -> None:
+    weights, layout = panels(24, 24)
+    x_TI = torch.randn(3, 24)
+    want = product(product(x_TI, weights, layout), weights, layout)
+    with together():
+        with together():
+            first = product(x_TI, weights, layout, out_TO=torch.zeros(3, 24))
+        second = product(first, weights, layout)
+        assert not first.any(), "it ran before the block's end"
+    assert torch.equal(second, want)
+
+
+def test_a_block_that_fails_runs_nothing() -> None:
+    weights, layout = panels(24, 24)
+    x_TI, out_TO = torch.randn(3, 24), torch.zeros(3, 24)
+    with pytest.raises(KeyError), together():
+        product(x_TI, weights, layout, out_TO=out_TO)
+        raise KeyError
+    assert not out_TO.any()
+    product(x_TI, weights, layout, out_TO=out_TO)
+    assert out_TO.any(), "calls still wait"

@@ -48,25 +48,35 @@ def moe_experts(
     numbers, whatever else is in the batch.
     """
 
-    def run(expert: int, x_QD: torch.Tensor) -> torch.Tensor:
-        gate_up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
-        down_bias = None if down_bias_ED is None else down_bias_ED[expert]
-        inner = activation(F.linear(x_QD, _of_expert(gate_up_E2ID, expert, x_TD.dtype), gate_up_bias))
-        return F.linear(inner, _of_expert(down_EDI, expert, x_TD.dtype), down_bias)
+    def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
+        out_PD, first = torch.empty_like(x_PD), 0
+        for expert, count in enumerate(counts_E):
+            if not count:
+                continue
+            chosen = slice(first, first + count)
+            gate_up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
+            down_bias = None if down_bias_ED is None else down_bias_ED[expert]
+            inner = activation(F.linear(x_PD[chosen], _of_expert(gate_up_E2ID, expert, x_TD.dtype), gate_up_bias))
+            out_PD[chosen] = F.linear(inner, _of_expert(down_EDI, expert, x_TD.dtype), down_bias)
+            first += count
+        return out_PD
 
-    out_TD = outputs_of_pairs(x_TD, routes, gate_up_E2ID.shape[0], run, weigh_inputs=weigh_inputs)
+    out_TD = sum_of_pairs(x_TD, routes, gate_up_E2ID.shape[0], run, weigh_inputs=weigh_inputs)
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
-def outputs_of_pairs(
+def sum_of_pairs(
     x_TD: torch.Tensor,
     routes: Routes,
     experts: int,
-    run: Callable[[int, torch.Tensor], torch.Tensor],
+    run: Callable[[torch.Tensor, list[int]], torch.Tensor],
     *,
     weigh_inputs: bool,
 ) -> torch.Tensor:
-    """The weighted sum over a token's experts of their outputs, [T, D]. `run(e, x)` are those of expert e for some tokens."""
+    """The weighted sum of the outputs of each token's experts, [T, D].
+
+    `run(x_PD, counts)` are the outputs of pairs [P, D] for their inputs: first those of expert 0, `counts[0]` of them, then those of expert 1.
+    """
     weights_TA, experts_TA = routes.weights_TA.to(x_TD.dtype), routes.experts_TA
     order_P = experts_TA.flatten().argsort(stable=True)
     tokens_P = order_P // experts_TA.shape[1]
@@ -75,14 +85,7 @@ def outputs_of_pairs(
     x_PD = x_TD.index_select(0, tokens_P)
     if weigh_inputs:
         x_PD = x_PD * weights_P1
-    out_PD = torch.empty_like(x_PD)
-    first = 0
-    for expert, count in enumerate(counts_E):
-        if not count:
-            continue
-        chosen = slice(first, first + count)
-        out_PD[chosen] = run(expert, x_PD[chosen])
-        first += count
+    out_PD = run(x_PD, counts_E)
     if not weigh_inputs:
         out_PD.mul_(weights_P1)
     return torch.zeros_like(x_TD).index_add_(0, tokens_P, out_PD)

@@ -117,8 +117,12 @@ def product(
     norm: Norm | None = None,
     gate: bool = False,
     add_to_TO: torch.Tensor | None = None,
+    out_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) @ matrix.T + bias`, [T, O]; with `gate` the `silu_and_mul` of that. With `add_to` it is added there. All are float32."""
+    """`norm(x) @ matrix.T + bias`, [T, O]; with `gate` the `silu_and_mul` of that. All are float32.
+
+    With `add_to` it is added there. With `out`, whose rows have no gaps, it is stored there.
+    """
     width, outputs, sections = layout
     if gate and sections != 2:  # the up projection may begin inside a panel
         gated_TO = silu_and_mul(product(x_TI, panels_PIN, layout, bias_O, norm=norm))
@@ -128,18 +132,18 @@ def product(
     tokens, inputs = x_TI.shape
     out_features = outputs // 2 if gate else outputs
     sized("panels", panels_PIN, layout.panels, inputs, width)
-    if add_to_TO is None:
-        out_TO = empty(tokens, out_features)
-    elif add_to_TO.stride(1) != 1:
+    if add_to_TO is not None and add_to_TO.stride(1) != 1:
         return add_to_TO.add_(product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=gate))
-    else:
+    if add_to_TO is not None:
         out_TO = add_to_TO
-        sized("what is added to", out_TO, tokens, out_features)
+    elif out_TO is None:
+        out_TO = empty(tokens, out_features)
+    sized("the product", out_TO, tokens, out_features)
     packed = _PRODUCT.pack(
         address("x", x_TI, torch.float32, 1),
         address("panels", panels_PIN, torch.float32, 3),
         0 if bias_O is None else _row("the bias", bias_O, outputs),
-        address("what is added to", out_TO, torch.float32, 1),
+        address("the product", out_TO, torch.float32, 1),
         0 if norm is None else _row("the norm's weight", norm.weight_I, inputs),
         tokens,
         inputs,

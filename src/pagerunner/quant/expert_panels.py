@@ -1,17 +1,20 @@
 """Experts of a CPU's models: each expert's two matrices in panels, as the CPU kernels read them.
 
-Shape letters: E experts, D features of the residual stream, I an expert's inner features, P panels, N features of a panel, T tokens, A active
-experts of a token, Q pairs of a token and an expert.
+Shape letters: E experts, D features of the residual stream, I an expert's inner features, N features of a panel, T tokens, P
+panels of a matrix, or pairs of a token and an expert.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.moe import outputs_of_pairs
+from pagerunner.ops.moe import sum_of_pairs
+from pagerunner.ops.native.calls import together
 from pagerunner.ops.panels import Layout, product, put_rows
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
@@ -72,20 +75,34 @@ class ExpertsInPanels(ExpertMethod):
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ExpertMethod."""
-        gate_up, down = ({"weight": weights[f"{name}.weight"]} for name in ("gate_up", "down"))
-        gate_up_layout, down_layout = self.linear.layout_of(gate_up), self.linear.layout_of(down)
-        gate_up_bias, down_bias = weights.get("gate_up.bias"), weights.get("down.bias")
-
-        def run(expert: int, x_QD: torch.Tensor) -> torch.Tensor:
-            bias = None if gate_up_bias is None else gate_up_bias[expert]
-            own = gate_up["weight"][expert], gate_up_layout, bias
-            inner_QI = product(x_QD, *own, gate=True) if activation == SILU else activation(product(x_QD, *own))
-            bias = None if down_bias is None else down_bias[expert]
-            return product(inner_QI, down["weight"][expert], down_layout, bias)
-
-        experts = gate_up["weight"].shape[0]
-        out_TD = outputs_of_pairs(x_TD, routes, experts, run, weigh_inputs=weigh_inputs)
+        outputs = functools.partial(self._outputs, weights, activation)
+        experts = weights["down.weight"].shape[0]
+        out_TD = sum_of_pairs(x_TD, routes, experts, outputs, weigh_inputs=weigh_inputs)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+    def _outputs(
+        self, weights: Weights, activation: GatedActivation, x_PD: torch.Tensor, counts_E: list[int]
+    ) -> torch.Tensor:
+        """Of pairs in the order of their experts, [P, D]."""
+        gated = activation == SILU
+        with together() if gated else nullcontext():
+            inner = self._products(weights, "gate_up", x_PD, counts_E, gate=gated)
+            return self._products(weights, "down", inner if gated else activation(inner), counts_E)
+
+    def _products(
+        self, weights: Weights, matrix: str, x_PI: torch.Tensor, counts_E: list[int], *, gate: bool = False
+    ) -> torch.Tensor:
+        """Each pair's product with its expert's matrix, in one call of the kernels."""
+        panels_EPIN, bias_EO = weights[f"{matrix}.weight"], weights.get(f"{matrix}.bias")
+        layout = self.linear.layout_of({"weight": panels_EPIN})
+        out_PO, first = x_PI.new_empty(x_PI.shape[0], layout.section if gate else layout.outputs), 0
+        with together():
+            for expert, count in enumerate(counts_E):
+                if count:
+                    own, bias_O = slice(first, first + count), None if bias_EO is None else bias_EO[expert]
+                    product(x_PI[own], panels_EPIN[expert], layout, bias_O, gate=gate, out_TO=out_PO[own])
+                    first += count
+        return out_PO
 
 
 class _ExpertsSink(Sink):

@@ -75,10 +75,34 @@ def call(kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None]) -> No
         RuntimeError: there is no memory to work in. Nothing has been computed then.
     """
     recording: Recording | None = getattr(_own, "recording", None)
-    if recording is None:
-        _run(_HEADER.pack(kind, len(packed)) + packed)
-    else:
+    if recording is not None:
         recording.add(kind, packed, tensors)
+        return
+    waiting: bytearray | None = getattr(_own, "waiting", None)
+    command = _HEADER.pack(kind, len(packed)) + packed
+    if waiting is None:
+        _run(command)
+    else:
+        waiting += command
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Run the commands of the block in one call, at its end; at the outer one's end if blocks are nested.
+
+    Until then nothing but further commands may read what they make, and all tensors must live.
+    """
+    if getattr(_own, "waiting", None) is not None:
+        yield
+        return
+    waiting = bytearray()
+    _own.waiting = waiting
+    try:
+        yield
+    finally:
+        _own.waiting = None
+    if waiting:
+        _run(bytes(waiting))
 
 
 def memory_of(kind: int, packed: bytes) -> int:
