@@ -6,7 +6,6 @@ panels of a matrix, or pairs of a token and an expert.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -45,7 +44,7 @@ class _OfOneExpert(InPanels):
 
 
 class ExpertsInPanels(ExpertMethod):
-    """Experts' matrices in float32, those of each expert in panels: "gate_up.weight" [E, P, D, N] and "down.weight" [E, P, I, N]."""
+    """Experts' matrices in float32, those of each expert in panels: "weight" [E, P, D, N] and [E, P, I, N]."""
 
     linear: _OfOneExpert
 
@@ -60,41 +59,37 @@ class ExpertsInPanels(ExpertMethod):
         """See ExpertMethod."""
         return transposed
 
-    def matrices(self, weights: Weights) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
-        """In panels."""
-        return weights["gate_up.weight"], weights["down.weight"]
+    def matrix(self, weights: Weights) -> torch.Tensor | Stored:
+        """See ExpertMethod; in panels."""
+        return weights["weight"]
 
     def apply(
         self,
         x_TD: torch.Tensor,
         routes: Routes,
-        weights: Weights,
+        gate_up: Weights,
+        down: Weights,
         activation: GatedActivation,
         *,
         weigh_inputs: bool = False,
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ExpertMethod."""
-        outputs = functools.partial(self._outputs, weights, activation)
-        experts = weights["down.weight"].shape[0]
-        out_TD = sum_of_pairs(x_TD, routes, experts, outputs, weigh_inputs=weigh_inputs)
+        gated, experts = activation == SILU, gate_up["weight"].shape[0]
+
+        def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
+            with together() if gated else nullcontext():
+                inner = self._products(gate_up, x_PD, counts_E, gate=gated)
+                return self._products(down, inner if gated else activation(inner), counts_E)
+
+        out_TD = sum_of_pairs(x_TD, routes, experts, run, weigh_inputs=weigh_inputs)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
-    def _outputs(
-        self, weights: Weights, activation: GatedActivation, x_PD: torch.Tensor, counts_E: list[int]
-    ) -> torch.Tensor:
-        """Of pairs in the order of their experts, [P, D]."""
-        gated = activation == SILU
-        with together() if gated else nullcontext():
-            inner = self._products(weights, "gate_up", x_PD, counts_E, gate=gated)
-            return self._products(weights, "down", inner if gated else activation(inner), counts_E)
-
     def _products(
-        self, weights: Weights, matrix: str, x_PI: torch.Tensor, counts_E: list[int], *, gate: bool = False
+        self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], *, gate: bool = False
     ) -> torch.Tensor:
-        """Each pair's product with its expert's matrix, in one call of the kernels."""
-        panels_EPIN, bias_EO = weights[f"{matrix}.weight"], weights.get(f"{matrix}.bias")
-        layout = self.linear.layout_of({"weight": panels_EPIN})
+        """Each pair's product with its expert's matrix, in one call of the kernels. Pairs stand in the order of their experts."""
+        panels_EPIN, bias_EO, layout = weights["weight"], weights.get("bias"), self.linear.layout_of(weights)
         out_PO, first = x_PI.new_empty(x_PI.shape[0], layout.section if gate else layout.outputs), 0
         with together():
             for expert, count in enumerate(counts_E):
