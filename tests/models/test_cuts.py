@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.declared import check
 from helpers.effort import by_days
 from helpers.parts import (
     CannotBeCutError,
@@ -107,7 +108,7 @@ def check_parts(model: Module, forms: Forms | None, layers: Layers, devices: int
                 assert want.sink.takes(shape_of(whole, own)), (whole.name, whole.cut, want.sink.shape)
 
 
-@pytest.mark.parametrize(("family", "kind"), by_days(FAMILIES, KINDS, each=2))
+@pytest.mark.parametrize(("family", "kind"), by_days(FAMILIES, KINDS, each=1))
 def test_parts_of_all_tensors_of_a_layer_have_one_size(family: str, kind: str) -> None:
     model, _ = short(all_published()[FAMILIES[family]])
     forms, layers = forms_of(read(kind, 128), model, torch.bfloat16), layers_of(model)
@@ -121,8 +122,9 @@ def test_parts_of_all_tensors_of_a_layer_have_one_size(family: str, kind: str) -
 
 
 @pytest.mark.parametrize("published", all_published().values(), ids=lambda published: published.repository)
-def test_published_models_can_be_cut_in_two(published: Published) -> None:
+def test_published_models_declare_all_of_their_weights_and_can_be_cut_in_two(published: Published) -> None:
     model, checkpoint = short(published)
+    check(model)
     forms, layers = forms_of(checkpoint, model, torch.bfloat16), layers_of(model)
     for layer, names in layers.items():
         store(layer, names, forms)

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.declared import check
 from helpers.families import MAKERS
-from helpers.parts import shorten
-from helpers.published import Published, all_published
-from pagerunner.layers.module import CheckpointTensor
-from pagerunner.models.checkpoint.loader import Model, build_model, materialize, weights_bytes
+from pagerunner.models.checkpoint.loader import build_model, materialize, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-def elements(tensor: CheckpointTensor) -> int:
-    return math.prod(tensor.sink.shape)
-
-
-def held(model: Model) -> int:
-    return sum(tensor.numel() for module in model.modules() for tensor in module.weights.values())
-
-
-def check(model: Model) -> dict[str, CheckpointTensor]:
-    """Names are told once; what a checkpoint must hold is as much as there is to fill, and what it may hold instead is too."""
-    tensors = list(model.checkpoint())
-    known = {tensor.name: tensor for tensor in tensors}
-    assert len(known) == len(tensors)
-    assert sum(elements(tensor) for tensor in tensors if not tensor.instead_of) == held(model)
-    for tensor in tensors:
-        if tensor.instead_of:
-            alternative = [tensor, *(known[name] for name in tensor.beside)]
-            assert sum(map(elements, alternative)) == sum(elements(known[name]) for name in tensor.instead_of)
-            assert all(one.instead_of == tensor.instead_of for one in alternative)
-            assert all(known[name].owner is tensor.owner for name in tensor.instead_of)
-    return known
-
-
-@pytest.mark.parametrize("published", all_published().values(), ids=lambda published: published.repository)
-def test_published_models_declare_all_of_their_weights(published: Published) -> None:
-    model: Any = build_model(replace(read_model_config(published.file, quantised=True), format=None), "bfloat16")
-    shorten(model)
-    check(model)
 
 
 @pytest.mark.parametrize("family", MAKERS)
