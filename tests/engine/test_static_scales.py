@@ -17,7 +17,7 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError
-from pagerunner.memory.specs import LatentKV
+from pagerunner.memory.specs import LatentKV, RecurrentState
 from pagerunner.models.checkpoint.kv_scales import place_of, read_kv_scales
 from pagerunner.models.checkpoint.loader import checkpoint_files
 
@@ -83,13 +83,14 @@ def test_one_scale_may_serve_keys_and_values(tmp_path: Path) -> None:
 def test_other_tensors_are_no_scales() -> None:
     for name in (
         "model.layers.0.self_attn.k_proj.weight_scale",
-        "model.layers.0.self_attn.q_scale",
         "model.layers.0.mlp.k_scale",
         "mtp.layers.0.self_attn.k_scale",
         "model.layers.0.self_attn.k_proj.weight",
     ):
         assert place_of(name) is None
     assert place_of("model.language_model.layers.11.self_attn.v_scale") == (11, (1,))
+    for name in ("self_attn.q_scale", "self_attn.q_proj.q_scale", "self_attn.attn.prob_scale"):
+        assert place_of(f"model.layers.3.{name}") == (3, ())  # of what is never rounded
 
 
 def test_pages_hold_no_scales_and_need_no_zeroing(tmp_path: Path) -> None:
@@ -240,8 +241,10 @@ def test_a_config_that_quantises_pages_only_is_accepted(tmp_path: Path) -> None:
     assert set(resolve(EngineArgs(model=path, kv_cache_dtype="fp8")).kv_scales) == {0, 1}
 
 
-def test_latents_take_no_static_scales(tmp_path: Path) -> None:
+def test_scales_of_what_latents_are_projected_to_and_of_queries_are_passed_over(tmp_path: Path) -> None:
     spec = LatentKV(8, 4, "fp8_e4m3")
-    path = write(tmp_path, {"model.layers.0.self_attn.k_scale": 1.0})
+    path = write(tmp_path, {"model.layers.0.self_attn.k_proj.k_scale": 1.0, "model.layers.1.self_attn.q_scale": 0.0})
+    assert read_kv_scales(checkpoint_files(Path(path)), (spec, spec)) == {}
+    state = RecurrentState(((2, 2),), ("float32",))
     with pytest.raises(CheckpointError, match="layer 0, which has no keys and values"):
-        read_kv_scales(checkpoint_files(Path(path)), (spec, spec))
+        read_kv_scales(checkpoint_files(Path(path)), (state, spec))

@@ -168,10 +168,4 @@ def test_nvidias_deepseek_v4_has_experts_in_nvfp4_beside_its_makers_fp8(tmp_path
 
 
 def experts_of(model: Model) -> list[torch.Tensor]:
-    return [
-        one
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for one in module.method.matrices(module.weights)
-        if isinstance(one, torch.Tensor)
-    ]
+    return [tensor for module in model.modules() if isinstance(module, Experts) for tensor in module.weights.values()]

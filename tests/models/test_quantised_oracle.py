@@ -380,8 +380,8 @@ def test_the_dtype_of_scales_is_the_files_and_fp8_has_no_say_in_it() -> None:
         "model.layers.0.d.weight": "BF16",
         "model.layers.0.d.weight_scale": "F32",
     }
-    eight = frozenset({"layers.0.a"})
-    assert Held.of(said, torch.bfloat16) == Held(frozenset({"layers.0.c"}), torch.float16, eight)
+    quantised = frozenset({"layers.0.a", "layers.0.b"})
+    assert Held.of(said, torch.bfloat16) == Held(frozenset({"layers.0.c"}), torch.float16, quantised)
     assert Held.of({}, torch.bfloat16) == Held(frozenset(), torch.bfloat16)
 
 

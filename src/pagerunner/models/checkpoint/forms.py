@@ -30,8 +30,8 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
-    `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of 8-bit
-    numbers and something beside it, or with packed numbers. `scales` is the dtype of the scales of 4-bit groups.
+    `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of numbers
+    in bytes and something beside it, or with packed numbers. `scales` is the dtype of the scales of 4-bit groups.
     """
 
     plain: frozenset[str]
@@ -53,7 +53,8 @@ class Held:
             for name, dtype in dtypes.items()
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and dtype in _FLOATS
         )
-        numbers = (name for name, own in suffixes.items() if own.get("weight") in ("F8_E4M3", "I8") and len(own) > 1)
+        codes = ("F8_E4M3", "I8", "U8")
+        numbers = (name for name, own in suffixes.items() if own.get("weight") in codes and len(own) > 1)
         packed = [name for name, own in suffixes.items() if not own.keys().isdisjoint(("qweight", "weight_packed"))]
         groups = (suffixes[name].get(suffix, "") for name in packed for suffix in ("scales", "weight_scale"))
         scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)

@@ -2,7 +2,9 @@
 
 They were measured when the checkpoint was made, for fp8_e4m3: key = number * k_scale, value = number * v_scale. Tools name
 them differently: `self_attn.k_scale` (compressed-tensors), `self_attn.k_proj.k_scale` (ModelOpt), `self_attn.attn.k_scale`
-(vLLM), `self_attn.k_proj.output_scale` (older compressed-tensors), and `self_attn.kv_scale` for both (AutoFP8).
+(vLLM), `self_attn.k_proj.output_scale` (older compressed-tensors), and `self_attn.kv_scale` for both (AutoFP8). Scales of queries
+and of the softmax are passed over: neither is rounded. So are those of models with latents: they are of the keys and values that latents are
+projected to, and pages hold the latents.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagerunner.errors import CheckpointError
-from pagerunner.memory.specs import FullKV, Spec
+from pagerunner.memory.specs import FullKV, LatentKV, Spec
 
 Scales = Mapping[int, tuple[float, float]]  # by layer: of keys, of values
 DTYPE = "fp8_e4m3"
@@ -31,13 +33,17 @@ _NAMES = tuple(
         (r"k_proj\.output_scale", (0,)),
         (r"v_proj\.output_scale", (1,)),
         (r"kv_scale", (0, 1)),
+        (
+            r"(?:q_proj\.|qkv_proj\.|attn\.)?(?:q|prob)_scale",
+            (),
+        ),  # of queries and of softmax, which nothing here rounds
     )
 )
 _KINDS = ("key", "value")
 
 
 def place_of(name: str) -> tuple[int, tuple[int, ...]] | None:
-    """The layer of a scale, and what it scales: 0 for keys, 1 for values. None for the name of another tensor."""
+    """The layer of a scale, and what it scales: 0 for keys, 1 for values, nothing for others. None for the name of another tensor."""
     if not name.endswith("_scale"):
         return None
     for pattern, which in _NAMES:
@@ -61,6 +67,8 @@ def read_kv_scales(files: Mapping[Path, Sequence[str]], specs: Sequence[Spec]) -
             continue
         for name, value in _read(file).items():
             layer, parts = place_of(name) or (0, ())
+            if layer < len(specs) and isinstance(specs[layer], LatentKV):
+                continue
             if layer >= len(specs) or not _keeps_keys(specs[layer]):
                 raise CheckpointError(
                     f"{file}: {name} belongs to layer {layer}, which has no keys and values to scale."
@@ -104,7 +112,7 @@ def _read(file: Path) -> dict[str, float]:
     try:
         handle: Any = safe_open(file, framework="pt", device="cpu")
         with handle as tensors:
-            names = [name for name in tensors.keys() if place_of(name)]  # noqa: SIM118 (not a mapping)
+            names = [name for name in tensors.keys() if (place_of(name) or (0, ()))[1]]  # noqa: SIM118 (not a mapping)
             return {name: _value(file, name, tensors.get_tensor(name)) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error}.") from None
