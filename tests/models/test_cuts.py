@@ -296,4 +296,6 @@ def test_sections_are_cut_one_by_one() -> None:
     blocks = TensorCut(0, (Section(keys, 2), Section(keys, 6)), step=4, multiple=4)
     assert blocks.together() == {keys: 2}
     unlucky = TensorCut(0, (Section(keys, 1), Section(keys, 6)), step=8, multiple=8)
-    assert unlucky.together() == {keys: 8}  # more than there are: the second section begins inside a block
+    assert unlucky.together() == {keys: 4}, "the second section begins inside a block"
+    heads = Features("heads", 128, even=True)
+    assert TensorCut(0, (Section(heads, 192),), step=128, multiple=128).together() == {heads: 2}

@@ -42,6 +42,7 @@ class WeightMethod(ABC):
         """What a checkpoint holds for the output features `rows`, by the last part of the tensors' names.
 
         Several linears of one input may be kept as one layer; then each fills its own rows. `rows` has a start and a stop.
+        The sinks' `axes` say where the tensors could be cut for several devices.
         It has a step of 2 where the rows of two linears alternate, as those of some experts' gates and ups.
         """
 
