@@ -77,6 +77,10 @@ class Mixer(Module, ABC):
         Keys, values and states of all tokens are stored. `angles` are what the decoder computed from positions.
         """
 
+    def adds(self, tokens: int) -> bool:
+        """Whether the output projection of so many tokens adds to the stream."""
+        return self.adds_itself
+
     def add_to(
         self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
     ) -> None:
@@ -89,7 +93,7 @@ class Mixer(Module, ABC):
             stream.keep(wanted_S)
         if not mixed_SI.shape[0]:
             return
-        if self.adds_itself:
+        if self.adds(mixed_SI.shape[0]):
             self.o_proj.add_(mixed_SI, stream.x_TD)
         else:
             stream.pending_TD = self.o_proj(mixed_SI)

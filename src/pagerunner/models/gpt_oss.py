@@ -23,6 +23,10 @@ from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing
 
+FEW_TOKENS = (
+    16  # whose output projection adds its bias and the stream in one kernel, and whose router computes the norm
+)
+
 
 class Attention(GroupedQueryAttention):
     """Grouped-query attention with rotary positions; a sink takes a share of each head's weight."""
@@ -31,6 +35,10 @@ class Attention(GroupedQueryAttention):
         super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         self.weights = {"sinks": torch.empty(self.num_heads, dtype=dtype, device="meta")}
         self.cuts = {"sinks": TensorCut(0, (Section(query_heads(self.num_heads)),))}
+
+    def adds(self, tokens: int) -> bool:
+        """See Mixer. With more tokens and a bias, the addition would be a pass of its own; the next norm does it on the way."""
+        return tokens <= FEW_TOKENS
 
     def mix(
         self,
