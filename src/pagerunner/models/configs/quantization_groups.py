@@ -37,8 +37,12 @@ def read_mixed_experts(fields: Fields) -> tuple[tuple[Names, Scheme], ...]:
 
     `ignore` are then modules that it left as they were, which that writer's fields describe.
     """
-    if fields.take("quant_algo") is None:
+    if (said := fields.take("quant_algo")) is None:
         return ()
+    if said != _MIXED:
+        raise fields.error(
+            "quant_algo", f"is {said!r:.80}; beside another quant_method than modelopt it may be {_MIXED}."
+        )
     schemes = _mixed_schemes(fields)
     algorithm = fields.choice("moe_quant_algo", tuple(_ALGORITHMS), "NVFP4")
     if {scheme for _, scheme in schemes} != {_ALGORITHMS[algorithm]}:
@@ -107,6 +111,9 @@ def _compare_groups(fields: Fields, groups: Any, found: Format) -> None:
                 )
         if inputs is not None and inputs.integer("num_bits", bits) != bits and bits == 8:
             raise inside.error("input_activations", "has other bits than the weights.")
+        for arguments in (weights, inputs):
+            if arguments is not None:
+                arguments.finish(("dynamic", "strategy", "type", "group_size"))
 
 
 def _objects(fields: Fields, name: str, given: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ def read_awq(fields: Fields) -> Format:
     if bits != 4:
         raise fields.error("bits", f"is {bits}; AWQ is read with 4. {_ELSEWHERE}")
     _order_of_words(fields, "awq", ("version", "format", "checkpoint_format"), ("gemm",))
-    group = fields.integer("group_size", old_group if type(old_group) is int else 128, least=-1)
+    group = _group_size(fields, old_group if type(old_group) is int else 128)
     fields.flag("zero_point", True)  # where it is false, zero points are there all the same: the middle
     if fields.flag("desc_act", False):
         raise fields.error("desc_act", "is true, for which AWQ has no tensor.")
@@ -99,10 +99,18 @@ def _overrides(fields: Fields) -> list[tuple[str, str, dict[str, Any] | None]]:
     return found
 
 
+def _group_size(fields: Fields, usual: int = 128) -> int:
+    """Input features of a group; -1 for all of a matrix."""
+    group = fields.integer("group_size", usual, least=-1)
+    if not group:
+        raise fields.error("group_size", "is 0; it must be at least 1, or -1 for one group of all input features.")
+    return group
+
+
 def _gptq_settings(fields: Fields) -> dict[str, Any]:
     return {
         "bits": fields.integer("bits"),
-        "group_size": fields.integer("group_size", 128, least=-1),
+        "group_size": _group_size(fields),
         "desc_act": fields.flag("desc_act", False),
         "sym": fields.flag("sym", True),
     }
@@ -146,7 +154,7 @@ def read_auto_round(fields: Fields) -> Format:
     layout, offset = _round_layout(fields, symmetric)
     usual: dict[str, Any] = {
         "bits": fields.integer("bits", 4),
-        "group_size": fields.integer("group_size", 128, least=-1),
+        "group_size": _group_size(fields),
         "sym": symmetric,
         "data_type": fields.take("data_type", "int"),
         "act_bits": fields.take("act_bits"),
@@ -207,7 +215,7 @@ def _round_layout(fields: Fields, symmetric: bool) -> tuple[Layout | None, int]:
 def _round_scheme(fields: Fields, layout: Layout | None, offset: int, *, permuted: bool) -> Scheme:
     """How one module is stored, from the settings for all and those of its own."""
     rounded = fields.integer("act_bits", 16)
-    bits, group, symmetric = fields.integer("bits"), fields.integer("group_size", least=-1), fields.flag("sym", True)
+    bits, group, symmetric = fields.integer("bits"), _group_size(fields), fields.flag("sym", True)
     if layout is None:
         return _round_floats(fields, bits, group)
     fields.choice("data_type", ("int",))
