@@ -8,8 +8,10 @@ Needs two Python environments, because the peer's packages pin others:
         --weight-format fp32 work/small-ov
     python scripts/compare_openvino.py run small work --peer-python peer/bin/python
 
-Each repetition runs both engines on the same fresh prompts; the last column is the median of the ratios. Two threads,
-float32 weights, greedy, end of sequence ignored. With `--without-kernels` a third engine takes its turns: pagerunner without its CPU
+Each repetition runs both engines on the same fresh prompts; ratios are medians of the repetitions' ratios. Beside tokens per second
+stands the processor time (user and system) of a token, which says more on a machine that does other things too. Two threads, float32 weights and
+float32 products in both engines (the peer's INFERENCE_PRECISION_HINT; its keys and values are float16, ours float32), greedy, end of sequence
+ignored. With `--without-kernels` a third engine takes its turns: pagerunner without its CPU
 kernels, on torch's operators.
 """
 
@@ -68,7 +70,7 @@ def make(shape: str, root: Path) -> None:
 
 
 def serve_ours(shape: str, root: Path) -> None:
-    """Answer workloads named on standard input with [seconds, generated tokens]."""
+    """Answer workloads named on standard input with [seconds, processor seconds, generated tokens]."""
     from pagerunner import LLM, SamplingParams
 
     llm = LLM(str(root / shape), skip_tokenizer_init=True, kv_cache_memory_bytes=2 * 2**30, use_tqdm=False)
@@ -117,13 +119,13 @@ def _serve(shape: str, run: Any) -> None:
     for line in sys.stdin:
         name, salt = line.split()
         requests = workload(name, SHAPES[shape]["vocab_size"], int(salt))
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         tokens = run(requests)
-        print(json.dumps([time.perf_counter() - started, tokens]), flush=True)
+        print(json.dumps([time.perf_counter() - started, time.process_time() - before, tokens]), flush=True)
 
 
 def compare(shape: str, root: Path, peer_python: str, repetitions: int, *, without_kernels: bool) -> None:
-    """Print a line per workload: median tokens per second of each engine, and the medians of the paired ratios."""
+    """Print a line per workload and engine: medians of its speed and processor time, and of the paired ratios."""
     workers = {
         "pagerunner": _start(sys.executable, "ours", shape, root),
         "openvino-genai": _start(peer_python, "peer", shape, root),
@@ -134,11 +136,14 @@ def compare(shape: str, root: Path, peer_python: str, repetitions: int, *, witho
         for worker in workers.values():
             _ask(worker, name, WARM_UP_SALT)
         rounds = [[_ask(worker, name, salt) for worker in workers.values()] for salt in range(repetitions)]
-        said = f"{shape} {name}: pagerunner {statistics.median(one[0] for one in rounds):,.1f} tokens/s"
-        for place, other in enumerate(list(workers)[1:], 1):
-            theirs = statistics.median(one[place] for one in rounds)
-            said += f"; {other} {theirs:,.1f}, ratio {statistics.median(one[0] / one[place] for one in rounds):.2f}"
-        print(said, flush=True)
+        for place, worker_name in enumerate(workers):
+            speed, busy = (statistics.median(one[place][which] for one in rounds) for which in (0, 1))
+            said = f"{shape} {name}: {worker_name} {speed:,.1f} tokens/s, {1e3 * busy:.3f} ms of processors per token"
+            if place:
+                faster = statistics.median(one[0][0] / one[place][0] for one in rounds)
+                cheaper = statistics.median(one[place][1] / one[0][1] for one in rounds)
+                said += f"; pagerunner's speed {faster:.2f} of it, per processor time {cheaper:.2f}"
+            print(said, flush=True)
     for worker in workers.values():
         worker.communicate()
 
@@ -156,15 +161,16 @@ def _start(
     return worker
 
 
-def _ask(worker: subprocess.Popen[str], name: str, salt: int) -> float:
+def _ask(worker: subprocess.Popen[str], name: str, salt: int) -> tuple[float, float]:
+    """Tokens per second, and processor seconds per token."""
     if worker.stdin is None or worker.stdout is None:
         raise SystemExit("the worker has no pipes")
     worker.stdin.write(f"{name} {salt}\n")
     worker.stdin.flush()
     for line in worker.stdout:
         if line.startswith("["):
-            seconds, tokens = json.loads(line)
-            return float(tokens / seconds)
+            seconds, busy, tokens = json.loads(line)
+            return float(tokens / seconds), float(busy / tokens)
     raise SystemExit("a worker died; see its messages above")
 
 

@@ -2,7 +2,7 @@
 //
 // Shape letters: T tokens, R rows, H query heads, K key/value heads, G query heads per key/value head, D head size, V size of a value head.
 
-enum { KEYS = 64, QUERIES = 32 }; // that are looked at together
+enum { KEYS = 64, QUERIES = 64 }; // that are looked at together
 enum { PIECE = 8 };               // tokens that a thread prepares at once
 enum { MANY = 8 }; // queries for which keys are worth putting in panels
 

@@ -55,8 +55,7 @@ static void work(const Call *call, int thread, int threads)
 
 static void region(void *call) { work(call, omp_thread(), omp_threads()); }
 
-enum { WORTH_A_THREAD = 1 << 16 }; // multiplications of all commands, below which a second thread has hardly begun when all is done
-enum { SHARE = 1 << 14 };          // multiplications of a command that are worth a further thread
+enum { SHARE = 1 << 16 }; // multiplications of a command, on average, that are worth a thread; about 20 microseconds
 
 // Threads that the commands are worth, at most `most`.
 long pagerunner_threads(const char *commands, long bytes, long most)
@@ -68,8 +67,7 @@ long pagerunner_threads(const char *commands, long bytes, long most)
         amount += kinds[header->kind].amount(header + 1);
         at += sizeof *header + header->bytes;
     }
-    if (amount < WORTH_A_THREAD) return 1;
-    return max(1, min(most, amount / count / SHARE));
+    return max(1, min(most, amount / max(count, 1) / SHARE));
 }
 
 // Floats of memory that the commands work in, with so many threads.
