@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.forms import Forms
+from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.decoder import CausalLM
 from pagerunner.quant.base import Unquantized, UnquantizedExperts
 
@@ -126,10 +128,12 @@ def layers_of(model: Module, prefix: str = "") -> Layers:
     return found
 
 
-def store(layer: Linear | Experts, names: list[str], forms: Forms | None) -> None:
-    """Store the layer as a checkpoint's format says, or in floats."""
+def store(layer: Linear | Experts, names: list[str], forms: Forms | None | Literal["panels"]) -> None:
+    """Store the layer as a checkpoint's format says, or in floats, or in floats in panels."""
     layer.store(Unquantized() if isinstance(layer, Linear) else UnquantizedExperts())
-    if forms is not None:
+    if forms == "panels":
+        store_in_panels(layer)  # type: ignore[arg-type]  # it looks at modules alone
+    elif forms is not None:
         forms.store((layer, part, name) for (_, part, _), name in zip(layer.sources(), names, strict=True))
 
 

@@ -75,7 +75,7 @@ def short(published: Published) -> tuple[CausalLM, Format | None]:
 
 
 def read(kind: str, block: int | None = None) -> Format | None:
-    if kind == "floats":
+    if kind in ("floats", "panels"):
         return None
     if kind == "online":
         return asked_format("fp8", None, kind)
@@ -90,7 +90,7 @@ def forms_of(checkpoint: Format | None, module: Module, dtype: torch.dtype, *, k
     return None if checkpoint is None else Forms(checkpoint, dtype, Held(few, torch.float16), keep)
 
 
-def check_parts(model: Module, forms: Forms | None, layers: Layers, devices: int) -> None:
+def check_parts(model: Module, forms: Any, layers: Layers, devices: int) -> None:
     """Each tensor's part has the shape that a layer of a part's sizes asks for."""
     tensors = {id(tensor.sink): tensor for tensor in model.checkpoint()}.values()  # some have two names
     owned: dict[int, list[CheckpointTensor]] = {}
@@ -131,7 +131,7 @@ def test_published_models_declare_all_of_their_weights_and_can_be_cut_in_two(pub
     check_parts(model, forms, layers, 2)
 
 
-def filled(module: Module, tensors: dict[str, torch.Tensor], forms: Forms | None, prefix: str) -> Module:
+def filled(module: Module, tensors: dict[str, torch.Tensor], forms: Any, prefix: str) -> Module:
     """The whole module, in a format and filled."""
     for layer, names in layers_of(module, prefix).items():
         store(layer, names, forms)
@@ -147,7 +147,7 @@ def give_memory(module: Any) -> None:
 
 
 def devices_of(
-    module: Module, tensors: dict[str, torch.Tensor], forms: Forms | None, prefix: str, devices: int = 2
+    module: Module, tensors: dict[str, torch.Tensor], forms: Any, prefix: str, devices: int = 2
 ) -> Iterator[tuple[Any, Parts]]:
     """The module as each of the devices has it, loaded from the whole checkpoint by declarations alone."""
     whole = {tensor.name: tensor for tensor in module.checkpoint(prefix)}
@@ -166,17 +166,17 @@ def devices_of(
         yield made, own
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "panels"])
 def test_two_devices_compute_together_what_one_computes(kind: str) -> None:
     torch.manual_seed(0)
     features, inner = 32, 192
     mlp: Any = GatedMLP(features, inner, torch.float32, bias=True)
     weights = {tensor.name: torch.randn(tensor.sink.shape) / 8 for tensor in mlp.checkpoint("mlp.")}
     matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
-    held = matrices if kind in ("floats", "online") else packed(matrices, kind)[0]
+    held = matrices if kind in ("floats", "online", "panels") else packed(matrices, kind)[0]
     tensors = {**weights, **held}
     for keep in (True, False):
-        forms = forms_of(read(kind), mlp, torch.float32, keep=keep)
+        forms = kind if kind == "panels" else forms_of(read(kind), mlp, torch.float32, keep=keep)
         whole: Any = filled(mlp, tensors, forms, "mlp.")
         x, inputs, outs = torch.randn(3, features), [], []
         for part, _ in devices_of(whole, tensors, forms, "mlp."):
@@ -207,7 +207,7 @@ def expert_weights(experts: Experts, prefix: str) -> dict[str, torch.Tensor]:
     return {tensor.name: torch.randn(tensor.sink.shape) / 4 for tensor in asked}
 
 
-@pytest.mark.parametrize("kind", ["floats", "fp8 block", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["floats", "panels", "fp8 block", "int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("by", ["inner features", "whole experts"])
 def test_experts_are_divided_by_their_features_or_one_by_one(kind: str, by: str) -> None:
     torch.manual_seed(0)
@@ -219,9 +219,9 @@ def test_experts_are_divided_by_their_features_or_one_by_one(kind: str, by: str)
     )
     weights = expert_weights(experts, prefix)
     matrices = {name: weight for name, weight in weights.items() if "bias" not in name}
-    tensors = {**weights, **(matrices if kind == "floats" else packed(matrices, kind)[0])}
+    tensors = {**weights, **(matrices if kind in ("floats", "panels") else packed(matrices, kind)[0])}
     checkpoint = read_format({"quant_method": "mxfp4"}, kind) if together else read(kind)
-    forms = forms_of(checkpoint, experts, torch.float32)
+    forms = kind if kind == "panels" else forms_of(checkpoint, experts, torch.float32)
     whole: Any = filled(experts, tensors, forms, prefix)
     x, chosen = torch.randn(5, features), torch.tensor([[0, 1], [2, 0], [1, 3], [3, 1], [0, 2]])
     routes = Routes(torch.rand(5, 2), chosen)
@@ -235,7 +235,7 @@ def test_experts_are_divided_by_their_features_or_one_by_one(kind: str, by: str)
     torch.testing.assert_close(out, whole(x, routes), rtol=0, atol=1e-4)
 
 
-def halves(experts: Experts, tensors: dict[str, torch.Tensor], forms: Forms | None, prefix: str) -> Iterator[Any]:
+def halves(experts: Experts, tensors: dict[str, torch.Tensor], forms: Any, prefix: str) -> Iterator[Any]:
     """Two devices with half of the experts each."""
     number = experts.sizes.experts // 2
     for device in range(2):
