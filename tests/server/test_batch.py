@@ -210,7 +210,7 @@ def command(source: Path, target: Path) -> subprocess.Popen[str]:
 def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(tmp_path: Path) -> None:
     count = effort(24, 60)
     long = [
-        {"ignore_eos": True, "max_tokens": 20 if number < 8 else 200} for number in range(count)
+        {"ignore_eos": True, "max_tokens": 20 if number < 8 else 100} for number in range(count)
     ]  # not done before the signal
     source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", **long[number]) for number in range(count)))
     target = tmp_path / "out.jsonl"
