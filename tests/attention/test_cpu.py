@@ -80,3 +80,29 @@ def test_a_refusal_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     reason = CpuBackend.capabilities.refusal(FullKV(2, 16, "float32"), "cpu", torch.float32)
     assert reason == "PAGERUNNER_CPU_KERNELS=0 turns the CPU kernels off"
+
+
+def test_a_rows_attention_is_the_same_beside_any_others() -> None:
+    torch.manual_seed(0)
+    lens = [(180, 1), (5, 1), (0, 1), (70, 1), (64, 1)]
+    width = 12
+    table_SW = torch.randperm(len(lens) * width).view(len(lens), width)
+    pages = KVPages(0, torch.randn(table_SW.numel(), 16, 4, 32), torch.randn(table_SW.numel(), 16, 4, 32))
+    q_THD, k_TKD, v_TKD = torch.randn(5, 8, 32), torch.randn(5, 4, 32), torch.randn(5, 4, 32)
+
+    def run(rows: range) -> torch.Tensor:
+        part = slice(rows.start, rows.stop)
+        query_lens, seq_lens = [lens[r][1] for r in rows], [sum(lens[r]) for r in rows]
+        own = StepRows.of(query_lens, seq_lens, list(rows))
+        heads = q_THD[part], k_TKD[part], v_TKD[part]
+        return paged.paged_attention(*heads, pages, table_SW, own, twins.PagedPlan(), twins.Scores(32**-0.5))
+
+    together = run(range(5))
+    for row in range(5):
+        assert torch.equal(run(range(row, row + 1))[0], together[row])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(run(range(5)), together)
+    finally:
+        torch.set_num_threads(threads)

@@ -146,3 +146,15 @@ def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     got = product(x_TI, *packed(matrix_OI, width))
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert got[4].isnan().all() and torch.equal(got[others], want[others])
+
+
+@needs_compiler
+@pytest.mark.parametrize("inputs", [40, 700])
+def test_a_tokens_product_is_the_same_beside_any_others(inputs: int) -> None:
+    width = panel_width()
+    assert width is not None
+    matrix_OI, x_TI, norm = torch.randn(150, inputs), torch.randn(300, inputs), Norm(torch.rand(inputs), 1e-5)
+    panels, layout = packed(matrix_OI, width, 2)
+    want = product(x_TI, panels, layout, norm=norm, gate=True)
+    for count in (1, 2, 3, 4, 7, 13, 64, 193):
+        assert torch.equal(product(x_TI[:count], panels, layout, norm=norm, gate=True), want[:count])
