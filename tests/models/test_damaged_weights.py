@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import packers
 from helpers.checkpoints import make_checkpoint
 from helpers.families import MAKERS
 from helpers.quantise import quantise
@@ -134,38 +133,3 @@ def test_experts_in_groups_that_no_kernel_reads_are_unpacked_while_they_are_load
     model = build_model(wide, "bfloat16", keep_forms=True, of_files=False)
     methods = [module.method for module in model.modules() if isinstance(module, Experts)]
     assert {type(method) for method in methods} == {StoredExperts if kept else DequantizedExperts}
-
-
-def test_nvidias_deepseek_v4_has_experts_in_nvfp4_beside_its_makers_fp8(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from helpers.deepseek_v4 import make_published_checkpoint
-
-    path, _ = make_published_checkpoint(tmp_path)
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    named = {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(99)}
-    said = {
-        "quant_algo": "MIXED_PRECISION",
-        "moe_quant_algo": "NVFP4",
-        "quantized_layers": named,
-        "ignore": ["*.attn.*"],
-    }
-    file.write_text(json.dumps({**config, "quantization_config": {**config["quantization_config"], **said}}))
-    packed: dict[str, torch.Tensor | None] = {}
-    meant: dict[str, torch.Tensor | None] = {}
-    for name, codes in load_file(path / "model.safetensors").items():
-        if ".ffn.experts." in name and name.endswith(".weight"):
-            base = name.removesuffix(".weight")
-            own, floats = packers.nvfp4(torch.randn(codes.shape[0], 2 * codes.shape[1]))
-            packed |= {f"{base}.scale": None, **{f"{base}.{suffix}": tensor for suffix, tensor in own.items()}}
-            meant |= {f"{base}.{suffix}": None for suffix in own} | {name: floats}
-    rewritten(path, packed)
-    found = experts_of(loaded(path))
-    rewritten(path, meant)
-    want = experts_of(loaded(path))
-    assert len(found) == len(want) > 1
-    assert all(torch.equal(left, right) for left, right in zip(found, want, strict=True))
-
-
-def experts_of(model: Model) -> list[torch.Tensor]:
-    return [tensor for module in model.modules() if isinstance(module, Experts) for tensor in module.weights.values()]

@@ -318,6 +318,31 @@ def test_a_published_deepseek_v4_has_the_tokens_of_transformers(
     check(reference, run(engine(path), prompts[:1]))
 
 
+def test_nvidias_deepseek_v4_has_experts_in_nvfp4_beside_its_makers_fp8(tmp_path: Path) -> None:
+    path, _ = make_published_checkpoint(tmp_path)
+    file, tensors = path / "config.json", path / "model.safetensors"
+    config, held = json.loads(file.read_text()), load_file(tensors)
+    named = {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(99)}
+    said = {
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "quantized_layers": named,
+        "ignore": ["*.attn.*"],
+    }
+    file.write_text(json.dumps({**config, "quantization_config": {**config["quantization_config"], **said}}))
+    packed = {name: tensor for name, tensor in held.items() if ".ffn.experts." not in name}
+    meant, pack = dict(packed), functools.cache(lambda *shape: packers.nvfp4(torch.randn(shape)))
+    for name, codes in held.items():
+        if ".ffn.experts." in name and name.endswith(".weight"):
+            own, floats = pack(codes.shape[0], 2 * codes.shape[1])
+            packed |= {f"{name.removesuffix('.weight')}.{suffix}": tensor.clone() for suffix, tensor in own.items()}
+            meant[name] = floats.clone()
+    save_file(packed, tensors)
+    found = matrices(loaded(path))
+    save_file(meant, tensors)
+    assert all(torch.equal(left, right) for left, right in zip(found, matrices(loaded(path)), strict=True))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_matrix_that_the_file_holds_in_floats_is_one_though_no_list_names_it(
     tmp_path: Path, packed: Packed, keep: bool
