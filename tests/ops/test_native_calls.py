@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from helpers.compiler import needs_compiler
 from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
@@ -15,8 +20,8 @@ from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.batch import StepTensors, build_rows
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native import paged
-from pagerunner.ops.native.calls import CannotRecordError, recording, together
+from pagerunner.ops.native import calls, paged
+from pagerunner.ops.native.calls import CannotRecordError, Commands, record
 from pagerunner.ops.norm import offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
@@ -96,7 +101,7 @@ def test_greedy_tokens_equal_argmax(vocabulary: int) -> None:
 CODE = """
 import resource, torch
 from pagerunner.ops.panels import Layout, panel_width, product
-from pagerunner.ops.native import paged
+from pagerunner.ops.native import calls, paged
 from pagerunner.ops.paged_attention import PagedPlan, Scores
 from pagerunner.batch import KVPages, StepRows
 width = panel_width()
@@ -193,8 +198,7 @@ def test_a_recording_does_the_same_again() -> None:
     def work() -> torch.Tensor:
         return product(rms_norm(x_TI, norm.weight_I, 1e-6), weights, layout, norm=Norm(norm.weight_I, 1e-6))
 
-    with recording(memory()) as made:
-        out = work()
+    made, out = record(memory(), work)
     run = made.finish(2)
     for _ in range(3):
         run()
@@ -208,8 +212,8 @@ def test_a_recording_is_of_kernels_alone() -> None:
     x_TI = torch.randn(3, 24)
     for compute in (lambda x: x + 1, lambda x: x.mul_(2), lambda x: x.t().contiguous(), lambda x: x.clone()):
         before = x_TI.clone()
-        with pytest.raises(CannotRecordError, match="aten"), recording(memory()):
-            compute(product(x_TI, weights, layout))
+        with pytest.raises(CannotRecordError, match="aten"):
+            record(memory(), lambda compute=compute: compute(product(x_TI, weights, layout)))
         assert torch.equal(x_TI, before)
     assert product(x_TI, weights, layout).isfinite().all(), "the thread still records"
 
@@ -217,15 +221,14 @@ def test_a_recording_is_of_kernels_alone() -> None:
 def test_a_recording_ends_where_its_memory_ends() -> None:
     weights, layout = panels(40, 24)
     x_TI, room = torch.randn(100, 24), memory(1024)
-    with pytest.raises(CannotRecordError, match="more than 1024 bytes"), recording(room):
-        product(x_TI, weights, layout)
+    with pytest.raises(CannotRecordError, match="more than 1024 bytes"):
+        record(room, lambda: product(x_TI, weights, layout))
 
 
 def test_a_recording_knows_when_a_tensor_has_moved() -> None:
     weights, layout = panels(40, 24)
     x_TI = torch.randn(2, 24)
-    with recording(memory()) as made:
-        product(x_TI, weights, layout)
+    made, _ = record(memory(), lambda: product(x_TI, weights, layout))
     made.finish(2)
     assert made.is_valid
     weights.untyped_storage().resize_(0)
@@ -234,8 +237,7 @@ def test_a_recording_knows_when_a_tensor_has_moved() -> None:
 
 def test_a_recorded_row_that_is_not_there_is_refused_each_time() -> None:
     table, ids_T = torch.randn(9, 4), torch.tensor([3])
-    with recording(memory()) as made:
-        out_TD = embedding(ids_T, table)
+    made, out_TD = record(memory(), lambda: embedding(ids_T, table))
     run = made.finish(2)
     run()
     assert torch.equal(out_TD, table[3:4])
@@ -248,24 +250,88 @@ def test_a_recorded_row_that_is_not_there_is_refused_each_time() -> None:
     assert torch.equal(out_TD, table[2:3])
 
 
-def test_calls_of_a_block_run_at_its_end() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_commands_that_were_put_off_run_together_and_keep_their_tensors(recorded: bool) -> None:
+    weights, layout = panels(24, 24)
+    x_TI = torch.randn(24, 3).t()  # it is copied, and nobody but the commands holds the copy
+    want = product(product(x_TI, weights, layout), weights, layout)
+    out_TO = torch.zeros(3, 24)
+
+    def work() -> list[torch.Tensor]:
+        commands = Commands()
+        product(product(x_TI, weights, layout, commands=commands), weights, layout, out_TO=out_TO, commands=commands)
+        others = [] if recorded else [torch.full((3, 24), 7.0) for _ in range(8)]
+        assert recorded or not out_TO.any(), "it ran at once"
+        commands.run()
+        return others
+
+    if recorded:
+        x_TI = x_TI.contiguous()
+        made, _ = record(memory(), work)
+        assert not out_TO.any()
+        made.finish(2)()
+    else:
+        work()
+    assert torch.equal(out_TO, want)
+    Commands().run()
+
+
+def test_what_torch_computes_with_is_not_put_off() -> None:
+    weights, layout = panels(24, 24)
+    x_TI, columns_TO = torch.randn(3, 24), torch.zeros(24, 3).t()
+    for put_off in ({"gate": True}, {"gate": True, "out_TO": torch.zeros(3, 12)}, {"add_to_TO": columns_TO}):
+        with pytest.raises(ValueError, match="can't wait"):
+            product(x_TI, weights, layout, commands=Commands(), **put_off)
+    with pytest.raises(ValueError, match="not both"):
+        product(x_TI, weights, layout, add_to_TO=torch.zeros(3, 24), out_TO=torch.zeros(3, 24))
+
+
+def test_an_interrupt_at_any_line_of_a_recording_leaves_a_thread_that_does_not_record() -> None:
+    """Also at the lines with which torch enters and leaves the mode that refuses other operations."""
+    weights, layout = panels(24, 24)
+    x_TI, room = torch.randn(3, 24), memory()
+    want = product(x_TI, weights, layout)
+    lines = line = 0
+    while line <= lines:
+        lines = interrupted_recording(line, lambda: product(x_TI, weights, layout).view(-1), room)
+        torch.testing.assert_close(product(x_TI, weights, layout), want, rtol=0, atol=0)
+        assert x_TI.clone().equal(x_TI)
+        assert _get_current_dispatch_mode() is None, line
+        line += 1
+    assert lines > 60
+
+
+def interrupted_recording(line: int, work: Callable[[], torch.Tensor], room: torch.Tensor) -> int:
+    """Raise KeyboardInterrupt at the `line`-th line of a recording, from 0 on; how many lines ran."""
+    ran = 0
+    rooms = (calls.__file__, _python_dispatch.__file__)
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal ran
+        if frame.f_code.co_filename not in rooms:
+            return None
+        if event == "line":
+            ran += 1
+            if ran == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        record(room, work)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return ran
+
+
+def test_what_two_interrupts_leave_behind_changes_nothing() -> None:
+    """The second may come where the first is cleaned up after."""
     weights, layout = panels(24, 24)
     x_TI = torch.randn(3, 24)
-    want = product(product(x_TI, weights, layout), weights, layout)
-    with together():
-        with together():
-            first = product(x_TI, weights, layout, out_TO=torch.zeros(3, 24))
-        second = product(first, weights, layout)
-        assert not first.any(), "it ran before the block's end"
-    assert torch.equal(second, want)
-
-
-def test_a_block_that_fails_runs_nothing() -> None:
-    weights, layout = panels(24, 24)
-    x_TI, out_TO = torch.randn(3, 24), torch.zeros(3, 24)
-    with pytest.raises(KeyError), together():
-        product(x_TI, weights, layout, out_TO=out_TO)
-        raise KeyError
-    assert not out_TO.any()
-    product(x_TI, weights, layout, out_TO=out_TO)
-    assert out_TO.any(), "calls still wait"
+    calls._ViewsAlone().__enter__()
+    assert (x_TI + 1).sub_(1).allclose(x_TI, atol=1e-5)
+    record(memory(), lambda: product(x_TI, weights, layout))
+    assert _get_current_dispatch_mode() is None

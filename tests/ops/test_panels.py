@@ -92,6 +92,9 @@ def test_equals_the_plain_product(
     if outputs % 2 == 0:
         gated_TO = silu_and_mul(normed_TO)
         close(product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=True), gated_TO)
+        out_TO = torch.zeros_like(gated_TO)
+        assert product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=True, out_TO=out_TO) is out_TO
+        close(out_TO, gated_TO)
         added_TO = residual_TO[:, : outputs // 2].clone()
         assert product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=True, add_to_TO=added_TO) is added_TO
         close(added_TO, residual_TO[:, : outputs // 2] + gated_TO)

@@ -19,7 +19,7 @@ import torch
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import small
-from pagerunner.ops.native.calls import PRODUCT, address, call, empty, memory_of, sized
+from pagerunner.ops.native.calls import PRODUCT, Commands, address, call, empty, memory_of, sized
 from pagerunner.ops.native.library import library
 
 _PRODUCT = struct.Struct("5P5qf4i4x")  # Product in native/products.h
@@ -118,22 +118,36 @@ def product(
     gate: bool = False,
     add_to_TO: torch.Tensor | None = None,
     out_TO: torch.Tensor | None = None,
+    commands: Commands | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ matrix.T + bias`, [T, O]; with `gate` the `silu_and_mul` of that. All are float32.
 
-    With `add_to` it is added there. With `out`, whose rows have no gaps, it is stored there.
+    With `add_to` it is added there. With `out`, whose rows have no gaps, it is stored there. With `commands` it is there once they
+    have run.
+
+    Raises:
+        TypeError: a tensor has another dtype, or gaps that the kernel doesn't step over.
+        ValueError: a shape doesn't fit; there are both `add_to` and `out`; or the product is put off, and torch is to compute with
+            it: a gate of one section, or `add_to` whose columns are apart.
     """
     width, outputs, sections = layout
-    if gate and sections != 2:  # the up projection may begin inside a panel
-        gated_TO = silu_and_mul(product(x_TI, panels_PIN, layout, bias_O, norm=norm))
-        return gated_TO if add_to_TO is None else add_to_TO.add_(gated_TO)
+    if add_to_TO is not None and out_TO is not None:
+        raise ValueError("a product is added to a tensor or stored in one, and not both")
+    gate_behind = gate and sections != 2  # the up projection may begin inside a panel
+    if gate_behind or (add_to_TO is not None and add_to_TO.stride(1) != 1):
+        if commands is not None:
+            raise ValueError("torch computes with this product at once, so it can't wait for other commands")
+        made_TO = product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=gate and not gate_behind)
+        if gate_behind:
+            made_TO = silu_and_mul(made_TO)
+        if add_to_TO is not None:
+            return add_to_TO.add_(made_TO)
+        return made_TO if out_TO is None else _stored(made_TO, out_TO)
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     tokens, inputs = x_TI.shape
     out_features = outputs // 2 if gate else outputs
     sized("panels", panels_PIN, layout.panels, inputs, width)
-    if add_to_TO is not None and add_to_TO.stride(1) != 1:
-        return add_to_TO.add_(product(x_TI, panels_PIN, layout, bias_O, norm=norm, gate=gate))
     if add_to_TO is not None:
         out_TO = add_to_TO
     elif out_TO is None:
@@ -156,8 +170,14 @@ def product(
         gate,
         sections,
     )
-    call(PRODUCT, packed, (x_TI, panels_PIN, bias_O, out_TO, None if norm is None else norm.weight_I))
+    call(PRODUCT, packed, (x_TI, panels_PIN, bias_O, out_TO, None if norm is None else norm.weight_I), commands)
     return out_TO
+
+
+def _stored(made_TO: torch.Tensor, out_TO: torch.Tensor) -> torch.Tensor:
+    sized("the product", out_TO, *made_TO.shape)
+    address("the product", out_TO, torch.float32, 1)
+    return out_TO.copy_(made_TO)
 
 
 def _row(name: str, values: torch.Tensor, size: int) -> int:

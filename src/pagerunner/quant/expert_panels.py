@@ -7,13 +7,12 @@ panels of a matrix, or pairs of a token and an expert.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import sum_of_pairs
-from pagerunner.ops.native.calls import together
+from pagerunner.ops.native.calls import Commands
 from pagerunner.ops.panels import Layout, product, put_rows
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
@@ -78,25 +77,30 @@ class ExpertsInPanels(ExpertMethod):
         gated, experts = activation == SILU, gate_up["weight"].shape[0]
 
         def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
-            with together() if gated else nullcontext():
-                inner = self._products(gate_up, x_PD, counts_E, gate=gated)
-                return self._products(down, inner if gated else activation(inner), counts_E)
+            commands = Commands()
+            inner = self._products(gate_up, x_PD, counts_E, commands, gate=gated)
+            if not gated:
+                commands.run()
+                commands, inner = Commands(), activation(inner)
+            out_PD = self._products(down, inner, counts_E, commands)
+            commands.run()
+            return out_PD
 
         out_TD = sum_of_pairs(x_TD, routes, experts, run, weigh_inputs=weigh_inputs)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
     def _products(
-        self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], *, gate: bool = False
+        self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], commands: Commands, *, gate: bool = False
     ) -> torch.Tensor:
-        """Each pair's product with its expert's matrix, in one call of the kernels. Pairs stand in the order of their experts."""
+        """Each pair's product with its expert's matrix, once `commands` have run. Pairs stand in the order of their experts."""
         panels_EPIN, bias_EO, layout = weights["weight"], weights.get("bias"), self.linear.layout_of(weights)
         out_PO, first = x_PI.new_empty(x_PI.shape[0], layout.section if gate else layout.outputs), 0
-        with together():
-            for expert, count in enumerate(counts_E):
-                if count:
-                    own, bias_O = slice(first, first + count), None if bias_EO is None else bias_EO[expert]
-                    product(x_PI[own], panels_EPIN[expert], layout, bias_O, gate=gate, out_TO=out_PO[own])
-                    first += count
+        for expert, count in enumerate(counts_E):
+            if count:
+                own, bias_O = slice(first, first + count), None if bias_EO is None else bias_EO[expert]
+                matrix = panels_EPIN[expert], layout, bias_O
+                product(x_PI[own], *matrix, gate=gate, out_TO=out_PO[own], commands=commands)
+                first += count
         return out_PO
 
 

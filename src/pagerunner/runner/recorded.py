@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.ops.native.calls import CannotRecordError, Recording, recording
+from pagerunner.ops.native.calls import CannotRecordError, Recording, record
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave
@@ -80,6 +80,5 @@ class RecordedSteps:
     def _record(
         self, batch: ForwardBatch, logits_of: Callable[[ForwardBatch], torch.Tensor], threads: int
     ) -> _Recorded:
-        with recording(self._memory) as made:
-            logits_SV = logits_of(batch)
+        made, logits_SV = record(self._memory, lambda: logits_of(batch))
         return _Recorded(made, made.finish(threads), logits_SV)

@@ -6,14 +6,13 @@ woken once.
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.native.library import Library, loaded
@@ -21,7 +20,8 @@ from pagerunner.ops.native.library import Library, loaded
 PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY = range(8)  # as in native/kernels.c
 _HEADER = struct.Struct("2q")
 _ALIGNED = 64  # bytes
-_own = threading.local()
+_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
+Result = TypeVar("Result")
 
 
 class CannotRecordError(RuntimeError):
@@ -65,46 +65,48 @@ def _is_dense(x: torch.Tensor, dense: int) -> bool:
 
 def empty(*shape: int) -> torch.Tensor:
     """A float32 tensor for what a command makes."""
-    recording: Recording | None = getattr(_own, "recording", None)
+    recording = _recording.get()
     return torch.empty(shape, dtype=torch.float32) if recording is None else recording.empty(shape)
 
 
-def call(kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Run a command, or record it. `tensors` are those whose addresses it holds.
+class Commands:
+    """Commands that run in one call. Until then nothing but further commands may read what they make."""
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+        self._tensors: list[torch.Tensor | None] = []  # they must live until the commands have run
+
+    def add(self, command: bytes, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Another command, with the tensors whose addresses it holds."""
+        self._packed += command
+        self._tensors += tensors
+
+    def run(self) -> None:
+        """Run them in their order. Raises what `call` raises."""
+        if self._packed:
+            _run_or_record(bytes(self._packed), self._tensors)
+
+
+def call(kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None], commands: Commands | None = None) -> None:
+    """Run a command, or record it, or put it off: add it to `commands`. `tensors` are those whose addresses it holds.
 
     Raises:
         IndexError: it looks up a row that its matrix doesn't have.
         RuntimeError: there is no memory to work in. Nothing has been computed then.
     """
-    recording: Recording | None = getattr(_own, "recording", None)
-    if recording is not None:
-        recording.add(kind, packed, tensors)
-        return
-    waiting: bytearray | None = getattr(_own, "waiting", None)
     command = _HEADER.pack(kind, len(packed)) + packed
-    if waiting is None:
-        _run(command)
+    if commands is None:
+        _run_or_record(command, tensors)
     else:
-        waiting += command
+        commands.add(command, tensors)
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Run the commands of the block in one call, at its end; at the outer one's end if blocks are nested.
-
-    Until then nothing but further commands may read what they make, and all tensors must live.
-    """
-    if getattr(_own, "waiting", None) is not None:
-        yield
-        return
-    waiting = bytearray()
-    _own.waiting = waiting
-    try:
-        yield
-    finally:
-        _own.waiting = None
-    if waiting:
-        _run(bytes(waiting))
+def _run_or_record(commands: bytes, tensors: Iterable[torch.Tensor | None]) -> None:
+    recording = _recording.get()
+    if recording is None:
+        _run(commands)
+    else:
+        recording.add(commands, tensors)
 
 
 def memory_of(kind: int, packed: bytes) -> int:
@@ -150,9 +152,9 @@ class Recording:
         self._taken = -(-last // _ALIGNED) * _ALIGNED
         return self._memory[first:last].view(torch.float32).view(shape)
 
-    def add(self, kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Another command."""
-        self._commands += _HEADER.pack(kind, len(packed)) + packed
+    def add(self, commands: bytes, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Further commands, with the tensors whose addresses they hold."""
+        self._commands += commands
         for tensor in tensors:
             if tensor is not None:
                 self._given.setdefault(tensor.untyped_storage().data_ptr(), tensor)
@@ -173,25 +175,35 @@ class Recording:
         return run
 
 
-@contextlib.contextmanager
-def recording(memory: torch.Tensor) -> Iterator[Recording]:
-    """Record what this thread calls in the block instead of running it.
+def record(memory: torch.Tensor, work: Callable[[], Result]) -> tuple[Recording, Result]:
+    """Record what `work` calls instead of running it. Also returns what `work` returns.
 
-    Raises CannotRecordError in the block when torch is asked to compute something.
+    Wherever an interrupt comes, the thread doesn't record afterwards: a context ends with the call that runs in it.
+
+    Raises CannotRecordError when torch is asked to compute something.
     """
     made = Recording(memory)
-    with _ViewsAlone():
-        _own.recording = made
+
+    def run() -> Result:
+        _recording.set(made)
         try:
-            yield made
+            with _ViewsAlone():
+                return work()
         finally:
-            _own.recording = None
+            while isinstance(
+                _get_current_dispatch_mode(), _ViewsAlone
+            ):  # an interrupt came while torch entered or left it
+                _pop_mode()
+
+    return made, contextvars.copy_context().run(run)
 
 
 class _ViewsAlone(TorchDispatchMode):
-    """torch may make views of tensors, and nothing else."""
+    """torch may make views of tensors, and nothing else, while commands are recorded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if _recording.get() is None:  # two interrupts on each other's heels have left this mode behind
+            return func(*args, **(kwargs or {}))
         returns = func._schema.returns
         if func._schema.is_mutable or not returns or any(one.alias_info is None for one in returns):
             raise CannotRecordError(f"{func} is not a CPU kernel")
