@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
 from types import FrameType
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from helpers.compiler import needs_compiler
 from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
 from pagerunner.batch import KVPages, StepRows
-from pagerunner.ops.batch import StepTensors, build_rows
+from pagerunner.ops import panels as ops_panels
+from pagerunner.ops.batch import StepTensors, TableSet, build_rows
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native import calls, paged
+from pagerunner.ops.native import batch, calls, paged, small
 from pagerunner.ops.native.calls import CannotRecordError, Commands, record
 from pagerunner.ops.norm import offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
@@ -69,6 +71,34 @@ def test_rows_equal_their_twin_and_wrong_ids_are_refused() -> None:
             embedding(torch.tensor([1, wrong]), table)
 
 
+def test_ids_and_positions_with_gaps_and_tables_of_one_row_equal_their_twins() -> None:
+    table, ids_T = torch.randn(9, 5), torch.arange(8)[::2]
+    assert torch.equal(embedding(ids_T, table), table[ids_T])
+    assert torch.equal(embedding(ids_T.view(2, 2), table), table[ids_T.view(2, 2)])
+    same = table[3].expand(9, 5)
+    assert torch.equal(embedding(torch.tensor([0, 8]), same), same[:2])
+    frequencies = torch.rand(4)
+    for positions in (ids_T, ids_T.view(2, 2)):
+        want = rope_angles.twin(positions, frequencies, 1.0, torch.float32)
+        torch.testing.assert_close(rope_angles(positions, frequencies, 1.0, torch.float32), want, atol=2e-7, rtol=1e-6)
+
+
+def test_python_and_c_have_the_same_structures() -> None:
+    structures = {
+        calls.PRODUCT: ops_panels._PRODUCT,
+        calls.PREPARE: paged._CALL,
+        calls.ATTENTION: paged._CALL,
+        calls.ROWS: small._ROWS,
+        calls.ANGLES: small._ANGLES,
+        calls.NORM: small._NORM,
+        calls.STEP: batch._STEP,
+        calls.GREEDY: small._GREEDY,
+    }
+    size = calls.kernels().bytes
+    assert {kind: size(kind) for kind in structures} == {kind: one.size for kind, one in structures.items()}
+    assert size(-1) == size(len(structures)) == 0
+
+
 @pytest.mark.parametrize("lengths", [[1], [1] * 9, [7], [3, 1, 20, 1]])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_steps_tensors_equal_their_twin(lengths: list[int], padding: int) -> None:
@@ -81,6 +111,36 @@ def test_a_step_larger_than_its_tensors_is_refused() -> None:
         out = StepTensors.empty(rows, tokens, len(GROUPS), torch.device("cpu"))
         with pytest.raises(ValueError, match=room):
             build_rows(packed, where, tables(9, "cpu"), torch.zeros(10, dtype=torch.int64), out)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [3, 1]])
+def test_a_step_that_names_what_is_not_there_is_refused_and_nothing_written(lengths: list[int]) -> None:
+    packed, where = staged_rows(random.Random(1), lengths, 2, sum(lengths), 9)
+    held, last_tokens = tables(9, "cpu"), torch.zeros(10, dtype=torch.int64)
+    out = StepTensors.empty(2, sum(lengths), len(GROUPS), torch.device("cpu"))
+    build_rows(packed, where, held, last_tokens, out)
+    before = [getattr(out, field.name).clone() for field in fields(out)]
+
+    def refused(packed: torch.Tensor = packed, held: TableSet = held, last_tokens: torch.Tensor = last_tokens) -> None:
+        with pytest.raises(IndexError, match=r"isn't there \(command 1\)"):
+            build_rows(packed, where, held, last_tokens, out)
+
+    places = [(1, 10), (1, -1), (where.starts, -1), (where.query_start + 1, 9)]
+    places += [] if where.one_token else [(where.token_rows + 1, 2), (where.token_rows + 1, -1)]
+    for place, value in places:
+        wrong = packed.clone()
+        wrong[place] = value
+        refused(wrong)
+    refused(last_tokens=last_tokens[: int(packed[:2].max())])
+    refused(held=TableSet(held.entries[: held.shapes[-1, 0]], held.shapes))
+    for column in (1, 2):
+        shapes = held.shapes.clone()
+        shapes[0, column] = 0
+        refused(held=TableSet(held.entries, shapes))
+    assert all(torch.equal(getattr(out, field.name), was) for field, was in zip(fields(out), before, strict=True))
+    apart = replace(out, write_offset_GT=torch.zeros(len(GROUPS), 99, dtype=torch.int64)[:, : sum(lengths)])
+    with pytest.raises(ValueError, match="same strides"):
+        build_rows(packed, where, held, last_tokens, apart)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 8, 100, 1000])
@@ -101,7 +161,7 @@ def test_greedy_tokens_equal_argmax(vocabulary: int) -> None:
 CODE = """
 import resource, torch
 from pagerunner.ops.panels import Layout, panel_width, product
-from pagerunner.ops.native import calls, paged
+from pagerunner.ops.native import paged
 from pagerunner.ops.paged_attention import PagedPlan, Scores
 from pagerunner.batch import KVPages, StepRows
 width = panel_width()

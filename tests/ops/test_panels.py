@@ -50,6 +50,7 @@ def test_rows_are_looked_up_in_panels(outputs: int) -> None:
     panels, layout = packed(matrix_OI, width)
     assert torch.equal(chosen_rows(panels, layout, numbers), matrix_OI[numbers])
     assert chosen_rows(panels, layout, numbers[:0]).shape == (0, 7)
+    assert torch.equal(chosen_rows(panels, layout, numbers[::2]), matrix_OI[numbers[::2]])
     for wrong in (-1, outputs, -(2**40), 2**40):
         with pytest.raises(IndexError, match="outside the vocabulary"):
             chosen_rows(panels, layout, torch.tensor([0, wrong, 1]))

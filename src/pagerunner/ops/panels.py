@@ -76,7 +76,7 @@ def rows_of(panels_PIN: torch.Tensor, layout: Layout) -> torch.Tensor:
 def chosen_rows(panels_PIN: torch.Tensor, layout: Layout, numbers_T: torch.Tensor) -> torch.Tensor:
     """The output features `numbers` of a matrix of one section, [T, I]. Raises IndexError for others than [0, O)."""
     assert layout.sections == 1, "no table has sections"
-    return small.table_rows(numbers_T, panels_PIN, layout.outputs, in_panels=True)
+    return small.table_rows(numbers_T.contiguous(), panels_PIN, layout.outputs, in_panels=True)
 
 
 def _pieces(

@@ -41,7 +41,7 @@ def rope_angles(
 def _rope_angles_on_cpu(
     positions_T: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> RopeAngles:
-    if dtype != torch.float32 or positions_T.dtype != torch.int64 or not small.serves(inverse_frequencies):
+    if dtype != torch.float32 or not small.counts(positions_T) or not small.serves(inverse_frequencies):
         return NotImplemented
     return RopeAngles(*small.rope_angles(positions_T, inverse_frequencies, scale))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,18 +13,23 @@ from pagerunner.ops.native.calls import STEP, address, call, sized
 if TYPE_CHECKING:
     from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
 
-_STEP = struct.Struct("13P10q")  # Step in native/small.h
+_STEP = struct.Struct("13P12q")  # Step in native/small.h
 _I32, _I64 = torch.int32, torch.int64
 
 
 def build_rows(
     packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
 ) -> None:
-    """See `ops.batch.build_rows`."""
+    """See `ops.batch.build_rows`. Raises IndexError for a slot or a page table entry that isn't there; nothing is written then."""
     groups = tables.shapes.shape[0]
     sized("the tables' shapes", tables.shapes, None, 3)
     sized("write entries", out.write_entry_GT, groups, None)
     sized("write offsets", out.write_offset_GT, groups, out.write_entry_GT.shape[1])
+    if out.write_offset_GT.stride(0) != out.write_entry_GT.stride(0):
+        raise ValueError(
+            f"write entries and offsets are read with the same strides; they are {list(out.write_entry_GT.stride())} and "
+            f"{list(out.write_offset_GT.stride())}"
+        )
     if packed.shape[0] < where.size:
         raise ValueError(f"a step of {where} has {where.size} numbers; they are {list(packed.shape)}")
     for name, tensor, count in (
@@ -62,5 +68,8 @@ def build_rows(
         -1 if where.one_token else where.token_rows,
         groups,
         out.write_entry_GT.stride(0),
+        last_tokens_N.shape[0],
+        tables.entries.shape[0],
     )
-    call(STEP, command, (packed, tables.entries, last_tokens_N, out.token_ids_T))
+    filled = (getattr(out, field.name) for field in fields(out))
+    call(STEP, command, (packed, tables.entries, tables.shapes, last_tokens_N, *filled))

@@ -20,6 +20,10 @@ from pagerunner.ops.native.library import Library, loaded
 PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY = range(8)  # as in native/kernels.c
 _HEADER = struct.Struct("2q")
 _ALIGNED = 64  # bytes
+_FAULTS = {
+    ROWS: "a token id is outside the vocabulary",
+    STEP: "a step's rows name a slot, a position or a page table entry that isn't there",
+}
 _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
 Result = TypeVar("Result")
 
@@ -91,7 +95,7 @@ def call(kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None], comma
     """Run a command, or record it, or put it off: add it to `commands`. `tensors` are those whose addresses it holds.
 
     Raises:
-        IndexError: it looks up a row that its matrix doesn't have.
+        IndexError: it looks up a row that its matrix doesn't have, or a slot or page table entry that isn't there.
         RuntimeError: there is no memory to work in. Nothing has been computed then.
     """
     command = _HEADER.pack(kind, len(packed)) + packed
@@ -120,12 +124,17 @@ def _run(commands: bytes) -> None:
     threads = library.threads(commands, len(commands), torch.get_num_threads())
     floats = library.scratch(commands, len(commands), threads)
     memory = torch.empty(floats, dtype=torch.float32)
-    _refuse(library.run(commands, len(commands), memory.data_ptr(), threads))
+    _refuse(commands, library.run(commands, len(commands), memory.data_ptr(), threads))
 
 
-def _refuse(failed: int) -> None:
-    if failed:
-        raise IndexError(f"a token id is outside the vocabulary (command {failed})")
+def _refuse(commands: bytes, failed: int) -> None:
+    """Raise for the command of this number, from 1 on; 0: all were done."""
+    place = 0
+    for number in range(1, failed + 1):
+        kind, size = _HEADER.unpack_from(commands, place)
+        if number == failed:
+            raise IndexError(f"{_FAULTS[kind]} (command {number})")
+        place += _HEADER.size + size
 
 
 class Recording:
@@ -170,7 +179,7 @@ class Recording:
         place = self.empty((library.scratch(commands, size, most),)).data_ptr()
 
         def run() -> None:
-            _refuse(library.run(commands, size, place, library.threads(commands, size, most)))
+            _refuse(commands, library.run(commands, size, place, library.threads(commands, size, most)))
 
         return run
 

@@ -133,6 +133,7 @@ typedef struct {
     Team *team;
     int thread, threads;
     float *scratch; // all threads'
+    long number;    // of the command, from 1 on
 } Worker;
 
 INLINE long take(const Worker *worker)
@@ -157,6 +158,9 @@ static void wake_all(int *place) { (void)place; }
 #endif
 
 enum { SPINS = 1000 }; // about 20 microseconds: more than the pieces of a phase differ by, less than a neighbour's turn
+
+// This command was given what it can't use: the caller raises.
+INLINE void fail(const Worker *worker) { __atomic_store_n(&worker->team->failed, worker->number, __ATOMIC_RELAXED); }
 
 // The end of a phase: no thread goes on before all have come.
 static void meet(const Worker *worker)

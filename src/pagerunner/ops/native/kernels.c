@@ -9,22 +9,21 @@ typedef struct {
 } Header;
 
 typedef struct {
+    long bytes; // of its structure
     void (*work)(const void *argument, const Worker *worker);
     long (*amount)(const void *argument);                // multiplications, about
     long (*scratch)(const void *argument, long threads); // floats; NULL: none
 } Kind;
 
-enum { ROWS = 3 };
-
-static const Kind kinds[] = { // in the order of the enumeration in library.py
-    {product, product_amount, product_scratch},
-    {prepare, prepare_amount, NULL},
-    {attention, attention_amount, attention_scratch},
-    {NULL, rows_amount, NULL}, // its work may fail
-    {angles, angles_amount, NULL},
-    {norm, norm_amount, NULL},
-    {step, step_amount, NULL},
-    {greedy, greedy_amount, NULL},
+static const Kind kinds[] = { // in the order of the numbers in calls.py
+    {sizeof(Product), product, product_amount, product_scratch},
+    {sizeof(Attention), prepare, prepare_amount, NULL},
+    {sizeof(Attention), attention, attention_amount, attention_scratch},
+    {sizeof(Rows), rows, rows_amount, NULL},
+    {sizeof(Angles), angles, angles_amount, NULL},
+    {sizeof(Norm), norm, norm_amount, NULL},
+    {sizeof(Step), step, step_amount, NULL},
+    {sizeof(Greedy), greedy, greedy_amount, NULL},
 };
 
 typedef struct {
@@ -41,14 +40,12 @@ static int (*omp_threads)(void);
 
 static void work(const Call *call, int thread, int threads)
 {
-    Worker worker = {call->team, thread, threads, call->scratch};
-    long number = 0;
+    Worker worker = {call->team, thread, threads, call->scratch, 0};
     for (const char *at = call->commands; at < call->commands + call->bytes;) {
         const Header *header = (const Header *)at;
         const void *argument = header + 1;
-        number++;
-        if (header->kind == ROWS) rows(argument, &worker, number);
-        else kinds[header->kind].work(argument, &worker);
+        worker.number++;
+        kinds[header->kind].work(argument, &worker);
         at += sizeof *header + header->bytes;
     }
 }
@@ -90,6 +87,12 @@ long pagerunner_run(const char *commands, long bytes, float *scratch, long threa
     if (threads == 1) work(&call, 0, 1);
     else gomp_parallel(region, &call, threads, 0);
     return team.failed;
+}
+
+// Bytes of the structure of a command; 0: there is no such kind.
+long pagerunner_bytes(long kind)
+{
+    return kind < 0 || kind >= (long)(sizeof kinds / sizeof *kinds) ? 0 : kinds[kind].bytes;
 }
 
 int pagerunner_init(void *parallel, void *thread, void *threads)

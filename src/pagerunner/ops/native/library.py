@@ -43,6 +43,7 @@ class Library:
 
     - `threads(commands, bytes, most)`: how many threads they are worth, of so many.
     - `scratch(commands, bytes, threads)`: how many floats of memory they work in.
+    - `bytes(kind)`: how large the structure of a command is; 0 for no kind.
     - `run(commands, bytes, memory, threads)`: the number of a command that was given what it can't use; 0 if all were done.
     """
 
@@ -52,6 +53,7 @@ class Library:
         self.lanes: int = loaded.pagerunner_init(*_openmp())
         commands = (ctypes.c_char_p, ctypes.c_long)
         self.threads = _function(loaded.pagerunner_threads, *commands, ctypes.c_long)
+        self.bytes = _function(loaded.pagerunner_bytes, ctypes.c_long)
         self.scratch = _function(loaded.pagerunner_scratch, *commands, ctypes.c_long)
         self.run = _function(loaded.pagerunner_run, *commands, ctypes.c_void_p, ctypes.c_long)
 

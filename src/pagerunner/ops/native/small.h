@@ -4,7 +4,8 @@ typedef struct {
     const float *matrix; // [V, D]; with panels [ceil(V / PANEL), D, PANEL]
     const int64_t *ids;  // [T]
     float *out;          // [T, D]
-    long tokens, rows, features, stride; // stride: of a plain matrix's rows; 0: the matrix is in panels
+    long tokens, rows, features, stride; // stride: of a plain matrix's rows
+    int in_panels;
 } Rows;
 
 static long rows_amount(const void *argument)
@@ -14,16 +15,16 @@ static long rows_amount(const void *argument)
 }
 
 // Rows `ids` of a matrix. A number that isn't in [0, V) fails the command.
-static void rows(const void *argument, const Worker *worker, long number)
+static void rows(const void *argument, const Worker *worker)
 {
     const Rows *call = argument;
     for (long t; (t = take(worker)) < call->tokens;) {
         int64_t id = call->ids[t];
         float *to = call->out + t * call->features;
         if (id < 0 || id >= call->rows) {
-            __atomic_store_n(&worker->team->failed, number, __ATOMIC_RELAXED);
-            memset(to, 0, call->features * sizeof(float)); // the caller raises; others may still read this
-        } else if (call->stride) {
+            fail(worker);
+            memset(to, 0, call->features * sizeof(float)); // others may still read this
+        } else if (!call->in_panels) {
             memcpy(to, call->matrix + id * call->stride, call->features * sizeof(float));
         } else {
             const float *from = call->matrix + id / PANEL * call->features * PANEL + id % PANEL;
@@ -94,6 +95,7 @@ typedef struct {
     long rows, tokens, padded_rows, padded_tokens;       // PackedRows
     long starts_at, query_start_at, token_ids_at, rows_at; // in `packed`; the last is -1 where every row has one token
     long groups, group_stride;                           // tokens between groups in write_entry and write_offset
+    long num_slots, num_entries;                         // of last_tokens and of the tables
 } Step;
 
 static long step_amount(const void *argument)
@@ -102,13 +104,35 @@ static long step_amount(const void *argument)
     return call->padded_tokens * 16;
 }
 
+// Whether the step reads and writes only what its tables and slots hold.
+static int step_fits(const Step *call)
+{
+    const int64_t *slots = call->packed, *starts = slots + call->starts_at, *begins = slots + call->query_start_at;
+    long last = 0;
+    for (long r = 0; r < call->rows; r++) {
+        if (slots[r] < 0 || slots[r] >= call->num_slots || starts[r] < 0 || begins[r] < 0) return 0;
+        last = max(last, slots[r]);
+    }
+    for (long g = 0; g < call->groups; g++) {
+        const int64_t *shape = call->shapes + 3 * g;
+        if (shape[0] < 0 || shape[1] < 1 || shape[2] < 1 || shape[0] + (last + 1) * shape[1] > call->num_entries) return 0;
+    }
+    for (long t = 0; t < call->tokens; t++) {
+        long r = call->rows_at < 0 ? t : slots[call->rows_at + t];
+        if (r < 0 || r >= call->rows || begins[r] > t) return 0;
+    }
+    return 1;
+}
+
 // The tensors of a step, as ops/batch.py's build_rows defines them.
 static void step(const void *argument, const Worker *worker)
 {
     const Step *call = argument;
     const int64_t *slots = call->packed, *starts = slots + call->starts_at, *begins = slots + call->query_start_at;
     const int64_t *ids = slots + call->token_ids_at, *rows = slots + call->rows_at;
-    if (take(worker)) {
+    int mine = take(worker) == 0, fits = mine && step_fits(call);
+    if (!fits) {
+        if (mine) fail(worker);
         meet(worker);
         return;
     }

@@ -12,7 +12,7 @@ import torch
 from pagerunner.ops.native.calls import ANGLES, GREEDY, NORM, ROWS, address, call, empty, sized
 from pagerunner.ops.native.library import library
 
-_ROWS = struct.Struct("3P4q")  # Rows in native/small.h
+_ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
 _ANGLES = struct.Struct("4P2qf4x")  # Angles
 _GREEDY = struct.Struct("3P3q")  # Greedy
 _NORM = struct.Struct("3P3qfi")  # Norm
@@ -24,10 +24,15 @@ def serves(*tensors: torch.Tensor) -> bool:
     return suits and library() is not None
 
 
+def counts(numbers_T: torch.Tensor) -> bool:
+    """Whether these are ids or positions as the kernels read them."""
+    return numbers_T.dim() == 1 and numbers_T.dtype == torch.int64 and numbers_T.is_contiguous()
+
+
 def table_rows(ids_T: torch.Tensor, table: torch.Tensor, rows: int, *, in_panels: bool) -> torch.Tensor:
     """Rows `ids` of a table [V, D], or of panels [P, D, N] that hold `rows` of them; [T, D]. Raises IndexError for other ids."""
     sized("ids", ids_T, None)
-    features, stride = table.shape[1], 0 if in_panels else table.stride(0)
+    features = table.shape[1]
     out_TD = empty(ids_T.shape[0], features)
     packed = _ROWS.pack(
         address("table", table, torch.float32, 3 if in_panels else 1),
@@ -36,7 +41,8 @@ def table_rows(ids_T: torch.Tensor, table: torch.Tensor, rows: int, *, in_panels
         ids_T.shape[0],
         rows,
         features,
-        stride,
+        table.stride(0),
+        in_panels,
     )
     call(ROWS, packed, (table, ids_T, out_TD))
     return out_TD
