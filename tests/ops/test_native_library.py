@@ -140,6 +140,7 @@ def test_without_a_folder_to_keep_it_nothing_is_left(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "_cache", lambda: None)
     monkeypatch.setattr(module, "_temporary", lambda: None)
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
     assert library() is not None
     assert not list(tmp_path.iterdir())
 
@@ -180,7 +181,10 @@ def test_a_library_in_use_counts_as_new(tmp_path: Path, monkeypatch: pytest.Monk
 
 @needs_compiler
 def test_two_processes_compile_at_once(tmp_path: Path) -> None:
-    code = "import sys; from pagerunner.ops.native.library import library; sys.exit(library() is None)"
+    code = (
+        "import sys; import pagerunner.ops.native.library as module; module.FLAGS += ('-O0',); "
+        "sys.exit(module.library() is None)"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [one.wait(timeout=240) for one in both] == [0, 0]
