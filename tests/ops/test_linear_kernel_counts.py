@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,16 +27,23 @@ FORMS = {
     "int8 row, rounded": "token", "fp8 row, rounded": "token", "fp8 block, rounded": "block", "fp8 row": "none", "int4 f16 128": "none",
     "e2m1 e8m0 32": "none", "int4 f16 96": "none",
 }  # fmt: skip
-SIZES = [(1024, 4608), (4096, 2304), (17_408, 576)]
+SIZES = [(1024, 4608), (4096, 2304), (17_408, 576), (1536, 8960), (3072, 8192)]
+MULTIPROCESSORS = [78, 108, 114, 132, 148]
+NEAR_CHANGES = [*range(1, 66), *(64 * tile + end for tile in range(2, MOST // 64) for end in (0, 1)), MOST]
+"""Numbers of tokens beside which a choice may change: the first ones, and the ends of tiles."""
+
+
+def matrix(form: str, outputs: int, inputs: int) -> Any:
+    """Stored weights, which no kernel reads here."""
+    made = stored(form.partition(",")[0], outputs, inputs)
+    return made._replace(activations=FORMS[form]) if isinstance(made, Stored8) else made
 
 
 class Product:
     """Products with one matrix, whose kernels aren't run: it tells which ones would be."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, form: str, outputs: int, inputs: int) -> None:
-        self.matrix = stored(form.partition(",")[0], outputs, inputs)
-        if isinstance(self.matrix, Stored8):
-            self.matrix = self.matrix._replace(activations=FORMS[form])
+        self.matrix = matrix(form, outputs, inputs)
         self.launches: set[Any] = set()
         half = {"dtype": torch.bfloat16}
         self.x, self.gate_up = torch.empty(MOST, inputs, **half), torch.empty(MOST, 2 * inputs, **half)
@@ -91,6 +99,20 @@ def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeyp
     assert len(met) > 2
     for tokens in share_of_the_day(MOST, 97):
         assert product.kernels(tokens + 1) <= met, tokens + 1
+
+
+@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, SIZES))
+def test_between_two_numbers_of_tokens_that_need_the_same_kernels_there_are_no_others(monkeypatch, form, sizes):
+    """`more_counts` finds the numbers by it."""
+    weights = matrix(form, *sizes)
+    for places in MULTIPROCESSORS:
+        for module in (many.linear_rounded, linear_tiles):
+            monkeypatch.setattr(module, "multiprocessors", lambda device, places=places: places)
+        runs = itertools.groupby(
+            linear.kernels_for(n, weights, torch.bfloat16, weights.scales.device) for n in NEAR_CHANGES
+        )
+        answers = [answer for answer, _ in runs]
+        assert len(answers) == len(set(answers)), (places, answers)
 
 
 def test_matrices_of_one_kind_are_asked_about_once():

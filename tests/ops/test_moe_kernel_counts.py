@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -86,3 +87,11 @@ def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeyp
     assert len(met) > 3
     for tokens in share_of_the_day(MOST, 97):
         assert layer.kernels(tokens + 1) <= met, tokens + 1
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_between_two_numbers_of_tokens_that_need_the_same_kernels_there_are_no_others(model):
+    """`more_counts` finds the numbers by it."""
+    for kernels in kernels_of([Router(FEATURES, SIZES[model][0], torch.bfloat16, Routing(SIZES[model][1]))]):
+        answers = [answer for answer, _ in itertools.groupby(map(kernels, [*range(1, 513), *range(513, MOST, 17)]))]
+        assert len(answers) == len(set(answers))

@@ -146,17 +146,28 @@ def rounded_config(tokens: int, features: int, inputs: int, device: torch.device
     if blocks(tokens, 128) * blocks(features, 128) > 264:
         return RoundedConfig(128, 128, 8, 4)
     programs, places = blocks(tokens, 64) * blocks(features, 128), multiprocessors(device)
-    parts = (places if 2 * programs <= places else 2 * places) // programs
+    parts = (places if _alone(tokens, features, device) else 2 * places) // programs
     return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // PART_INPUTS)))
+
+
+def _alone(tokens: int, features: int, device: torch.device) -> bool:
+    """Whether each multiprocessor has one program of the sums, and not two: few tiles, which are cut into the more parts."""
+    return 2 * blocks(tokens, 64) * blocks(features, 128) <= multiprocessors(device)
 
 
 def kernels_of(
     tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torch.device, *, grouped: bool
-) -> RoundedConfig | None:
-    """The block of the kernel that `product` launches for so many tokens; None where cuBLAS serves."""
+) -> tuple[bool, RoundedConfig] | None:
+    """What decides which kernels `product` launches for so many tokens; None where cuBLAS serves.
+
+    With more tokens the parts become fewer, but once: from one program on a multiprocessor to two there may be more parts again. So a
+    number of parts may come back, and `runner/kernel_counts.py` needs answers that don't: they say on which side the number stands.
+    Example: 1536 output features of 8960 inputs on 132 multiprocessors take 3 parts up to 192 tokens, 2 up to 320, 3 up to 448, and 2.
+    """
     if _cublas_serves(tokens, weight_OI, dtype, grouped):
         return None
-    return rounded_config(tokens, *weight_OI.shape, device)
+    features, inputs = weight_OI.shape
+    return _alone(tokens, features, device), rounded_config(tokens, features, inputs, device)
 
 
 def run_rounded(
