@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
 from pagerunner import LLM, SamplingParams
+from pagerunner.ops.native import calls
 from pagerunner.ops.native.library import SWITCH
+from pagerunner.runner import recorded as steps_recorded
 from pagerunner.runner.recorded import RecordedSteps
 
 pytestmark = needs_compiler
@@ -58,14 +63,47 @@ def test_recordings_are_made_again_after_sleep(tmp_path: Path) -> None:
         assert tokens(llm) == want
 
 
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The memory of each recording that is begun from now on."""
+    begun: list[int] = []
+
+    def counted(memory: torch.Tensor, work: Callable[[], Any]) -> Any:
+        begun.append(memory.numel())
+        return calls.record(memory, work)
+
+    monkeypatch.setattr(steps_recorded, "record", counted)
+    return begun
+
+
+def test_few_recordings_are_tried_that_the_memory_is_too_small_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(make_checkpoint(tmp_path, "qwen3", tokenizer=False))
+    prompts = [{"prompt_token_ids": [3 + i, 7]} for i in range(40)]
+    params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True, detokenize=False) for i in range(40)]
+    monkeypatch.setattr(steps_recorded, "RECORDED_BYTES", 1 << 15)
+    begun = attempts(monkeypatch)
+    found = []
+    for eager in (False, True):
+        llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24, max_num_seqs=40, enforce_eager=eager)
+        found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
+        if not eager:
+            steps = recorded(llm)
+            assert steps is not None and steps.recorded > 0
+            assert 5 < len(begun) - len(steps._held) < 15, "as many failed"
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_models_that_compute_with_torch_run_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     path = str(make_window_checkpoint(tmp_path, family, tokenizer=False))
     llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+    begun = attempts(monkeypatch)
     found, steps = tokens(llm), recorded(llm)
     assert steps is not None and steps.recorded == 0
+    assert len(begun) == 1 and not steps._memory.numel()
     monkeypatch.setenv(SWITCH, "0")
     plain = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
     assert recorded(plain) is None

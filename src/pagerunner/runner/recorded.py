@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import ForwardBatch
-from pagerunner.ops.native.calls import CannotRecordError, Recording, record
+from pagerunner.ops.native.calls import CannotRecordError, Recording, RecordingTooLargeError, record
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave
@@ -33,8 +33,12 @@ class _Recorded(NamedTuple):
 class RecordedSteps:
     """Recorded steps by their number of rows.
 
-    All use the same memory, and are valid while pages and weights are where they were. `steps` and `recorded` count decode steps, and
-    those of them that ran from a recording.
+    All use the same memory, and are valid while pages and weights are where they were. Memory may be given back and come again, but a
+    module or pages with other tensors need another object of this class. `steps` and `recorded` count decode steps, and those of them
+    that ran from a recording.
+
+    A number of rows for which the memory is too small costs one attempt: then three quarters of the rows are the most. So from 256 rows
+    to none it takes 20 attempts, not 256. A model that computes with torch is tried once, and its memory given back.
     """
 
     def __init__(self) -> None:
@@ -68,9 +72,12 @@ class RecordedSteps:
             try:
                 held = self._record(builder.eager(step), logits_of, threads)
             except CannotRecordError as error:
-                self._most_rows = where.rows - 1
-                if where.rows == 1:
+                too_large = isinstance(error, RecordingTooLargeError)
+                self._most_rows = where.rows - max(1, where.rows // 4) if too_large else 0
+                if not self._most_rows:
                     logger.info("Decode steps run operation by operation: %s.", error)
+                    self._memory = torch.empty(0, dtype=torch.uint8)
+                    self._held.clear()
                 return None
             self._held[where.rows] = held
         held.run()

@@ -29,7 +29,11 @@ Result = TypeVar("Result")
 
 
 class CannotRecordError(RuntimeError):
-    """What was to be recorded does more than call CPU kernels, or needs more memory than there is for it."""
+    """What was to be recorded does more than call CPU kernels."""
+
+
+class RecordingTooLargeError(CannotRecordError):
+    """What was to be recorded needs more memory than there is for it."""
 
 
 def kernels() -> Library:
@@ -141,7 +145,7 @@ class Recording:
     """Commands with the tensors between them, which lie in `memory` (uint8, at an address that is a multiple of 64).
 
     `memory` may serve any number of recordings, which then run one at a time. What commands read and don't make themselves stays where
-    it was: `is_valid` says whether it did.
+    it was: `is_valid` says whether it did. It looks at the tensors that were given: of a module that has other tensors since, it knows nothing.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -157,7 +161,7 @@ class Recording:
             count *= size
         first, last = self._taken, self._taken + 4 * count
         if last > self._memory.numel():
-            raise CannotRecordError(f"its tensors take more than {self._memory.numel()} bytes")
+            raise RecordingTooLargeError(f"its tensors take more than {self._memory.numel()} bytes")
         self._taken = -(-last // _ALIGNED) * _ALIGNED
         return self._memory[first:last].view(torch.float32).view(shape)
 
@@ -189,7 +193,7 @@ def record(memory: torch.Tensor, work: Callable[[], Result]) -> tuple[Recording,
 
     Wherever an interrupt comes, the thread doesn't record afterwards: a context ends with the call that runs in it.
 
-    Raises CannotRecordError when torch is asked to compute something.
+    Raises CannotRecordError when torch is asked to compute something, and RecordingTooLargeError where the memory ends.
     """
     made = Recording(memory)
 
