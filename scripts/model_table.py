@@ -73,7 +73,7 @@ def _stored(model: ModelConfig) -> str:
     """What the weights are stored as: the numbers, and who wrote them where several do."""
     if model.format is None:
         return model.dtype if model.quantization is None else str(model.quantization.get("quant_method"))
-    numbers = " and ".join(dict.fromkeys(scheme.number for _, scheme in model.format.schemes))
+    numbers = " and ".join(dict.fromkeys(scheme.number for _, scheme in model.format.schemes if scheme is not None))
     return numbers if numbers == model.format.writer else f"{numbers} ({model.format.writer})"
 
 

@@ -410,3 +410,39 @@ def test_the_same_tensors_are_the_same_weights_by_another_writers_word(tmp_path:
     want, file = weights(path), path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
     assert all(torch.equal(left, right) for left, right in zip(weights(path), want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "part", "change", "words"),
+    [
+        ("FP8", "weights", {"symmetric": False}, "weights: symmetric is false"),
+        ("FP8", "weights", {"strategy": "group", "group_size": 7}, "weights says 8 bits .* groups of 7"),
+        ("FP8", "weights", {"strategy": "channel"}, "weights: strategy is 'channel', and quant_algo says tensor"),
+        ("FP8", "weights", {"dynamic": True}, "weights: dynamic is true"),
+        ("FP8", "input_activations", {"type": "int"}, "input_activations says 8 bits of type 'int'"),
+        ("FP8", "input_activations", {"num_bits": 4}, "input_activations says 4 bits"),
+        ("FP8", "input_activations", {"strategy": "banana"}, "input_activations: strategy is 'banana'"),
+        ("FP8", "input_activations", {"symmetric": False}, "input_activations: symmetric is false"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "weights", {"strategy": "tensor"}, "quant_algo says channel"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "input_activations", {"strategy": "tensor"}, "strategy is 'tensor'"),
+    ],
+)
+def test_every_field_of_model_optimizers_groups_is_compared(
+    algorithm: str, part: str, change: dict[str, Any], words: str
+) -> None:
+    rows = algorithm != "FP8"
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel" if rows else "tensor", "symmetric": True},
+        "input_activations": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token" if rows else "tensor",
+            "dynamic": rows,
+        },
+    }
+    said = {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": {"group_0": group}}
+    assert read_format(said, "config.json").scheme(DOWN) is not None
+    group[part] |= change
+    with pytest.raises(ConfigError, match=words):
+        read_format(said, "config.json")

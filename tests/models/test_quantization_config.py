@@ -200,12 +200,18 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("GPTQ", {"dynamic": {"+:.*": {"bits": 3}}}, r"dynamic.\+:\.\*: bits is 3"),
         ("GPTQ", {"dynamic": {"+:.*": {"odd": 1}}}, r"dynamic.\+:\.\*: odd is 1"),
         ("GPTQ", {"dynamic": ["-:.*"]}, "dynamic must be an object"),
+        ("GPTQ", {"dynamic": {1: {}}}, "dynamic must be an object of patterns"),
         ("GPTQ", {"dynamic": {"-:[": {}}}, r"dynamic has 're:\['.*unterminated character set"),
         (
             "GPTQ",
             {"dynamic": {"+:.*q_proj": None}},
             r"dynamic has '\+:\.\*q_proj', which must be an object of settings, got None",
         ),
+        *(
+            ("GPTQ", {field: name}, f"{field} must be names of modules and not patterns")
+            for field, name in (("block_name_to_quantize", "model.layers, re:("), ("to_quant_block_names", [["re:.*"]]))
+        ),
+        ("AutoRound in GPTQ's words", {"block_name_to_quantize": "re:("}, "must be names of modules and not patterns"),
         ("int4", {"ignore": ["lm_head", "re:("]}, r"ignore has 're:\(', which is no pattern .*missing \)"),
         ("AutoRound in GPTQ's words", {"extra_config": {"(": {"bits": 16}}}, r"extra_config has 're:\('"),
         ("modelopt NVFP4", {"group_size": 32}, "group_size is 32"),
@@ -332,6 +338,35 @@ def test_gptq_has_settings_by_module() -> None:
     assert found.scheme(LAYER) == Scheme("int8", "group", (1, 64), zero_offset=1, layout="gptq")
     assert found.scheme("model.layers.3.mlp.up_proj") is None
     assert found.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
+
+
+def test_of_gptqs_patterns_the_first_that_matches_a_module_decides() -> None:
+    """As GPTQModel's `dynamic_get` has it."""
+    eight, none = {r"+:.*layers\.3\..*down_proj": {"bits": 8}}, {r"-:.*down_proj": {}}
+    first, last = (
+        read_format({**CASES["GPTQ"][0], "dynamic": given}, "config.json")
+        for given in ({**eight, **none}, {**none, **eight})
+    )
+    assert first.scheme(LAYER) == Scheme("int8", "group", (1, 128), zero_offset=1, layout="gptq")
+    assert first.scheme(LAYER.replace("3", "4")) is None
+    assert last.scheme(LAYER) is None and last.scheme_unless_listed(LAYER) is not None
+    assert (
+        last.scheme("model.layers.3.mlp.gate_proj") == first.scheme("model.layers.3.mlp.gate_proj") == CASES["GPTQ"][1]
+    )
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    [
+        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}),
+        ("pack-quantized", {**INT4, "strategy": "channel", "group_size": None}),
+    ],
+)
+def test_an_order_of_input_features_without_groups_is_refused(layout: str, weights: dict[str, Any], order: Any) -> None:
+    with pytest.raises(ConfigError, match=f"actorder is {order!r} beside the strategy '{weights['strategy']}'"):
+        read_format(compressed(layout, {**weights, "actorder": order}), "config.json")
+    assert read_format(compressed(layout, {**weights, "actorder": "weight"}), "config.json").scheme(LAYER) is not None
 
 
 def test_autoround_has_settings_by_module_and_leaves_what_is_outside_its_blocks() -> None:

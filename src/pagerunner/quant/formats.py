@@ -177,23 +177,25 @@ class Format:
 
     The writer "online" is nobody: a checkpoint in floats is rounded while it is loaded, as its user asks.
 
-    `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all. `rounds`: products may round activations
+    `schemes` are tried in their order, each with the modules that it is for; ("re:.*",) is for all. None: these modules stay as they were,
+    unless an earlier entry names them. `ignored` come before all schemes. `rounds`: products may round activations
     where a scheme says so; an engine's user may forbid it.
     """
 
     writer: Writer
-    schemes: tuple[tuple[Names, Scheme], ...]
+    schemes: tuple[tuple[Names, Scheme | None], ...]
     ignored: Names
     rounds: bool = True
 
     @property
     def schemes_said(self) -> frozenset[Scheme]:
         """How matrices are stored, without the modules that it is said of: writers list these by different names."""
-        return frozenset(scheme for _, scheme in self.schemes)
+        return frozenset(scheme for _, scheme in self.schemes if scheme is not None)
 
     def names(self, module: str) -> bool:
         """Whether a scheme is for this module by a name, and not for all modules."""
-        return any(names.entries != _ALL and names.match(module) for names, _ in self.schemes)
+        named = ((names, scheme) for names, scheme in self.schemes if names.entries != _ALL)
+        return any(scheme is not None and names.match(module) for names, scheme in named)
 
     def tells_apart(self, module: str) -> bool:
         """Whether numbered modules inside `module`, such as experts, may be stored in different ways; see Names."""
@@ -204,8 +206,8 @@ class Format:
         around, _, own = module.rpartition(".")
         if self.ignored.match(module) or any(self.ignored.holds(f"{around}.{other}") for other in _WHOLES.get(own, ())):
             return None
-        return self.scheme_unless_listed(module)
+        return next((scheme for names, scheme in self.schemes if names.match(module)), None)
 
     def scheme_unless_listed(self, module: str) -> Scheme | None:
-        """How a module's matrix is stored that isn't as it was, whatever the list of ignored modules says."""
-        return next((scheme for names, scheme in self.schemes if names.match(module)), None)
+        """How a module's matrix is stored that isn't as it was, whatever lists say of modules that are."""
+        return next((scheme for names, scheme in self.schemes if scheme is not None and names.match(module)), None)

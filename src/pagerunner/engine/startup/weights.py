@@ -56,7 +56,7 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
     keep = device == "cuda"
     if model.format is not None:
         online = model.format.writer == "online"
-        name = model.format.schemes[0][1].number if online else model.format.writer
+        name = next(iter(model.format.schemes_said)).number if online else model.format.writer
         as_stored = "made while loading" if online else "as stored"
         made = build_model(model, dtype, keep_forms=keep)
         inputs = 0 if keep else _put_in_panels(made)

@@ -147,7 +147,7 @@ def _published_format(found: Format | None, expert_dtype: str) -> Format | None:
     if found is None or found.writer != "fp8":
         return found
     schemes = found.schemes
-    if expert_dtype == "fp4" and not any(scheme.number == "fp4" for _, scheme in schemes):
+    if expert_dtype == "fp4" and not any(scheme.number == "fp4" for scheme in found.schemes_said):
         schemes = (
             (Names("module", (r"re:.*\.ffn\.experts\.",)), Scheme("fp4", "group", (1, 32), layout="deepseek")),
             *schemes,

@@ -45,7 +45,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
 }
 _MOST = 2**31 - 1  # no size of a model comes near; products of larger ones overflow
 # Unknown fields that ask for something else where they are false; every other unknown field is unset when it is false.
-_FALSE_MATTERS = frozenset({"is_causal", "causal", "use_causal_mask"})
+_FALSE_MATTERS = frozenset({"symmetric", "is_causal", "causal", "use_causal_mask"})
 
 
 class Fields:

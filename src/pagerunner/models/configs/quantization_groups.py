@@ -5,6 +5,7 @@ Sources: compressed-tensors' `quantization/quant_args.py` and `quant_scheme.py`;
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pagerunner.models.configs.fields import Fields
@@ -101,19 +102,53 @@ def _compare_groups(fields: Fields, groups: Any, found: Format) -> None:
         inside.finish()
         if weights is None:
             raise inside.error("weights", "is missing.")
-        bits, kind, size = weights.integer("num_bits", 8), weights.take("type", "float"), weights.take("group_size")
-        for scheme in {found.scheme(target) for target in targets if target != "Linear"} or {found.schemes[0][1]}:
-            want = None if scheme is None else 8 if scheme.number == "fp8" else 4
-            if (bits, kind) != (want, "float") or (want == 4 and size not in (None, 16)):
-                raise inside.error(
-                    "weights",
-                    f"says {bits} bits of type {kind!r:.20} in groups of {size}, and quant_algo something else.",
-                )
-        if inputs is not None and inputs.integer("num_bits", bits) != bits and bits == 8:
-            raise inside.error("input_activations", "has other bits than the weights.")
-        for arguments in (weights, inputs):
-            if arguments is not None:
-                arguments.finish(("dynamic", "strategy", "type", "group_size"))
+        schemes = {found.scheme(target) for target in targets if target != "Linear"} or {found.schemes[0][1]}
+        _compare_weights(inside, weights, schemes)
+        if inputs is not None:
+            _compare_inputs(inside, inputs, schemes)
+
+
+def _compare_weights(group: Fields, weights: Fields, schemes: Collection[Scheme | None]) -> None:
+    bits, kind, size = weights.integer("num_bits", 8), weights.take("type", "float"), weights.take("group_size")
+    strategy, block = weights.take("strategy"), block_in(weights, "block_structure")
+    for scheme in schemes:
+        want = None if scheme is None else 8 if scheme.number == "fp8" else 4
+        if scheme is None or (bits, kind) != (want, "float") or size not in (None, scheme.block[1] or None):
+            raise group.error(
+                "weights", f"says {bits} bits of type {kind!r:.20} in groups of {size}, and quant_algo something else."
+            )
+        if block not in (None, scheme.block):
+            raise weights.error("block_structure", f"is {block}, and quant_algo says {scheme.block}.")
+        if strategy is not None and _SCALES.get(str(strategy)) != scheme.scales:
+            raise weights.error("strategy", f"is {strategy!r:.40}, and quant_algo says {scheme.scales}.")
+    if not weights.flag("symmetric", True):
+        raise weights.error("symmetric", "is false, and no algorithm that is read has zero points.")
+    if weights.flag("dynamic", False):
+        raise weights.error("dynamic", "is true; weights have scales of their own.")
+    weights.finish()
+
+
+def _compare_inputs(group: Fields, inputs: Fields, schemes: Collection[Scheme | None]) -> None:
+    """Products with weights of 4 bits never round activations, so nothing but their names is compared there."""
+    bits = {8 if scheme is not None and scheme.number == "fp8" else 4 for scheme in schemes}.pop()
+    said, kind, strategy = inputs.integer("num_bits", bits), inputs.take("type", "float"), inputs.take("strategy")
+    for scheme in schemes:
+        if (bits == 8 and said != 8) or kind != "float":
+            raise group.error(
+                "input_activations", f"says {said} bits of type {kind!r:.20}, other numbers than the weights."
+            )
+        if strategy is not None and _ROUNDINGS.get(str(strategy)) not in _input_scales(scheme):
+            raise inputs.error("strategy", f"is {strategy!r:.40}, and quant_algo something else.")
+    if not inputs.flag("symmetric", True):
+        raise inputs.error("symmetric", "is false, and no algorithm that is read has zero points.")
+    inputs.finish(("dynamic", "group_size"))  # scales that a checkpoint must hold are missed where it doesn't
+
+
+def _input_scales(scheme: Scheme | None) -> tuple[Rounding, ...]:
+    """How activations may be said to be rounded beside weights that are stored so."""
+    if scheme is None or scheme.number == "fp4":
+        return "tensor", "group"
+    return ("tensor",) if scheme.rounding == "static" else (scheme.rounding or "block",)
 
 
 def _objects(fields: Fields, name: str, given: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -215,6 +250,11 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
     symmetric, order = weights.flag("symmetric", True), weights.take("actorder")
     if order not in (None, True, False, "weight", "static", "group", "dynamic"):
         raise weights.error("actorder", f"is {order!r}, which is not known.")
+    permuted = order in (True, "group", "dynamic")  # names of the same
+    if permuted and scales != "group":
+        raise weights.error(
+            "actorder", f"is {order!r} beside the strategy {strategy!r}; only groups have an order of input features."
+        )
     if weights.flag("dynamic", False):
         raise weights.error("dynamic", "is true; weights have scales of their own.")
     if not (packed or symmetric):
@@ -239,7 +279,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         scales,
         block or (0, 0),
         not symmetric,
-        order in (True, "group", "dynamic"),  # names of the same
+        permuted,
         layout=_COMPRESSED_LAYOUTS.get(layout, ""),
         rounding=rounding,
     )
@@ -267,9 +307,8 @@ def _compressed_rounding(fields: Fields, kind: str, bits: int) -> Rounding:
         inputs.take(name)
     inputs.finish(_ARGUMENT_NOTES)
     if not symmetric:
-        return (
-            "" if dynamic is True else "static zeros"
-        )  # to numbers with zero points, which no product takes: left alone, they are closer to the model in floats
+        # no product takes numbers with zero points; activations that are left alone are closer to the model in floats
+        return "" if dynamic is True else "static zeros"
     if dynamic is not True:
         return "static"
     return _ROUNDINGS[strategy]

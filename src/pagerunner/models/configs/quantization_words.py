@@ -45,10 +45,11 @@ def read_gptq(fields: Fields) -> Format:
     head = fields.flag("lm_head", False)
     usual = _gptq_settings(fields)
     scheme = _gptq_scheme(fields, usual, version)
-    kept, schemes = list(names_in(fields, "modules_to_not_convert")), []
-    for pattern, entry, changes in _overrides(fields):
+    kept = list(names_in(fields, "modules_to_not_convert"))
+    schemes: list[tuple[Names, Scheme | None]] = []
+    for pattern, entry, changes in _overrides(fields):  # the first pattern that matches a module decides
         if changes is None:
-            kept.append(entry)
+            schemes.append((Names("module", (entry,)), None))
             continue
         own = fields.inside(f"dynamic.{pattern}", {**usual, **changes})
         schemes.append((Names("module", (entry,)), _gptq_scheme(own, _gptq_settings(own), version)))
@@ -85,7 +86,7 @@ def _order_of_words(fields: Fields, method: str, names: tuple[str, ...], known: 
 def _overrides(fields: Fields) -> list[tuple[str, str, dict[str, Any] | None]]:
     """GPTQModel's `dynamic`: patterns, what they are as entries of Names, and their modules' settings; None where they aren't quantised."""
     given = fields.take("dynamic") or {}
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or not all(isinstance(pattern, str) for pattern in given):
         raise fields.error("dynamic", f"must be an object of patterns, got {given!r:.80}.")
     found = []
     for pattern, changes in given.items():
@@ -262,4 +263,6 @@ def _blocks(fields: Fields) -> tuple[str, ...]:
             if not all(isinstance(part, str) for part in parts):
                 raise fields.error(name, f"must be names of modules, got {value!r:.80}.")
             found += [part.strip() for text in parts for part in text.split(",")]
+        if any(part.startswith("re:") for part in found):
+            raise fields.error(name, f"must be names of modules and not patterns, got {value!r:.80}.")
     return tuple(found)

@@ -147,7 +147,7 @@ def _check_second_file(said: Mapping[str, Any], layout: Format, where: str, file
     for names, scheme in other.schemes:
         for module in names.entries:
             own = layout.schemes[-1][1] if module == ALL.entries[0] else layout.scheme(module)
-            if own is None or replace(own, rounding="") != replace(scheme, rounding=""):
+            if own is None or scheme is None or replace(own, rounding="") != replace(scheme, rounding=""):
                 raise ConfigError(
                     f"{where}: quantization_config and {file.name} beside it say different things of "
                     f"{'all modules' if module == ALL.entries[0] else module}; remove the one that is wrong."
