@@ -57,10 +57,12 @@ def experts_of(model: Model, plain: Model) -> list[tuple[torch.Tensor, torch.Ten
     for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
         if isinstance(ours, Experts) and isinstance(theirs, Experts):
             assert isinstance(ours.method, ExpertsInPanels)
+            assert ours.stays_packed and not ours.unpacked_bytes(10)
             for name, panels in ours.weights.items():
                 if name.endswith("weight"):
-                    unpacked = [ours.method.linear.dense({"weight": own}) for own in panels]
-                    found.append((torch.stack(unpacked), theirs.weights[name]))
+                    unpacked = ours.method.matrix({"weight": panels})
+                    assert isinstance(unpacked, torch.Tensor)
+                    found.append((unpacked, theirs.weights[name]))
     return found
 
 

@@ -111,15 +111,14 @@ class Experts(Module):
     @property
     def stays_packed(self) -> bool:
         """Whether a CUDA device's kernels read the matrices as they are stored, and unpack none of them at every call."""
-        return all(isinstance(one, torch.Tensor) or reads_groups(one) for one in self._as_stored())
+        return all(map(reads_groups, self._in_few_bits()))
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        matrices = self._as_stored()
-        return max(0 if isinstance(one, torch.Tensor) else experts_bytes(one, self.dtype, pairs) for one in matrices)
+        return max((experts_bytes(one, self.dtype, pairs) for one in self._in_few_bits()), default=0)
 
-    def _as_stored(self) -> list[torch.Tensor | Stored]:
-        return [self.method.matrix(self._weights_of(matrix)) for matrix in self._names]
+    def _in_few_bits(self) -> list[Stored]:
+        return [one for matrix in self._names for one in self.method.matrices(self._weights_of(matrix))]
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module."""

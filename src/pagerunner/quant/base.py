@@ -151,7 +151,12 @@ class ExpertMethod(ABC):
 
     @abstractmethod
     def matrix(self, weights: Weights) -> torch.Tensor | Stored:
-        """One matrix of all experts, [E, 2 I, D] or [E, D, I], as products take it."""
+        """One matrix of all experts, [E, 2 I, D] or [E, D, I], as `moe_experts` takes it."""
+
+    def matrices(self, weights: Weights) -> tuple[Stored, ...]:
+        """The matrices in few bits that products read; none for a form in the model's dtype."""
+        own = self.matrix(weights)
+        return () if isinstance(own, torch.Tensor) else (own,)
 
     def apply(
         self,

@@ -17,28 +17,29 @@ from pagerunner.ops.panels import Layout, product, put_rows
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.base import ExpertMethod, Weights
-from pagerunner.quant.panels import InPanels
+from pagerunner.quant.panels import PanelMethod
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
 
 
-class _OfOneExpert(InPanels):
-    """The form of an expert's matrix: gates and ups, or the one that follows them. Its shape tells which."""
+class _OfOneExpert(PanelMethod):
+    """The form of an expert's matrix: gates and ups, or the one that follows them.
+
+    Its shape tells which: with as many input features, gates and ups are twice as many panels.
+    """
 
     def __init__(self, width: int, features: int, inner: int) -> None:
-        both = Layout(width, 2 * inner, 2), Layout(width, features)
-        self.layouts = {(layout.panels, inputs): layout for layout, inputs in zip(both, (features, inner), strict=True)}
-        self.forms = {}
+        self.layouts = (Layout(width, 2 * inner, 2), features), (Layout(width, features), inner)
 
     def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
-        """See InPanels."""
-        panels, inputs = weights["weight"].shape[-3:-1]
-        return self.layouts[panels, inputs]
+        """See PanelMethod."""
+        shape = tuple(weights["weight"].shape[-3:-1])
+        (layout,) = (one for one, inputs in self.layouts if (one.panels, inputs) == shape)
+        return layout
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
-        """See InPanels."""
-        (layout,) = {
-            one for (_, inputs), one in self.layouts.items() if (inputs, one.outputs) == (in_features, out_features)
-        }
+        """See WeightMethod."""
+        assert dtype == torch.float32
+        (layout,) = (one for one, inputs in self.layouts if (one.outputs, inputs) == (out_features, in_features))
         return {"weight": torch.empty(layout.panels, in_features, layout.width, dtype=dtype, device="meta")}
 
 
@@ -59,8 +60,12 @@ class ExpertsInPanels(ExpertMethod):
         return transposed
 
     def matrix(self, weights: Weights) -> torch.Tensor | Stored:
-        """See ExpertMethod; in panels."""
-        return weights["weight"]
+        """See ExpertMethod; a copy. Products read panels."""
+        return torch.stack([self.linear.dense({"weight": panels_PIN}) for panels_PIN in weights["weight"]])
+
+    def matrices(self, weights: Weights) -> tuple[Stored, ...]:
+        """See ExpertMethod."""
+        return ()
 
     def apply(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -14,39 +15,16 @@ from pagerunner.quant.dequantized import Unpacking
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
 
 
-class InPanels(WeightMethod):
-    """A matrix in float32 in panels.
+class PanelMethod(WeightMethod):
+    """A "weight" in float32 in panels, [P, I, N]."""
 
-    `forms` are those in which a checkpoint holds parts of it, by the first of their output features, as for `Dequantized`.
-    """
-
-    def __init__(self, layout: Layout, forms: Mapping[int, WeightMethod] | None = None) -> None:
-        self.layout, self.forms = layout, dict(forms or {})
-
+    @abstractmethod
     def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
         """How these weights stand in panels."""
-        return self.layout
-
-    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
-        """A single "weight" of shape [P, I, N]."""
-        assert dtype == torch.float32 and out_features == self.layout.outputs
-        shape = (self.layout.panels, in_features, self.layout.width)
-        return {"weight": torch.empty(shape, dtype=dtype, device="meta")}
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        panels_PIN = weights["weight"]
-        form = self.forms.get(rows.start)
-        if form is None:
-            return {"weight": PanelSink(panels_PIN, self.layout_of(weights), rows)}
-        outputs, inputs = rows.stop - rows.start, panels_PIN.shape[1]
-        packed = form.create(outputs, inputs, panels_PIN.dtype)
-        make_sinks = functools.partial(form.sinks, rows=slice(0, outputs))
-
-        def fill(held: Weights) -> None:
-            put_rows(panels_PIN, self.layout_of(weights), rows.start, form.dense(held))
-
-        return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
+        return {"weight": PanelSink(weights["weight"], self.layout_of(weights), rows)}
 
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod; a copy."""
@@ -85,6 +63,40 @@ class InPanels(WeightMethod):
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return product(x_TI, weights["weight"], self.layout_of(weights), weights.get("bias"), norm=norm, gate=True)
+
+
+class InPanels(PanelMethod):
+    """A layer's matrix in panels.
+
+    `forms` are those in which a checkpoint holds parts of it, by the first of their output features, as for `Dequantized`.
+    """
+
+    def __init__(self, layout: Layout, forms: Mapping[int, WeightMethod] | None = None) -> None:
+        self.layout, self.forms = layout, dict(forms or {})
+
+    def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
+        """See PanelMethod."""
+        return self.layout
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """See WeightMethod."""
+        assert dtype == torch.float32 and out_features == self.layout.outputs
+        shape = (self.layout.panels, in_features, self.layout.width)
+        return {"weight": torch.empty(shape, dtype=dtype, device="meta")}
+
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """See WeightMethod."""
+        panels_PIN, form = weights["weight"], self.forms.get(rows.start)
+        if form is None:
+            return super().sinks(weights, rows)
+        outputs, inputs = rows.stop - rows.start, panels_PIN.shape[1]
+        packed = form.create(outputs, inputs, panels_PIN.dtype)
+        make_sinks = functools.partial(form.sinks, rows=slice(0, outputs))
+
+        def fill(held: Weights) -> None:
+            put_rows(panels_PIN, self.layout, rows.start, form.dense(held))
+
+        return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
 
 
 class PanelSink(Sink):
