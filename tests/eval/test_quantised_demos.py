@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from helpers import families
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import by_days, effort, share_of_the_day
+from helpers.effort import effort, share_of_the_day
 from pagerunner import LLM
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_names, demo_path
@@ -62,8 +63,12 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 STACKED = ("gpt_oss", "llama4", "llama4_text")  # experts of a layer in one tensor
 IMAGES = ("gemma3", "llama4", "mistral3", "qwen3_5")
 
+CASES = list(itertools.product(script.FORMATS, sorted({*STACKED, *IMAGES})))
 
-@pytest.mark.parametrize(("number", "family"), by_days(script.FORMATS, sorted({*STACKED, *IMAGES})))
+
+@pytest.mark.parametrize(
+    ("number", "family"), [CASES[case] for case in share_of_the_day(len(CASES), len(CASES) // len(script.FORMATS))]
+)
 def test_what_is_written_is_loaded_and_images_are_left_alone(tmp_path: Path, family: str, number: str) -> None:
     made = families.MAKERS[family](tmp_path)
     model = made if isinstance(made, Path) else made[0]

@@ -49,17 +49,22 @@ def by_days(*axes: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
     """Every combination of the axes but the last, each with `each` values of the last one, and with the next ones on the next day.
 
     Example: `by_days("ab", [1, 7])` is [(a, 1), (b, 7)] on one day and [(a, 7), (b, 1)] on the next. Each day meets every value
-    of all axes but the last, and of the last one as many as fit. A combination has its turn after `len(last) / each` days.
-    `make test-thorough` gets all.
+    of every axis. A combination has its turn after `len(last) / each` days. `make test-thorough` gets all.
+
+    Raises:
+        ValueError: the last axis has more values than a day has cases. Put the longest axis first.
     """
     *first, last = (list(axis) for axis in axes)
     outer = list(itertools.product(*first))
+    if len(outer) * each < len(last):
+        raise ValueError(
+            f"{len(last)} values can't all have a turn in {len(outer) * each} cases: put the longest axis first."
+        )
     if THOROUGH:
         return [(*one, value) for one in outer for value in last]
     each, inner = min(each, len(last)), len(first[-1])
-    shift = (
-        math.gcd(inner * each, len(last)) > 1
-    )  # else a value would meet the same ones of the axis before again and again
+    # else a value would meet the same ones of the axis before again and again
+    shift = math.gcd(inner * each, len(last)) > 1
     return [
         (*one, last[((TEST_DAY + number) * each + shift * (number // inner) + turn) % len(last)])
         for number, one in enumerate(outer)

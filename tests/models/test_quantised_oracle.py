@@ -99,12 +99,12 @@ def _image(folder: Path) -> Path:
 
 
 CASES = [
-    *by_days(FAMILIES, [*CONFIGS, *PACKED]),
-    ("gpt_oss", "mxfp4"),
-    ("gpt_oss", "int4"),
-    ("llama4", "mxfp4 compressed"),
-    ("mistral3", "fp8 block"),
-    ("mistral3", "awq"),
+    *by_days([*CONFIGS, *PACKED], FAMILIES),
+    ("mxfp4", "gpt_oss"),
+    ("int4", "gpt_oss"),
+    ("mxfp4 compressed", "llama4"),
+    ("fp8 block", "mistral3"),
+    ("awq", "mistral3"),
 ]
 MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False), "mistral3": _image}
 
@@ -142,7 +142,7 @@ def matrices(model: Model) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(("kind", "family"), CASES)
 def test_weights_are_exactly_what_the_packed_ones_stand_for(
     tmp_path: Path, packed: Packed, family: str, kind: str
 ) -> None:
