@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PRELOADED = ("httpx", "torch", "pagerunner.cli.main", "pagerunner.llm", "pagerunner.engine.startup.build")
-"""What every program would import, 2 s of computing. Modules that read the environment when they are imported aren't among them."""
+"""What every program would import, 2 s of computing. They read `PAGERUNNER_LIMIT_*` when they are imported."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
@@ -23,8 +23,11 @@ def run_python(
     """What `python -c code words` prints and ends with, in this environment.
 
     Raises:
+        ValueError: the environment has limits of its own, which a module that is imported already wouldn't see.
         TimeoutError: it has not ended within `timeout` seconds.
     """
+    if own := {name for name in env if name.startswith("PAGERUNNER_LIMIT_") and env[name] != os.environ.get(name)}:
+        raise ValueError(f"{sorted(own)} are read before the program starts: start it by subprocess.run.")
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = _context.Process(target=_run, args=(code, list(words), env, str(out), str(err)))

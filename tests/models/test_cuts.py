@@ -299,3 +299,11 @@ def test_sections_are_cut_one_by_one() -> None:
     assert unlucky.together() == {keys: 4}, "the second section begins inside a block"
     heads = Features("heads", 128, even=True)
     assert TensorCut(0, (Section(heads, 192),), step=128, multiple=128).together() == {heads: 2}
+
+
+def test_an_element_that_two_sections_share_is_read_once() -> None:
+    """Six rows and six more, four in a word: the second word has two rows of each. Such a tensor isn't cut."""
+    features = Features("inner", 6)
+    cut = TensorCut(0, (Section(features), Section(features)), step=4, multiple=4)
+    assert cut.together() == {features: 6}
+    assert cut.slices({features: range(6)}) == [slice(0, 2), slice(2, 3)]

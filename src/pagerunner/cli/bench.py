@@ -145,9 +145,9 @@ def _host_free_bytes() -> int:
 def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
     if namespace.what == "latency":
         return _measured(namespace, args, latency)
-    from pagerunner.engine.startup.mixture import counting_experts
+    from pagerunner.engine.startup.mixture import counting
 
-    with counting_experts():
+    with counting():
         return _measured(namespace, args, throughput)
 
 

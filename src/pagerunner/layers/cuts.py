@@ -94,11 +94,13 @@ class TensorCut:
 
         `parts` begin at multiples of `together`, and end there or with the last of the features.
         """
-        found, first = [], 0
+        found: list[slice] = []
+        first = 0
         for section in self.sections:
             part, width = parts[section.features], section.width
             start, stop = first + part.start * width, first + part.stop * width
-            found.append(slice(start // self.step, -(-stop // self.step)))
+            taken = found[-1].stop if found else 0  # an element that two sections share is the first one's
+            found.append(slice(max(start // self.step, taken), -(-stop // self.step)))
             first += section.size
         return found
 

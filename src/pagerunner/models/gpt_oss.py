@@ -21,11 +21,7 @@ from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles
-from pagerunner.ops.routing import Routing
-
-FEW_TOKENS = (
-    16  # whose output projection adds its bias and the stream in one kernel, and whose router computes the norm
-)
+from pagerunner.ops.routing import FEW_TOKENS, Routing
 
 
 class Attention(GroupedQueryAttention):
@@ -37,7 +33,7 @@ class Attention(GroupedQueryAttention):
         self.cuts = {"sinks": TensorCut(0, (Section(query_heads(self.num_heads)),))}
 
     def adds(self, tokens: int) -> bool:
-        """See Mixer. With more tokens and a bias, the addition would be a pass of its own; the next norm does it on the way."""
+        """See Mixer. Where the router's kernel computes the norm, no norm is left that could add the output on its way."""
         return tokens <= FEW_TOKENS
 
     def mix(

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.linear import Norm
 
+FEW_TOKENS = 16
+"""Tokens up to which `norm_expert_logits` on a CUDA device is one kernel, which computes the norm too (docs/performance.md)."""
+
 
 class Routing(NamedTuple):
     """How tokens find `active` experts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +13,6 @@ from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model, build_model, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.routing import counting_experts, touched_experts
-
-__all__ = ["Mixture", "counting_experts", "step_bytes", "touched_so_far"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,13 @@ def _model(args: EngineArgs, dtype: str, device: str) -> tuple[Model, int]:
     return model, weights_bytes(model) - table
 
 
+def counting() -> AbstractContextManager[None]:
+    """Let products count the experts that they read, for `touched_so_far`. The engine is built in here, as graphs count if they were captured so."""
+    return counting_experts()
+
+
 def touched_so_far(device: str) -> tuple[int, int]:
-    """Experts read in this process inside of `counting_experts`, and calls of a layer in which they were."""
+    """Experts read in this process inside of `counting`, and calls of a layer in which they were."""
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     touched, calls = touched_experts(where).tolist()
     return touched, calls

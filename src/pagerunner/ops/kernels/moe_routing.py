@@ -18,13 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import Routes, Routing, counts_experts, touched_experts
+from pagerunner.ops.routing import FEW_TOKENS, Routes, Routing, counts_experts, touched_experts
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
 _MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
 _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
-_FEW_TOKENS = 16  # whose logits are worth a kernel that computes the norm, too
 TAKEN = tl.constexpr(-(2**63))
 
 
@@ -292,7 +291,7 @@ def _order_block(pairs: int) -> int:
 
 def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, int, bool]:
     """See `Op.kernels_for`."""
-    return route_config(tokens, experts), _order_block(tokens * active), tokens <= _FEW_TOKENS
+    return route_config(tokens, experts), _order_block(tokens * active), tokens <= FEW_TOKENS
 
 
 def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,7 +334,7 @@ def _few_logits(
 
 
 def _few(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
-    return 0 < x_TD.shape[0] <= _FEW_TOKENS and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
+    return 0 < x_TD.shape[0] <= FEW_TOKENS and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
 
 
 def norm_expert_logits(
