@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.native import small
 from pagerunner.quant import panels
+from pagerunner.quant.expert_panels import ExpertsInPanels
 
-_PRODUCT, _ROWS = Op(panels.product, ""), Op(panels.chosen_rows, "")  # of a CPU's kernels, which torch doesn't see
+# Of a CPU's kernels, which torch doesn't see. On a device, an experts' layer is one operation, too.
+_PRODUCT, _ROWS, _EXPERTS = Op(panels.product, ""), Op(panels.chosen_rows, ""), Op(ExpertsInPanels.apply, "")
 _NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
 
 
@@ -93,6 +95,7 @@ class RecordedGraphs:
             patch.object(Op, "__call__", lambda op, *a, **k: recorder.kernel(op, *a, **k)),
             patch.object(panels, "product", lambda *a, **k: recorder.kernel(_PRODUCT, *a, **k)),
             patch.object(panels, "chosen_rows", lambda *a, **k: recorder.kernel(_ROWS, *a, **k)),
+            patch.object(ExpertsInPanels, "apply", lambda *a, **k: recorder.kernel(_EXPERTS, *a, **k)),
             patch.object(small, "serves", lambda *tensors: False),
         ):
             outputs = run()
