@@ -104,7 +104,7 @@ def _conditions(variant: str) -> Sequence[str]:
     if variant not in EVERY_CONDITION:
         share = share_of_the_day(len(others), 4, first=list(VARIANTS).index(variant))
         return [first, *(others[number] for number in share)]
-    share = share_of_the_day(len(CONDITIONS), 2, first=EVERY_CONDITION.index(variant))
+    share = share_of_the_day(len(CONDITIONS), 3, first=EVERY_CONDITION.index(variant))
     return [list(CONDITIONS)[number] for number in share]
 
 

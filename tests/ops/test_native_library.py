@@ -28,7 +28,7 @@ def found_again() -> Iterator[None]:
 
 @needs_compiler
 def test_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fast(monkeypatch, tmp_path)
     first = library()
     assert first is not None and first.panel in (8, 16, 32)
     (kept,) = (tmp_path / "pagerunner").iterdir()

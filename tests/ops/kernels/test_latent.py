@@ -119,7 +119,7 @@ def test_half_precision() -> None:
 LIMITS = [2**25, 22 * 30]
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [LIMITS[number] for number in share_of_the_day(len(LIMITS), 2, first=1)])
 def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
     monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)

@@ -67,7 +67,10 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, [(1, 160, 96), (9, 256, 128), (40, 256, 256)]))
+STORED = by_days(FORMS, [(1, 160, 96), (9, 256, 128), (40, 256, 256)])
+
+
+@pytest.mark.parametrize(("form", "sizes"), [STORED[number] for number in share_of_the_day(len(STORED), 2)])
 def test_stored_experts(form, sizes):
     tokens, features, inner = sizes
     if form.startswith("int4") and inner % 128:
