@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.effort import by_days, share_of_the_day
+from helpers.launches import compiled_for
 from pagerunner.layers.moe import Router, kernels_of
 from pagerunner.ops import quantize as twins
 from pagerunner.ops.activation import SILU
@@ -54,17 +55,10 @@ class Layer:
         self.launches: set[Any] = set()
         monkeypatch.setattr(twins, "_quantized", rounded)
         monkeypatch.setattr(
-            interpreter.InterpretedFunction, "run", lambda kernel, *args, **how: self._note(kernel, args, how)
+            interpreter.InterpretedFunction,
+            "run",
+            lambda kernel, *args, **how: self.launches.add(compiled_for(kernel, args, how)),
         )
-
-    def _note(self, kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> None:
-        """What Triton compiles a kernel for: constants, and of other whole numbers whether they are 1 or multiples of 16."""
-        free = kernel.kwargs.get("do_not_specialize") or ()
-        given = dict(zip(kernel.arg_names, args, strict=False))
-        sorts = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
-        constants = [(name, str(value)) for name, value in how.items() if name not in ("grid", "warmup")]
-        blocks = [str(v.block_shape) for v in args if hasattr(v, "block_shape")]
-        self.launches.add((kernel.fn.__name__, *sorts, *sorted(constants), *blocks))
 
     def kernels(self, tokens: int) -> set[Any]:
         self.launches = set()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.compiler import needs_compiler
 from helpers.quantise import CONFIGS, PACKED
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
@@ -18,7 +19,6 @@ from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.loader import materialize, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.quantization import asked_format, read_format
-from pagerunner.ops.panels import panel_width
 from pagerunner.quant.base import WeightMethod
 from pagerunner.quant.sinks import Sink
 
@@ -64,13 +64,11 @@ def stored(layer: Linear, kind: str) -> Linear:
     return layer
 
 
-KINDS = ["floats", "panels", "online", *CONFIGS, *PACKED]
+KINDS = ["floats", pytest.param("panels", marks=needs_compiler), "online", *CONFIGS, *PACKED]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_products_are_the_operations_one_after_another(kind: str) -> None:
-    if kind == "panels" and panel_width() is None:
-        pytest.skip("there is no compiler for panels here")
     torch.manual_seed(0)
     up = stored(FusedLinear(FEATURES, {"gate_proj": INNER, "up_proj": INNER}, torch.float32, bias=True), kind)
     down = stored(Linear(INNER, FEATURES, torch.float32, bias=True), kind)
