@@ -8,7 +8,7 @@ import torch
 from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels.moe_packed import PairsConfig, packs, pairs_products
+from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4
@@ -105,7 +105,7 @@ def test_pairs_of_a_few_tokens_in_4_bits(form, sizes, active, configs):
     gate_up, down = stored(form, 2 * inner, features, experts=7), stored(form, features, inner, experts=7)
     assert isinstance(gate_up, Stored4)
     assert isinstance(down, Stored4)
-    assert packs(1, torch.float32, gate_up, down)
+    assert packs(torch.float32, gate_up, down)
     biases = torch.randn(7, 2 * inner), torch.randn(7, features)
     for tokens, activation, weigh_inputs in ((1, SILU, True), (2, GatedActivation("clamped_swiglu", 2.0), False)):
         x, residual = torch.randn(tokens, features), torch.randn(tokens, features + 2)
@@ -117,17 +117,23 @@ def test_pairs_of_a_few_tokens_in_4_bits(form, sizes, active, configs):
         torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
 
 
-def test_one_token_in_4_bits_takes_the_kernel_of_pairs(monkeypatch):
-    gate_up, down = stored("e2m1 e8m0 32", 64, 64, experts=3), stored("e2m1 e8m0 32", 64, 32, experts=3)
+def test_few_tokens_in_4_bits_take_the_kernel_of_pairs(monkeypatch):
+    gate_up, down = stored("e2m1 e8m0 32", 64, 64, experts=8), stored("e2m1 e8m0 32", 64, 32, experts=8)
     assert isinstance(gate_up, Stored4)
     assert isinstance(down, Stored4)
-    x, routes = torch.randn(1, 64), route.kernel(torch.randn(1, 3), Routing(2))
     seen = []
     monkeypatch.setattr("pagerunner.ops.kernels.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
-    moe_experts.kernel(x, routes, gate_up, down, SILU)
-    assert seen == [1]
-    assert not packs(1, torch.float32, *(stored("int4 bf16 32", 64, 64, experts=3),) * 2)
-    assert not packs(1, torch.float32, gate_up, torch.zeros(3, 64, 32))
+    for tokens, active in ((1, 8), (2, 2), (4, 1), (3, 2), (5, 1)):
+        routes = route.kernel(torch.randn(tokens, 8), Routing(active))
+        moe_experts.kernel(torch.randn(tokens, 64), routes, gate_up, down, SILU)
+    assert seen == [1, 2, 4]  # up to half a pair of an expert, and one token in any case
+    assert not packs(torch.float32, *(stored("int4 bf16 32", 64, 64, experts=3),) * 2)
+    assert not packs(torch.float32, gate_up, torch.zeros(3, 64, 32))
+
+
+def test_gpt_oss_takes_the_kernel_of_pairs_up_to_four_tokens_and_qwen3_up_to_eight():
+    assert [few_pairs(tokens, 32, 4) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
+    assert [few_pairs(tokens, 128, 8) for tokens in (0, 1, 8, 9)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("active", [1, 3, 8])

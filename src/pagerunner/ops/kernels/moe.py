@@ -23,7 +23,7 @@ from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_many import fits, many_config, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
-from pagerunner.ops.kernels.moe_packed import MOST_TOKENS, packs, pairs_products
+from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import (
     add_step,
@@ -249,7 +249,9 @@ def moe_experts(
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
-    if packs(tokens, x_TD.dtype, gate_up_E2ID, down_EDI):
+    if few_pairs(tokens, gate_up_E2ID.shape[0], routes.experts_TA.shape[1]) and packs(
+        x_TD.dtype, gate_up_E2ID, down_EDI
+    ):
         assert isinstance(gate_up_E2ID, Stored4) and isinstance(down_EDI, Stored4)
         routes = _dense(routes)
         own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
@@ -287,7 +289,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     """See `Op.kernels_for`: everything that products choose by, whatever form the weights have."""
     pairs = tokens * active
     each = pairs / experts
-    ways = tokens == 1, tokens <= MOST_TOKENS, each <= MOST_FEW, each > WORTH_UNPACKING, each > MOST_OF_CODES
+    few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW
+    ways = *few, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     return *ways, _most_pairs(pairs, experts), codes_config(pairs, experts), *many
 

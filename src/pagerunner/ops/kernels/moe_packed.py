@@ -35,8 +35,11 @@ PIECES = tl.constexpr(8)
 
 _STEP = 1024  # inputs of the pieces of one segment each
 
-MOST_TOKENS = 1
-"""Tokens that these kernels are chosen for. They serve any number, but read an expert once for each of its pairs."""
+MOST_PAIRS = 0.5
+"""Pairs of an expert, on average, that these kernels are chosen for, by measurement (docs/performance.md).
+
+They serve any number, but read an expert once for each of its pairs. With half a pair, experts are read 1.2 times.
+"""
 
 
 @triton.jit
@@ -217,9 +220,14 @@ def down_config(inputs: int, active: int) -> PairsConfig:
     return PairsConfig(32, min(8, active & -active), 4)
 
 
-def packs(tokens: int, dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
-    """Whether `pairs_products` serves these weights and is the fastest for so many tokens."""
-    if not 0 < tokens <= MOST_TOKENS or not isinstance(gate_up, Stored4) or not isinstance(down, Stored4):
+def few_pairs(tokens: int, experts: int, active: int) -> bool:
+    """Whether `pairs_products` is the fastest for so many tokens, each of which chose `active` experts."""
+    return tokens == 1 or 0 < tokens * active <= MOST_PAIRS * experts
+
+
+def packs(dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
+    """Whether `pairs_products` serves these weights with activations of this dtype."""
+    if not isinstance(gate_up, Stored4) or not isinstance(down, Stored4):
         return False
     return reads(gate_up, dtype) and reads(down, dtype)
 
