@@ -43,6 +43,7 @@ def small_tiles(request, monkeypatch):
     """Rows of several tiles, cut by slices, and blocks of few queries; or slices of several rows."""
     slices = getattr(request, "param", (4, 0))
     monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *slices))
+    monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(8, 16, 4, 3, slices[0]))
     monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
     monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
 
@@ -116,7 +117,38 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
     Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
     Case(MIXED, 4, 2, 3, 8),
 )
-def test_from_the_projection_on(case: Case) -> None:
+@pytest.mark.parametrize("few_rows", [16, 0], ids=["few rows", "many rows"])
+def test_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
+    monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
+    check_projected(case, "cpu")
+
+
+FEW = [
+    Case(
+        (plain(300, 1), plain(0, 1), plain(16, 1)), 16, 1, 3, 20, padding=1
+    ),  # a row of more parts than are merged at once
+    Case((plain(300, 1), plain(7, 1)), 1, 3, 1, 64, sinks=True, reach=Reach(40)),
+    Case(
+        (plain(100, 1), plain(63, 1), plain(64, 1)),
+        48,
+        1,
+        16,
+        8,
+        sinks=True,
+        softcap=1.5,
+        reach=Reach(64, chunked=True),
+    ),
+    Case(tuple(plain(5 * i, 1) for i in range(15)), 16, 2, 2, 8),
+    Case((plain(500, 1),), 16, 1, 5, 8, lead=3),
+]
+
+
+@pytest.mark.parametrize("programs", [1, 16])
+@pytest.mark.parametrize("case", FEW)
+def test_few_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
+    """Rows of one part, of several with a tile each, and of several with many tiles each."""
+    monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(16, 16, 4, 3, programs))
+    monkeypatch.setattr(kernels._Call, "run_decode", lambda *_, **__: 1 / 0)
     check_projected(case, "cpu")
 
 

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel
+from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
@@ -24,6 +25,7 @@ MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
+MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
 SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
 
@@ -56,6 +58,11 @@ def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
         return Tiles(rows, min(max(8192 // row_bytes, 16), 64), 4, 2, 4, 1)
     warps = min(max(rows * row_bytes // 512, 2), 4)  # results take a quarter of a warp's registers
     return Tiles(rows, min(max(4096 * warps // row_bytes, 16), 128), warps, 4, 12 // warps, 1)
+
+
+def few_tiles(row_bytes: int, group: int) -> Tiles:
+    """Tiles of decode in steps of few rows. A row of at most `keys` tokens needs no merging."""
+    return Tiles(max(8, padded(group)), min(max(16384 // row_bytes, 16), 128), 4, 3, 2)
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
@@ -208,6 +215,8 @@ class _Call:
         self.shared_splits = self._shared_splits()
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
+        self.few = prep is not None and self.fp8 is None and self.tokens < FEW_ROWS
+        self.tiles = few_tiles(self.row_bytes, self.group) if self.few else self.decode
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
 
     def schedule(self) -> _Schedule:
@@ -223,7 +232,7 @@ class _Call:
             rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
             self.shared_splits, self.entry_tiles,
-            PAGE=self.page, BN=self.decode.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
+            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
             SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(*parts, self.sharing)
@@ -285,6 +294,25 @@ class _Call:
             maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
             PAGE_P=padded(self.page), **launch,
+        )  # fmt: skip
+
+    def run_few(self, schedule: _Schedule, *, early: bool) -> None:
+        prep, tiles, device = self.prep, self.tiles, self.q.device
+        launch = dependent(device)
+        slices = max(1, min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_PARTS * self.tokens))
+        parts = (slices + self.tokens) * self.heads
+        part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
+        group, half = self.group_padded, max(16, padded(self.dim // 2))
+        few_kernel[((slices + self.tokens) * self.kv_heads,)](
+            *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
+            self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
+            part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
+            LEAST=1, UNITS=FEW_ROWS, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
+            BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
+            SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
+            AT_ONCE=min(max(8192 // (group * half * 2), 2), 16), num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8,
+            EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
     def run_prefill(self, schedule: _Schedule) -> None:
@@ -357,13 +385,16 @@ class _Call:
     def run(self) -> torch.Tensor:
         if self.library_serves():
             return self.run_library()
-        key = self.kv_heads, self.own, self.decode, self.prefill, self.shared_splits
+        key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and self.tokens < FEW_ROWS
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
-        self.run_decode(schedule, early=early and not schedule.shared)
+        if self.few:
+            self.run_few(schedule, early=early)
+        else:
+            self.run_decode(schedule, early=early and not schedule.shared)
         if self.long:
             self.run_prefill(schedule)
         return self.out

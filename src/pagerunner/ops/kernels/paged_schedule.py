@@ -67,10 +67,11 @@ def schedule_kernel(
     table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, row_ptr, position_ptr,
     info_ptr, begin_ptr, unit_ptr, block_ptr, counter_ptr,
     num_tokens, num_rows, num_counters, window, chunk, least, shared_splits, entry_tiles,
-    PAGE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, OWN: tl.constexpr, SHARED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, OWN: tl.constexpr,
+    SHARED: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Padding tokens are units too, because a program has to write their zeros. `entry_tiles`: see `decode_kernel`.
+    A row's first tile begins at a multiple of ALIGN.
 
     `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `block` [R + 1]: prefix sums of
     rows' blocks of BT queries; `counter`: zeros.
@@ -105,7 +106,7 @@ def schedule_kernel(
                 oldest = tl.maximum(position - window + 1, 0)
         stop = position if OWN else position + 1
         stop = tl.where(real, stop, oldest)
-        count = tl.where(short, tl.maximum(tl.cdiv(stop - oldest // BN * BN, BN), 1) + entry_tiles, 0)
+        count = tl.where(short, tl.maximum(tl.cdiv(stop - oldest // ALIGN * ALIGN, BN), 1) + entry_tiles, 0)
         index = units + tl.cumsum(short.to(tl.int32), 0) - 1
         ends = tiles + tl.cumsum(count, 0)
         tl.store(begin_ptr + index + 1, ends, mask=short)

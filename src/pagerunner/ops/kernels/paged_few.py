@@ -1,0 +1,294 @@
+"""Decode attention of few rows, from the projection on. A step of few rows and short contexts moves few bytes: its time is a
+chain of latencies. This kernel keeps the chain short.
+
+- What doesn't depend on the projection is done while the projection is still computed: lengths, entries, the first tile of keys
+  and values, angles, norms' weights.
+- Each program has one part of one row and one head of keys. Rows that lie in one part need no merging.
+- Keys are rows of the products and queries are columns, so a tile's results are small.
+- Queries, and the row's own key, are loaded as two halves. These halves are the pairs that rotate.
+
+As in `kernels.paged_decode`, a row's parts are merged by the last program that finishes, always in the same order. Scores are in
+units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per key/value head (M: as columns of
+a tile), D head size, HP half of it, padded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.paged_heads import turned
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
+
+
+@triton.jit
+def _of_unit(x, mine):
+    return tl.sum(tl.where(mine, x, 0), 0)
+
+
+@triton.jit
+def _part_of(begin_ptr, unit_ptr, num_units, piece, slices, LEAST: tl.constexpr, UNITS: tl.constexpr):
+    """What part `piece` is: its unit (`num_units`: none), its first tile in the unit and how many it has, the unit's first part and
+    how many parts the unit has; and the unit's token, table slot, first key in pages, and the key after the last.
+
+    A part has `per` tiles, and a unit's last part what is left. There are at most `slices + num_units` parts.
+    """
+    u = tl.arange(0, UNITS)
+    there = u < num_units
+    # all units are loaded at once, so that no load waits for another
+    begins, ends = tl.load(begin_ptr + u, mask=there, other=0), tl.load(begin_ptr + u + 1, mask=there, other=0)
+    tokens, slots = tl.load(unit_ptr + u * 4, mask=there, other=0), tl.load(unit_ptr + u * 4 + 1, mask=there, other=0)
+    oldest, stop = (
+        tl.load(unit_ptr + u * 4 + 2, mask=there, other=0),
+        tl.load(unit_ptr + u * 4 + 3, mask=there, other=0),
+    )
+    tiles = ends - begins
+    per = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slices), LEAST)
+    parts = tl.cdiv(tiles, per)
+    after = tl.cumsum(parts, 0)
+    unit = tl.sum((there & (after <= piece)).to(tl.int32), 0)
+    mine = u == unit
+    first_part = _of_unit(after - parts, mine)
+    first = (piece - first_part) * per
+    count = tl.minimum(per, _of_unit(tiles, mine) - first)
+    of_unit = _of_unit(tokens, mine), _of_unit(slots, mine), _of_unit(oldest, mine), _of_unit(stop, mine)
+    return unit, first, count, first_part, _of_unit(parts, mine), of_unit
+
+
+@triton.jit
+def _load_half_heads(at, mask, HALF: tl.constexpr):
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_keys(
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop,
+    HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and of values as pages hold them, four halves [BN, HP]; and which of them exist."""
+    h = tl.arange(0, HP)
+    at = start + tl.arange(0, BN)
+    there = (at >= oldest) & (at < stop)
+    page = tl.minimum(at, tl.maximum(stop - 1, 0)) // PAGE  # without masks, entries are on their way together
+    if RING:
+        page = page % width
+    entry = tl.load(row_table + page)
+    inside = at % PAGE
+    mask = there[:, None] & (h < HALF)[None, :]
+    k_low, k_high = _load_half_heads(kp_ptr + (entry * kp_se + inside * kp_ss)[:, None] + h[None, :], mask, HALF)
+    v_low, v_high = _load_half_heads(vp_ptr + (entry * vp_se + inside * vp_ss)[:, None] + h[None, :], mask, HALF)
+    return k_low, k_high, v_low, v_high, there
+
+
+@triton.jit
+def _attend(
+    q_low, q_high, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there, scale, softcap,
+    SOFTCAP: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """One tile. Queries [HP, M] are columns, and so are both halves of the results, [HP, M]."""
+    scores = tl.dot(k_low.to(TO), q_low, input_precision="ieee")
+    scores += tl.dot(
+        k_high.to(TO), q_high, input_precision="ieee"
+    )  # two short sums, neither of which waits for the other
+    scores *= scale
+    if SOFTCAP:
+        scores = softcapped(scores, softcap)
+    scores = tl.where(there[:, None], scores * LOG2E, float("-inf"))
+    weights, highest, total, shrink = online(scores, 1.0, highest, total, 0)
+    weights = weights.to(TO)
+    acc_low = tl.dot(tl.trans(v_low.to(TO)), weights, acc_low * shrink[None, :], input_precision="ieee")
+    acc_high = tl.dot(tl.trans(v_high.to(TO)), weights, acc_high * shrink[None, :], input_precision="ieee")
+    return highest, total, acc_low, acc_high
+
+
+@triton.jit
+def _beside(ptr, there, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
+    """A vector of a head's size beside each of M heads: two halves [M, HP]. As heads lie, so threads exchange nothing."""
+    m, h = tl.arange(0, M), tl.arange(0, HP)
+    return _load_half_heads(ptr + (m * 0)[:, None] + h[None, :], there & (m < M)[:, None] & (h < HALF)[None, :], HALF)
+
+
+@triton.jit
+def _prepared(
+    low, high, weight_low, weight_high, cos_low, cos_high, sin_low, sin_high, eps, D: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads in halves [M, HP], normed, rotated, and rounded to their dtype; float32."""
+    dtype: tl.constexpr = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        inverse = tl.math.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
+        low = low * inverse * weight_low.to(tl.float32)
+        high = high * inverse * weight_high.to(tl.float32)
+    else:
+        # A sum or maximum over the head keeps the compiler from converting all that is loaded to the products' layout, one after
+        # another. That took 600 cycles after the wait, and this takes 100.
+        one = tl.where(tl.max(tl.abs(low), 1) < float("inf"), 1.0, float("nan"))[:, None]
+        low *= one
+        high *= one
+    low, high = turned(
+        low, high, cos_low.to(tl.float32), cos_high.to(tl.float32), sin_low.to(tl.float32), sin_high.to(tl.float32)
+    )
+    return low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _merged(
+    part_ptr, sums_ptr, first, count, head,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """A unit's partial results, [GP, DP]. Those of AT_ONCE parts are on their way together."""
+    g, d, some = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, AT_ONCE)
+    highest = tl.full([GP], LOWEST, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        # parts are the second dimension, which a thread holds whole: so threads exchange no values
+        at = ((first + start + some) * K + head)[None, :] * G + g[:, None]
+        there = (start + some < count)[None, :] & (g < G)[:, None]
+        values = tl.load(
+            part_ptr + at[:, :, None] * D + d[None, None, :],
+            mask=there[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        scores = tl.load(sums_ptr + at * 2, mask=there, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.math.exp2(highest - new)
+        weights = tl.where(there, tl.math.exp2(scores - new[:, None]), 0.0)
+        total = total * shrink + tl.sum(weights * totals, 1)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+        highest = new
+    return highest, total, acc
+
+
+@triton.jit
+def _with_sinks(highest, total, sinks_ptr, heads, there, SINKS: tl.constexpr):
+    """The factor of a unit's weighted values: one over the total weight, in which the heads' sinks count."""
+    factor = tl.full([heads.shape[0]], 1.0, tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + heads, mask=there, other=0.0).to(tl.float32) * LOG2E
+        new = tl.maximum(highest, sink)
+        factor = tl.math.exp2(highest - new)
+        total = total * factor + tl.math.exp2(sink - new)
+    return factor / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(do_not_specialize=["num_units", "width", "slices"])
+def few_kernel(
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
+    kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh,
+    cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
+    table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, slices, counter_ptr,
+    part_ptr, sums_ptr, sinks_ptr, scale, softcap,
+    LEAST: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, TO: tl.constexpr, GP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One part of one row and one head of keys. `begin` and `unit`: see `decode_kernel`. `part` [S, K, G, D] and `sums` [S, K, G, 2]
+    are what parts leave; `counter` [U, K] counts them.
+
+    EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself. So
+    the schedule, and all that earlier steps have stored, can be read while the predecessor still runs.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0) % K
+    piece = tl.program_id(0) // K
+    unit, first, tiles, first_part, count, of_unit = _part_of(
+        begin_ptr, unit_ptr, num_units, piece, slices, LEAST, UNITS
+    )
+    if unit < num_units:
+        token, slot, oldest, stop = of_unit
+        m, h = tl.arange(0, M), tl.arange(0, HP)
+        wide = tl.cast(token, tl.int64)
+        entry = tl.load(entry_ptr + token)
+        inside = tl.load(offset_ptr + token)
+        cos_low, cos_high = _beside(cos_ptr + wide * stride_rope, True, M, HALF, HP)
+        sin_low, sin_high = _beside(sin_ptr + wide * stride_rope, True, M, HALF, HP)
+        q_weight_low, q_weight_high = cos_low, cos_low
+        k_weight_low, k_weight_high = cos_low, cos_low
+        if NORM:
+            q_weight_low, q_weight_high = _beside(q_norm_ptr, True, M, HALF, HP)
+            k_weight_low, k_weight_high = _beside(k_norm_ptr, True, M, HALF, HP)
+        has_own = (first_part + count - 1 == piece) & (slot >= 0)
+        kp_ptr += head * kp_sh
+        vp_ptr += head * vp_sh
+        row_table = table_ptr + tl.cast(tl.maximum(slot, 0), tl.int64) * table_st
+        start = oldest + first * BN
+        keys = _load_keys(
+            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, HALF, HP, PAGE, BN, RING
+        )
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        in_head = (h < HALF)[None, :]
+        q_at = q_ptr + wide * q_st + (head * G + m)[:, None] * q_sh + h[None, :]
+        q_low, q_high = _load_half_heads(q_at, (m < G)[:, None] & in_head, HALF)
+        k_low, k_high = _beside(k_ptr + wide * k_st + head * k_sh, has_own, M, HALF, HP)
+        v_low, v_high = _beside(v_ptr + wide * v_st + head * v_sh, has_own, M, HALF, HP)
+        held: tl.constexpr = kp_ptr.dtype.element_ty
+        v_low, v_high = v_low.to(held), v_high.to(held)
+        q_low, q_high = _prepared(
+            q_low, q_high, q_weight_low, q_weight_high, cos_low, cos_high, sin_low, sin_high, eps, D, NORM
+        )
+        k_low, k_high = _prepared(
+            k_low, k_high, k_weight_low, k_weight_high, cos_low, cos_high, sin_low, sin_high, eps, D, NORM
+        )
+        k_low, k_high = k_low.to(held), k_high.to(held)
+        own = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
+        if SOFTCAP:
+            own = softcapped(own, softcap)
+        highest = tl.where(has_own, own * LOG2E, LOWEST)
+        total = tl.where(has_own, 1.0, tl.zeros([M], tl.float32))
+        acc_low, acc_high = tl.trans(v_low.to(tl.float32)), tl.trans(v_high.to(tl.float32))
+        q_low, q_high = tl.trans(q_low.to(TO)), tl.trans(q_high.to(TO))
+        highest, total, acc_low, acc_high = _attend(
+            q_low, q_high, highest, total, acc_low, acc_high, *keys, scale, softcap, SOFTCAP, TO
+        )
+        if tiles > 1:
+            for more in range(start + BN, start + tiles * BN, BN):
+                keys = _load_keys(
+                    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, more, oldest, stop,
+                    HALF, HP, PAGE, BN, RING,
+                )  # fmt: skip
+                highest, total, acc_low, acc_high = _attend(
+                    q_low, q_high, highest, total, acc_low, acc_high, *keys, scale, softcap, SOFTCAP, TO
+                )
+        q_head = head * G + m
+        inside_out = (m < G)[None, :] & (h < HALF)[:, None]
+        if count == 1:
+            factor = _with_sinks(highest, total, sinks_ptr, q_head, m < G, SINKS)[None, :]
+            out_at = out_ptr + wide * out_st + q_head[None, :] * out_sh + h[:, None]
+            tl.store(out_at, (acc_low * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
+            tl.store(out_at + HALF, (acc_high * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
+        else:
+            at = (piece * K + head) * G + m
+            tl.store(sums_ptr + at * 2, highest, mask=m < G)
+            tl.store(sums_ptr + at * 2 + 1, total, mask=m < G)
+            part_at = part_ptr + at[None, :] * D + h[:, None]
+            tl.store(part_at, acc_low, mask=inside_out)
+            tl.store(part_at + HALF, acc_high, mask=inside_out)
+            tl.debug_barrier()
+            counter = counter_ptr + unit * K + head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(counter, 0)
+                g, d = tl.arange(0, GP), tl.arange(0, 2 * HP)
+                merged_highest, merged_total, merged = _merged(
+                    part_ptr, sums_ptr, first_part, count, head, K, G, GP, D, 2 * HP, AT_ONCE
+                )
+                g_head = head * G + g
+                merged *= _with_sinks(merged_highest, merged_total, sinks_ptr, g_head, g < G, SINKS)[:, None]
+                out_at = out_ptr + wide * out_st + g_head[:, None] * out_sh + d[None, :]
+                tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+        if has_own & (entry >= 0):
+            one = (m == 0)[:, None] & in_head
+            at = (m * 0)[:, None] + h[None, :]
+            k_at = kp_ptr + entry * kp_se + inside * kp_ss + at
+            v_at = vp_ptr + entry * vp_se + inside * vp_ss + at
+            tl.store(k_at, k_low, mask=one)
+            tl.store(k_at + HALF, k_high, mask=one)
+            tl.store(v_at, v_low, mask=one)
+            tl.store(v_at + HALF, v_high, mask=one)
