@@ -25,12 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_store import page_arguments, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
-from pagerunner.ops.kernels.paged_tiles import tile_scales
+from pagerunner.ops.kernels.paged_tiles import prefetch_tile, tile_scales
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
 SNAP = 4  # tiles by which a cut may move to a border
 BLOCK = 256  # tokens that the schedule looks at together, at most; and pairs of a token and a slice
 PAIRS = 8192
+FEW_TOKENS = 16  # fewer don't occupy the device, and time is a chain of latencies
 MOST_PARTS = 64  # of one query, because each costs as much to merge as a third of a tile to compute
 
 
@@ -106,46 +107,52 @@ def _numbers(codes, dtype: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constex
 
 
 @triton.jit
+def _entries(row_table, key, length, PAGE: tl.constexpr):
+    """Pages of keys. Beyond `length` that of the last key: loads without masks are on their way together."""
+    return tl.load(row_table + tl.minimum(key, tl.maximum(length - 1, 0)) // PAGE)
+
+
+@triton.jit
 def _tiles(
-    q_low, q_high, q_rope, pages, scales, row_table, first, last, length, scale, page_stride, slot_stride, scale_stride,
+    q_low, q_high, q_rope, pages, scales, row_table, entry, first, last, length, scale, page_stride, slot_stride, scale_stride,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and both halves [BH, HC] of
-    weighted latents.
+    weighted latents. `entry` [BN] are the first tile's pages.
 
-    A tile's scores are sums of three products. As one sum, its 36 steps would wait for each other.
+    A tile's scores are sums of three products. As one sum, their 36 steps would wait for each other. Each product is scaled by
+    itself, because the compiler makes one sum of products that are only added.
     """
     n, c, p = tl.arange(0, BN), tl.arange(0, HC), tl.arange(0, BP)
     most = tl.full((BH,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BH,), dtype=tl.float32)
     low = tl.zeros((BH, HC), dtype=tl.float32)
     high = tl.zeros((BH, HC), dtype=tl.float32)
-    # a tile's entries are on their way while the tile before is computed
-    entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < length, other=0)
     for at in range(first, last, BN):
         key = at + n
         live = key < length
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
-        entry = tl.load(row_table + (key + BN) // PAGE, mask=key + BN < length, other=0)
+        # a tile's entries are on their way while the tile before is computed
+        entry = _entries(row_table, key + BN, length, PAGE)
         k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0)
         k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0)
         k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0)
+        factor = scale
         if FP8 is None:
             k_low, k_high, k_rope = k_low.to(q_low.dtype), k_high.to(q_low.dtype), k_rope.to(q_low.dtype)
-        else:
+        else:  # a key's weight then has the scale of the vector as a value
             k_low, k_high = _numbers(k_low, q_low.dtype, FP8, COMPILED), _numbers(k_high, q_low.dtype, FP8, COMPILED)
             k_rope = _numbers(k_rope, q_low.dtype, FP8, COMPILED)
             k_scale, exponent, share = tile_scales(
                 scales, scale_stride, row_table, 0, at, 0, length, 0, PAGE, BN, False, COMPILED
             )
-        scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
-        scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION)
-        scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
-        if FP8 is None:
-            scores *= scale
-        else:  # a key's weight then has the scale of the vector as a value
-            scores = scores * (k_scale * scale)[None, :] + exponent[None, :]
+            factor = (k_scale * scale)[None, :]
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION) * factor
+        scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION) * factor
+        scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION) * factor
+        if FP8 is not None:
+            scores += exponent[None, :]
         scores = tl.where(live[None, :], scores, LOWEST)
         larger = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - larger)
@@ -168,24 +175,29 @@ def _slices_kernel(
     whole_token, whole_head,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One slice of BH heads. HC: half of the latents' elements, padded.
 
     `parts` [S, 2, H, C] float32 and `found` [S, 2, H] are what the slice leaves of the query that began before it, and of
     the query that goes on after it. `whole` are the queries that lie in one slice. Each is normalised.
+
+    EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself.
+    So the schedule and the page table can be read while the predecessor still runs, and vectors are asked for from memory.
     """
-    if PDL:
-        gdc_launch_dependents()
+    if PDL and not EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     piece = tl.program_id(0)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = heads < num_heads
-    c, p = tl.arange(0, HC), tl.arange(0, BP)
+    n, c, p = tl.arange(0, BN), tl.arange(0, HC), tl.arange(0, BP)
     in_low, in_high = in_h[:, None] & (c < C)[None, :], in_h[:, None] & (HC + c < C)[None, :]
+    in_rope = in_h[:, None] & (p < P)[None, :]
     tile = tl.load(slice_ptr + piece * 2)
     token = tl.load(slice_ptr + piece * 2 + 1)
     stop = tl.load(slice_ptr + piece * 2 + 2)
+    waiting = EARLY
     while tile < stop:
         first_tile = tl.load(unit_ptr + token * 4)
         length = tl.load(unit_ptr + token * 4 + 1)
@@ -194,14 +206,27 @@ def _slices_kernel(
         upto = tl.minimum(stop, end)
         if upto > tile:
             wide = token.to(tl.int64)
+            row_table = table + slot * table_stride
+            first = (tile - first_tile) * BN
+            entry = _entries(row_table, first + n, length, PAGE)
+            if EARLY and COMPILED:
+                if waiting:
+                    prefetch_tile(
+                        pages, page_stride, slot_stride, row_table, 1, first, 0, length, C + P, PAGE, BN, False
+                    )
+            if EARLY:
+                if waiting:
+                    gdc_wait()
+                    gdc_launch_dependents()
+                waiting = False
             latent_at = q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :]
             rope_at = q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :]
+            q_low = tl.load(latent_at, mask=in_low, other=0.0)
+            q_high = tl.load(latent_at + HC, mask=in_high, other=0.0)
+            q_turned = tl.load(rope_at, mask=in_rope, other=0.0)
             lse, low, high = _tiles(
-                tl.load(latent_at, mask=in_low, other=0.0),
-                tl.load(latent_at + HC, mask=in_high, other=0.0),
-                tl.load(rope_at, mask=in_h[:, None] & (p < P)[None, :], other=0.0),
-                pages, scales, table + slot * table_stride, (tile - first_tile) * BN, (upto - first_tile) * BN,
-                length, scale, page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED,
+                q_low, q_high, q_turned, pages, scales, row_table, entry, first, (upto - first_tile) * BN, length, scale,
+                page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED,
             )  # fmt: skip
             if (tile == first_tile) & (upto == end):
                 whole_at = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
@@ -283,10 +308,11 @@ def _values_kernel(
     c = tl.arange(0, BC)
     up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
     weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
+    # the schedule is complete: the kernel before has waited for it before it let this one start
     first = tl.load(part_ptr + tokens * 2, mask=there, other=0)
     count = tl.load(part_ptr + tokens * 2 + 1, mask=there, other=0)
+    if PDL:
+        gdc_wait()
     at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
     x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
     several = tl.where(count > 1, count, 0)
@@ -384,8 +410,11 @@ def run_slices(
     schedule: Schedule,
     tiles: Tiles,
     scales_E: torch.Tensor | None = None,
+    *,
+    early: bool = False,
 ) -> Partial:
-    """Launch `_slices_kernel`."""
+    """Launch `_slices_kernel`. `early`: another layer has done it with the same schedule."""
+    launch = dependent(q_THC.device)
     tokens, heads, latent = q_THC.shape
     device, rope = q_THC.device, q_THP.shape[-1]
     slices = schedule.slice.shape[0] // 2 - 1
@@ -399,7 +428,7 @@ def run_slices(
         **page_sizes(pages_EXL), COMPILED=os.environ.get("TRITON_INTERPRET") != "1", C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
-        maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, **dependent(device),
+        maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"], **launch,
     )  # fmt: skip
     return Partial(whole_THC, parts, found)
 
@@ -440,7 +469,8 @@ def latent_values(
     programs = multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads)
     slices = max(1, min(programs, MOST_PARTS * tokens))
     schedule = scratch.get((slices, tiles))
+    early = schedule is not None and tokens < FEW_TOKENS
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
-    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles, scales_E)
+    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles, scales_E, early=early)
     return run_values(partial, schedule, up_HVC)
