@@ -52,6 +52,21 @@ def test_from_the_projection_on(rows: tuple, kv_dtype: torch.dtype) -> None:
     check_projected(case, "cuda", atol=6e-2, rtol=0.26 if kv_dtype == E4M3 else 3e-2)
 
 
+@pytest.mark.parametrize("reach", [None, Reach(128), Reach(64, chunked=True)], ids=["full", "window", "chunk"])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (4, 8, 128), (8, 8, 64), (2, 1, 80), (1, 16, 256)])
+@pytest.mark.parametrize("rows", [1, 3, 8, 15])
+def test_few_rows(rows: int, kv_heads: int, group: int, dim: int, reach: Reach | None) -> None:
+    """Contexts from nothing to more than all programs hold at once, with sinks or without."""
+    starts = [300, 0, 40000, 5000, 1, 63, 64, 65, 127, 128, 129, 1000, 2000, 16, 15][:rows]
+    sinks, softcap = rows % 2 == 0, 3.0 if rows == 3 else 0.0
+    for some in (starts, starts[::-1]):
+        cases = tuple(plain(start, 1) for start in some)
+        case = Case(
+            cases, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, reach=reach, sinks=sinks, softcap=softcap
+        )
+        check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
 @pytest.mark.parametrize("loud", [1.0, 500.0, 1e-4])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
