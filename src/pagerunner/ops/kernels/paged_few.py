@@ -86,12 +86,13 @@ def _attend(
     q_low, q_high, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there, scale, softcap,
     SOFTCAP: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """One tile. Queries [HP, M] are columns, and so are both halves of the results, [HP, M]."""
-    scores = tl.dot(k_low.to(TO), q_low, input_precision="ieee")
-    scores += tl.dot(
-        k_high.to(TO), q_high, input_precision="ieee"
-    )  # two short sums, neither of which waits for the other
-    scores *= scale
+    """One tile. Queries [HP, M] are columns, and so are both halves of the results, [HP, M].
+
+    Scores are two short sums, neither of which waits for the other. Each is scaled by itself, because the compiler makes one sum of
+    products that are only added.
+    """
+    scores = tl.dot(k_low.to(TO), q_low, input_precision="ieee") * scale
+    scores += tl.dot(k_high.to(TO), q_high, input_precision="ieee") * scale
     if SOFTCAP:
         scores = softcapped(scores, softcap)
     scores = tl.where(there[:, None], scores * LOG2E, float("-inf"))
