@@ -134,6 +134,49 @@ def _prepared(
 
 
 @triton.jit
+def _constants(
+    cos_at, sin_at, q_norm_ptr, k_norm_ptr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr
+):
+    """A token's angles, and the norms' weights of queries and of keys, in halves [M, HP]."""
+    cos_low, cos_high = _beside(cos_at, True, M, HALF, HP)
+    sin_low, sin_high = _beside(sin_at, True, M, HALF, HP)
+    q_weights, k_weights = (cos_low, cos_high), (cos_low, cos_high)
+    if NORM:
+        q_weights, k_weights = _beside(q_norm_ptr, True, M, HALF, HP), _beside(k_norm_ptr, True, M, HALF, HP)
+    return (cos_low, cos_high, sin_low, sin_high), q_weights, k_weights
+
+
+@triton.jit
+def _heads(
+    q_at, q_sh, k_at, v_at, has_own, turns, q_weights, k_weights, eps,
+    held: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """A token's queries, ready; and beside each of them its key, ready, and its value, as pages hold them. Halves [M, HP].
+
+    The key stands beside each query, so that their products need no exchange between threads. All is loaded before anything is
+    computed.
+    """
+    m, h = tl.arange(0, M), tl.arange(0, HP)
+    mask = (m < G)[:, None] & (h < HALF)[None, :]
+    q_low, q_high = _load_half_heads(q_at + m[:, None] * q_sh + h[None, :], mask, HALF)
+    k_low, k_high = _beside(k_at, has_own, M, HALF, HP)
+    v_low, v_high = _beside(v_at, has_own, M, HALF, HP)
+    q_low, q_high = _prepared(q_low, q_high, *q_weights, *turns, eps, D, NORM)
+    k_low, k_high = _prepared(k_low, k_high, *k_weights, *turns, eps, D, NORM)
+    return q_low, q_high, k_low.to(held), k_high.to(held), v_low.to(held), v_high.to(held)
+
+
+@triton.jit
+def _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP: tl.constexpr):
+    """Highest score and total weight of the token's own key alone; of no key, if the part doesn't have it."""
+    own = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
+    if SOFTCAP:
+        own = softcapped(own, softcap)
+    return tl.where(has_own, own * LOG2E, LOWEST), tl.where(has_own, 1.0, tl.zeros_like(own))
+
+
+@triton.jit
 def _merged(
     part_ptr, sums_ptr, first, count, head,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -174,6 +217,62 @@ def _with_sinks(highest, total, sinks_ptr, heads, there, SINKS: tl.constexpr):
     return factor / tl.where(total > 0, total, 1.0)
 
 
+@triton.jit
+def _store_whole(
+    out_ptr, out_sh, sinks_ptr, highest, total, acc_low, acc_high, head,
+    G: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """The output of a unit that is one part."""
+    m, h = tl.arange(0, M), tl.arange(0, HP)
+    q_head = head * G + m
+    mask = (m < G)[None, :] & (h < HALF)[:, None]
+    factor = _with_sinks(highest, total, sinks_ptr, q_head, m < G, SINKS)[None, :]
+    at = out_ptr + q_head[None, :] * out_sh + h[:, None]
+    tl.store(at, (acc_low * factor).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, (acc_high * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_part(
+    part_ptr, sums_ptr, place, highest, total, acc_low, acc_high,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    m, h = tl.arange(0, M), tl.arange(0, HP)
+    at = place + m
+    mask = (m < G)[None, :] & (h < HALF)[:, None]
+    tl.store(sums_ptr + at * 2, highest, mask=m < G)
+    tl.store(sums_ptr + at * 2 + 1, total, mask=m < G)
+    part_at = part_ptr + at[None, :] * D + h[:, None]
+    tl.store(part_at, acc_low, mask=mask)
+    tl.store(part_at + HALF, acc_high, mask=mask)
+
+
+@triton.jit
+def _store_merged(
+    out_ptr, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, count, head,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output of a unit whose parts have all been stored."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    q_head = head * G + g
+    highest, total, acc = _merged(part_ptr, sums_ptr, first_part, count, head, K, G, GP, D, DP, AT_ONCE)
+    acc *= _with_sinks(highest, total, sinks_ptr, q_head, g < G, SINKS)[:, None]
+    at = out_ptr + q_head[:, None] * out_sh + d[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _store_own(ptr, low, high, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
+    """A vector that stands beside each of M heads, once."""
+    m, h = tl.arange(0, M), tl.arange(0, HP)
+    at = ptr + (m * 0)[:, None] + h[None, :]
+    mask = (m == 0)[:, None] & (h < HALF)[None, :]
+    tl.store(at, low, mask=mask)
+    tl.store(at + HALF, high, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_units", "width", "slices"])
 def few_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
@@ -203,17 +302,11 @@ def few_kernel(
     )
     if unit < num_units:
         token, slot, oldest, stop = of_unit
-        m, h = tl.arange(0, M), tl.arange(0, HP)
         wide = tl.cast(token, tl.int64)
-        entry = tl.load(entry_ptr + token)
-        inside = tl.load(offset_ptr + token)
-        cos_low, cos_high = _beside(cos_ptr + wide * stride_rope, True, M, HALF, HP)
-        sin_low, sin_high = _beside(sin_ptr + wide * stride_rope, True, M, HALF, HP)
-        q_weight_low, q_weight_high = cos_low, cos_low
-        k_weight_low, k_weight_high = cos_low, cos_low
-        if NORM:
-            q_weight_low, q_weight_high = _beside(q_norm_ptr, True, M, HALF, HP)
-            k_weight_low, k_weight_high = _beside(k_norm_ptr, True, M, HALF, HP)
+        entry, inside = tl.load(entry_ptr + token), tl.load(offset_ptr + token)
+        turns, q_weights, k_weights = _constants(
+            cos_ptr + wide * stride_rope, sin_ptr + wide * stride_rope, q_norm_ptr, k_norm_ptr, M, HALF, HP, NORM
+        )
         has_own = (first_part + count - 1 == piece) & (slot >= 0)
         kp_ptr += head * kp_sh
         vp_ptr += head * vp_sh
@@ -225,25 +318,11 @@ def few_kernel(
         if EARLY:
             gdc_wait()
             gdc_launch_dependents()
-        in_head = (h < HALF)[None, :]
-        q_at = q_ptr + wide * q_st + (head * G + m)[:, None] * q_sh + h[None, :]
-        q_low, q_high = _load_half_heads(q_at, (m < G)[:, None] & in_head, HALF)
-        k_low, k_high = _beside(k_ptr + wide * k_st + head * k_sh, has_own, M, HALF, HP)
-        v_low, v_high = _beside(v_ptr + wide * v_st + head * v_sh, has_own, M, HALF, HP)
-        held: tl.constexpr = kp_ptr.dtype.element_ty
-        v_low, v_high = v_low.to(held), v_high.to(held)
-        q_low, q_high = _prepared(
-            q_low, q_high, q_weight_low, q_weight_high, cos_low, cos_high, sin_low, sin_high, eps, D, NORM
-        )
-        k_low, k_high = _prepared(
-            k_low, k_high, k_weight_low, k_weight_high, cos_low, cos_high, sin_low, sin_high, eps, D, NORM
-        )
-        k_low, k_high = k_low.to(held), k_high.to(held)
-        own = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
-        if SOFTCAP:
-            own = softcapped(own, softcap)
-        highest = tl.where(has_own, own * LOG2E, LOWEST)
-        total = tl.where(has_own, 1.0, tl.zeros([M], tl.float32))
+        q_low, q_high, k_low, k_high, v_low, v_high = _heads(
+            q_ptr + wide * q_st + head * G * q_sh, q_sh, k_ptr + wide * k_st + head * k_sh, v_ptr + wide * v_st + head * v_sh,
+            has_own, turns, q_weights, k_weights, eps, kp_ptr.dtype.element_ty, G, M, D, HALF, HP, NORM,
+        )  # fmt: skip
+        highest, total = _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP)
         acc_low, acc_high = tl.trans(v_low.to(tl.float32)), tl.trans(v_high.to(tl.float32))
         q_low, q_high = tl.trans(q_low.to(TO)), tl.trans(q_high.to(TO))
         highest, total, acc_low, acc_high = _attend(
@@ -258,38 +337,20 @@ def few_kernel(
                 highest, total, acc_low, acc_high = _attend(
                     q_low, q_high, highest, total, acc_low, acc_high, *keys, scale, softcap, SOFTCAP, TO
                 )
-        q_head = head * G + m
-        inside_out = (m < G)[None, :] & (h < HALF)[:, None]
         if count == 1:
-            factor = _with_sinks(highest, total, sinks_ptr, q_head, m < G, SINKS)[None, :]
-            out_at = out_ptr + wide * out_st + q_head[None, :] * out_sh + h[:, None]
-            tl.store(out_at, (acc_low * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
-            tl.store(out_at + HALF, (acc_high * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
+            _store_whole(
+                out_ptr + wide * out_st, out_sh, sinks_ptr, highest, total, acc_low, acc_high, head, G, M, HALF, HP, SINKS
+            )  # fmt: skip
         else:
-            at = (piece * K + head) * G + m
-            tl.store(sums_ptr + at * 2, highest, mask=m < G)
-            tl.store(sums_ptr + at * 2 + 1, total, mask=m < G)
-            part_at = part_ptr + at[None, :] * D + h[:, None]
-            tl.store(part_at, acc_low, mask=inside_out)
-            tl.store(part_at + HALF, acc_high, mask=inside_out)
+            _store_part(part_ptr, sums_ptr, (piece * K + head) * G, highest, total, acc_low, acc_high, G, M, D, HP)
             tl.debug_barrier()
             counter = counter_ptr + unit * K + head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
                 tl.store(counter, 0)
-                g, d = tl.arange(0, GP), tl.arange(0, 2 * HP)
-                merged_highest, merged_total, merged = _merged(
-                    part_ptr, sums_ptr, first_part, count, head, K, G, GP, D, 2 * HP, AT_ONCE
-                )
-                g_head = head * G + g
-                merged *= _with_sinks(merged_highest, merged_total, sinks_ptr, g_head, g < G, SINKS)[:, None]
-                out_at = out_ptr + wide * out_st + g_head[:, None] * out_sh + d[None, :]
-                tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+                _store_merged(
+                    out_ptr + wide * out_st, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, count, head,
+                    K, G, GP, D, 2 * HP, SINKS, AT_ONCE,
+                )  # fmt: skip
         if has_own & (entry >= 0):
-            one = (m == 0)[:, None] & in_head
-            at = (m * 0)[:, None] + h[None, :]
-            k_at = kp_ptr + entry * kp_se + inside * kp_ss + at
-            v_at = vp_ptr + entry * vp_se + inside * vp_ss + at
-            tl.store(k_at, k_low, mask=one)
-            tl.store(k_at + HALF, k_high, mask=one)
-            tl.store(v_at, v_low, mask=one)
-            tl.store(v_at + HALF, v_high, mask=one)
+            _store_own(kp_ptr + entry * kp_se + inside * kp_ss, k_low, k_high, M, HALF, HP)
+            _store_own(vp_ptr + entry * vp_se + inside * vp_ss, v_low, v_high, M, HALF, HP)
