@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_store import page_arguments, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
-from pagerunner.ops.kernels.paged_tiles import prefetch_tile
+from pagerunner.ops.kernels.paged_tiles import prefetch_tile, tile_scales
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
 SNAP = 4  # tiles by which a cut may move to a border
@@ -113,54 +113,29 @@ def _entries(row_table, key, length, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _scales(scales, entry, scale_stride):
-    """Scales of fp8 pages; 1 of a page of zeros. A page's scale serves its vectors as keys and as values."""
-    scale = tl.load(scales + entry * scale_stride)
-    return tl.where(scale > 0, scale, 1.0)
-
-
-@triton.jit
-def _log2(x, COMPILED: tl.constexpr):
-    """In one instruction, not the compiler's function. It is exact for powers of two."""
-    if COMPILED:
-        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-    else:
-        return tl.math.log2(x)
-
-
-@triton.jit
 def _tiles(
     q_low, q_high, q_rope, pages, scales, row_table, entry, first, last, length, scale, page_stride, slot_stride, scale_stride,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
+    BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and both halves [BH, HC] of
     weighted latents. `entry` [BN] are the first tile's pages.
 
-    A tile's scores are sums of three products. As one sum, their 36 steps would wait for each other. Each product is scaled by
-    itself, because the compiler makes one sum of products that are only added.
+    FEW: few programs have work, so a tile's time is its longest chain of instructions. A tile's scores are three sums then, which don't
+    wait for each other. Each is scaled by itself, because the compiler makes one sum of products that are only added. With many rows the
+    device is busy with other programs meanwhile, and one sum of 36 steps has fewer instructions.
     """
     n, c, p = tl.arange(0, BN), tl.arange(0, HC), tl.arange(0, BP)
     most = tl.full((BH,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BH,), dtype=tl.float32)
     low = tl.zeros((BH, HC), dtype=tl.float32)
     high = tl.zeros((BH, HC), dtype=tl.float32)
-    if FP8 is not None:
-        following = _entries(row_table, first + BN + n, length, PAGE)
-        page_scale = _scales(scales, entry, scale_stride)
     for at in range(first, last, BN):
         key = at + n
         live = key < length
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
-        # a tile's entries and scales are on their way while the tile before is computed
-        if FP8 is None:
-            entry = _entries(row_table, key + BN, length, PAGE)
-        else:
-            next_scale = _scales(scales, following, scale_stride)
-            entry = tl.maximum(
-                following, 0
-            )  # handed on as it is, the compiler would see two rounds and not overlap loads with products
-            following = _entries(row_table, key + 2 * BN, length, PAGE)
+        # a tile's entries are on their way while the tile before is computed
+        entry = _entries(row_table, key + BN, length, PAGE)
         k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0)
         k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0)
         k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0)
@@ -170,11 +145,18 @@ def _tiles(
         else:  # a key's weight then has the scale of the vector as a value
             k_low, k_high = _numbers(k_low, q_low.dtype, FP8, COMPILED), _numbers(k_high, q_low.dtype, FP8, COMPILED)
             k_rope = _numbers(k_rope, q_low.dtype, FP8, COMPILED)
-            exponent = _log2(page_scale, COMPILED)
-            factor = (page_scale * scale)[None, :]
-        scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION) * factor
-        scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION) * factor
-        scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION) * factor
+            k_scale, exponent, share = tile_scales(
+                scales, scale_stride, row_table, 0, at, 0, length, 0, PAGE, BN, False, COMPILED
+            )
+            factor = (k_scale * scale)[None, :]
+        if FEW:
+            scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION) * factor
+            scores += tl.dot(q_high, tl.trans(k_high), input_precision=PRECISION) * factor
+            scores += tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION) * factor
+        else:
+            scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
+            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * factor
         if FP8 is not None:
             scores += exponent[None, :]
         scores = tl.where(live[None, :], scores, LOWEST)
@@ -184,8 +166,7 @@ def _tiles(
         if FP8 is None:
             total = total * shrink + tl.sum(weights, 1)
         else:
-            total = total * shrink + tl.sum(weights * tl.exp2(-exponent)[None, :], 1)
-            page_scale = next_scale
+            total = total * shrink + tl.sum(weights * share[None, :], 1)
         weights = weights.to(k_low.dtype)
         low = tl.dot(weights, k_low, low * shrink[:, None], input_precision=PRECISION)
         high = tl.dot(weights, k_high, high * shrink[:, None], input_precision=PRECISION)
@@ -200,7 +181,7 @@ def _slices_kernel(
     whole_token, whole_head,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One slice of BH heads. HC: half of the latents' elements, padded.
 
@@ -251,7 +232,7 @@ def _slices_kernel(
             q_turned = tl.load(rope_at, mask=in_rope, other=0.0)
             lse, low, high = _tiles(
                 q_low, q_high, q_turned, pages, scales, row_table, entry, first, (upto - first_tile) * BN, length, scale,
-                page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED,
+                page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED, FEW,
             )  # fmt: skip
             if (tile == first_tile) & (upto == end):
                 whole_at = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
@@ -374,7 +355,7 @@ class ValuesConfig(NamedTuple):
 def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
     """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed.
 
-    `fp8` pages take a stage more, as their tiles are half as large. They convert a tile of few rows in more warps.
+    `fp8` pages take two stages more, as a key's scale is found by its page's entry. They convert a tile of few rows in more warps.
     """
     least = 1 if tokens <= 2 else 2
     if exact:
@@ -383,7 +364,7 @@ def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Til
     if block == 16:
         if not fp8:
             return Tiles(16, 32, 4, 3, 2, least)
-        return Tiles(16, 32, 8, 4, 1, least) if tokens <= 16 else Tiles(16, 32, 4, 4, 2, least)
+        return Tiles(16, 32, 8, 5, 1, least) if tokens <= 16 else Tiles(16, 32, 4, 5, 2, least)
     return Tiles(block, 32, 8, 3, 1, least)
 
 
@@ -452,7 +433,7 @@ def run_slices(
         scale_stride(scales_E), table_SW.stride(0), *whole_THC.stride()[:2],
         **page_sizes(pages_EXL), COMPILED=os.environ.get("TRITON_INTERPRET") != "1", C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        FEW=tokens < FEW_TOKENS, num_warps=tiles.warps, num_stages=tiles.stages,
         maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"], **launch,
     )  # fmt: skip
     return Partial(whole_THC, parts, found)
