@@ -97,13 +97,14 @@ def test_quantised_weights_are_planned_as_they_are_stored(tmp_path, capsys, repo
     model = place(tmp_path, repository)
     plan = planned(capsys, model, "--memory", "141GiB")
     assert weights(plan) == pytest.approx(stored, rel=0.01)
-    assert plan["quantization"]["quant_method"] in ("mxfp4", "awq")
+    assert plan["quantization"]["quant_method"] in ("mxfp4", "awq") and plan["refused"] == ""
 
 
 def test_a_format_of_unknown_size_says_so(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B", quantization_config={"quant_method": "hqq"})
     plan = planned(capsys, model, "--memory", "80GiB")
     assert plan["other"][0]["name"] == "weights (hqq: size unknown, counted in bfloat16)"
+    assert "these weights can't be served. " in plan["refused"] and "quant_method is 'hqq'" in plan["refused"]
     assert main(["plan", model, "--memory", "80GiB", "--quiet"]) == 0
     said = capsys.readouterr().out
     assert "planned, but these weights can't be served. " in said and "quant_method is 'hqq'; known are" in said

@@ -92,6 +92,22 @@ def test_generate_without_a_model_says_that_it_uses_the_demo(stand_in, capsys, m
     assert len(stand_in.made[0].calls[0][0]) >= 4
 
 
+def test_generate_does_not_take_a_models_directory_for_a_prompt(stand_in, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["generate", str(tmp_path), "hi"]) == 2
+    assert f"error: {tmp_path} is a model's directory; name it with --model {tmp_path}.\n" in capsys.readouterr().err
+    assert stand_in.made == []
+    assert main(["generate", "--model", "demo", str(tmp_path)]) == 0  # where a model is named, a prompt is a prompt
+    assert main(["generate", "a" * 5_000, ""]) == 0
+
+
+@pytest.mark.parametrize("verb", ["chat", "eval"])
+def test_a_models_directory_that_stands_alone_is_told_of_the_flag(verb, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert main([verb, str(tmp_path)]) == 2
+    assert f"unexpected argument '{tmp_path}'; name a model with --model {tmp_path}" in capsys.readouterr().err
+
+
 def test_generate_quietly(stand_in, capsys):
     assert main(["generate", "x", "--model", "dir", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
@@ -212,6 +228,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
     words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    words += ["--device", "cpu"]
     words += ["--served-model-name", "one", "two", "--admin-key", "a", "--allowed-origin", "https://x.example"]
     words += ["--shutdown-timeout", "5"]
     words += ["--uvicorn-log-level", "warning", "--disable-access-log-for-endpoints", "/health,/metrics"]
@@ -225,7 +242,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     ]
     assert main(words) == 0
     [(args, options)] = calls
-    assert (args.model, args.max_num_seqs) == ("dir", 4)
+    assert (args.model, args.max_num_seqs, args.device) == ("dir", 4, "cpu")
     names = ["one", "two"]
     chat = options.pop("chat")
     assert (chat.tool_parser, chat.auto_tools, chat.reasoning_parser) == ("hermes", True, "qwen3")

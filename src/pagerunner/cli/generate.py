@@ -16,6 +16,7 @@ from pagerunner.cli.options import (
     add_common_options,
     add_engine_options,
     add_sampling_options,
+    is_checkpoint,
     parse_number,
     reported,
     sampling_values,
@@ -48,6 +49,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Generate, print each prompt with its text, then the summary on stderr."""
     params = SamplingParams(**sampling_values(namespace))
     prompts = _read_prompts(namespace.prompts)
+    if namespace.model is None and (given := next(filter(is_checkpoint, namespace.prompts), None)):
+        raise ConfigError(f"{given} is a model's directory; name it with --model {given}.")
     args, demo = resolve_model(namespace)
     builtin = not prompts
     prompts = prompts or builtin_prompts(demo is not None)

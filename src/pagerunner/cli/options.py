@@ -7,6 +7,7 @@ import difflib
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin
 
 import msgspec
@@ -252,11 +253,20 @@ class Parser(argparse.ArgumentParser):
     def _explain(self, extra: Sequence[str]) -> str:
         flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
         if flag is None:
-            return f"unexpected argument {extra[0]!r}"
+            model = f"; name a model with --model {extra[0]}" if is_checkpoint(extra[0]) else ""
+            return f"unexpected argument {extra[0]!r}{model}"
         name = flag.split("=", 1)[0]
         known = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, known, n=1)
         return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def is_checkpoint(word: str) -> bool:
+    """Whether a word of a command line is the directory of a model."""
+    try:
+        return bool(word) and (Path(word) / "config.json").is_file()
+    except (OSError, ValueError):  # a prompt may be longer than names of files, or hold a NUL
+        return False
 
 
 def _dashed(word: str) -> str:

@@ -72,7 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
         _write(namespace.svg, arena_svg(plan, state))
     if namespace.json or state is None:
         config = resolved.config
-        planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization}
+        planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization, "refused": refusal}
         print(json.dumps({**plan_json(plan), **planned}, indent=2))
     else:
         print(f"{_heading(namespace, resolved, refusal)}\n{plan_table(plan)}\n\n{arena_text(plan, state)}")

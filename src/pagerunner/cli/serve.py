@@ -30,7 +30,7 @@ def build_parser() -> ConfiguredParser:
     common.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     common.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
-    add_engine_options(parser, without=("served_model_name", "device", "max_in_flight", "poison_fresh_pages"))
+    add_engine_options(parser, without=("served_model_name", "max_in_flight", "poison_fresh_pages"))
     _add_chat_options(named_group(parser, "tools and reasoning"))
     security = named_group(parser, "security")
     admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
