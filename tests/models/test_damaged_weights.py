@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,28 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import make_checkpoint
 from helpers.families import MAKERS
 from helpers.quantise import quantise
+from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.dequantized import DequantizedExperts
 from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.pack_sinks import SlicesSink
-from pagerunner.quant.sinks import no_numbers
+from pagerunner.quant.sinks import evidence, is_damage
 from pagerunner.quant.stored import StoredExperts
 
 E4M3 = torch.float8_e4m3fn
 
 
-def loaded(path: Path, *, keep: bool = False, quantization: str | None = None) -> Model:
-    model = build_model(read_model_config(path, quantization=quantization), "float32", keep_forms=keep)
+def loaded(
+    path: Path, *, keep: bool = False, quantization: str | None = None, panels: bool = False, dtype: Dtype = "float32"
+) -> Model:
+    model = build_model(read_model_config(path, quantization=quantization), dtype, keep_forms=keep)
+    if panels and not store_in_panels(model):
+        pytest.skip("no CPU kernels here")
     materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
     load_weights(model, path)
     return model
@@ -60,12 +67,76 @@ def test_two_codes_are_no_numbers(code: int, bad: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr("pagerunner.quant.sinks._PIECE", 8)
     codes = torch.zeros(5, 6, dtype=torch.uint8)
     codes[3, 2] = code
-    found = no_numbers(codes.view(E4M3))
-    assert found is not None and bool(found) is bad
-    assert no_numbers(codes) is None and no_numbers(codes[:0].view(E4M3)) is None
+    found = evidence(codes.view(E4M3))
+    assert found is not None and is_damage(found) is bad
+    assert evidence(codes) is None and evidence(codes[:0].view(E4M3)) is None
     sink = SlicesSink((5, 6), (E4M3,), lambda number, part: None, torch.device("cpu"))
     flag = sink.put(codes.view(E4M3), copy_now)
-    assert flag is not None and bool(flag) is bad
+    assert flag is not None and is_damage(flag) is bad
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 6), (2, 3, 4)])
+def test_large_tensors_are_looked_at_in_pieces(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagerunner.quant.sinks._FLOATS_PIECE", 8)
+    for value, bad in ((1.0, False), (float("inf"), True), (float("nan"), True)):
+        numbers = torch.zeros(shape, dtype=torch.bfloat16)
+        numbers.view(-1)[-1] = value
+        shown = evidence(numbers)
+        assert shown is not None and is_damage(shown) is bad
+
+
+FLOATS = {
+    "a matrix": ("model.layers.1.mlp.down_proj.weight", (3, 5)),
+    "a part of a fused matrix": ("model.layers.0.self_attn.k_proj.weight", (31, 63)),
+    "the embedding": ("model.embed_tokens.weight", (0, 0)),
+    "a norm": ("model.norm.weight", (63,)),
+}
+
+
+@pytest.mark.parametrize("panels", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("what", FLOATS)
+def test_weights_that_are_not_finite_are_an_error_that_names_tensor_value_and_place(
+    tmp_path: Path, what: str, value: float, panels: bool
+) -> None:
+    path, (name, place) = make_checkpoint(tmp_path, "llama", tokenizer=False), FLOATS[what]
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers = load_file(path / "model.safetensors")[name].to(dtype)
+        numbers[place] = value
+        rewritten(path, {name: numbers})
+        with pytest.raises(CheckpointError, match=re.escape(f"safetensors: {name} holds {value:g} at {list(place)};")):
+            loaded(path, panels=panels)
+
+
+@pytest.mark.parametrize("panels", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_that_are_not_finite_are_named(tmp_path: Path, stacked: bool, panels: bool) -> None:
+    path = MAKERS["llama4" if stacked else "qwen3_moe"](tmp_path)
+    held = load_file(path / "model.safetensors")
+    name = next(name for name in held if re.search(r"experts\.(gate_up_proj|1\.down_proj\.weight)$", name))
+    held[name].view(-1)[-1] = float("nan")
+    rewritten(path, {name: held[name]})
+    with pytest.raises(CheckpointError, match=re.escape(name) + " holds nan at"):
+        loaded(path, panels=panels)
+
+
+def test_weights_that_are_rounded_while_loading_must_be_finite_too(tmp_path: Path) -> None:
+    path, name = make_checkpoint(tmp_path, "llama", tokenizer=False), "model.layers.1.mlp.down_proj.weight"
+    numbers = load_file(path / "model.safetensors")[name]
+    numbers[7, 2] = float("nan")
+    rewritten(path, {name: numbers})
+    with pytest.raises(CheckpointError, match=rf"{name} holds nan at \[7, 2\]"):
+        loaded(path, quantization="fp8", keep=True)
+
+
+def test_weights_that_the_dtype_can_not_hold_say_which_holds_them(tmp_path: Path) -> None:
+    path, name = make_checkpoint(tmp_path, "llama", tokenizer=False), "model.layers.1.mlp.down_proj.weight"
+    numbers = load_file(path / "model.safetensors")[name].bfloat16()
+    numbers[7, 2] = -98304
+    rewritten(path, {name: numbers})
+    loaded(path, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=rf'{name} holds 98304, more than float16 can hold; dtype="bfloat16"'):
+        loaded(path, dtype="float16")
 
 
 def test_a_missing_tensor_says_who_asks_for_it(tmp_path: Path) -> None:
@@ -91,6 +162,21 @@ def test_a_tensor_under_two_names_is_an_error_that_names_both(tmp_path: Path) ->
     path = make_checkpoint(tmp_path, "llama", tokenizer=False)
     rewritten(path, {"norm.weight": torch.ones(64)})
     with pytest.raises(CheckpointError, match=r"holds norm.weight, and it holds model.norm.weight: the same tensor"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, E4M3])
+@pytest.mark.parametrize("said", [None, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}])
+def test_packed_weights_that_no_config_speaks_of_say_where_it_would(
+    tmp_path: Path, said: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewritten(path, {name: torch.zeros(64, 48, dtype=torch.uint8).to(dtype), f"{name}_scale": torch.ones(64, 6)})
+    words = rf"{name} has dtype {str(dtype)[6:]}, as quantised weights have; the config asks for floats.* quant_algo or config_groups"
+    with pytest.raises(CheckpointError, match=words):
         loaded(path)
 
 

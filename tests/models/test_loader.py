@@ -147,7 +147,7 @@ def test_codes_are_never_taken_for_numbers(tmp_path: Path, dtype: torch.dtype) -
         torch.ones(96, 64, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.ones(96, 64, dtype=dtype)
     )
     message = refusal(rewrite(make_checkpoint(tmp_path, "llama", tokenizer=False), {name: codes}))
-    assert name in message and str(dtype).removeprefix("torch.") in message and "asks for float32, bfloat16" in message
+    assert name in message and str(dtype).removeprefix("torch.") in message and "asks for floats" in message
 
 
 def test_old_checkpoints_may_carry_rotary_frequencies(tmp_path: Path) -> None:

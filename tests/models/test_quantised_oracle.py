@@ -211,6 +211,26 @@ def test_a_file_in_another_format_than_the_config_says_is_an_error_that_names_bo
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "suffix"), [("awq", "scales"), ("gptq", "scales"), ("int4", "weight_scale")])
+def test_scales_of_several_dtypes_keep_their_values(
+    tmp_path: Path, kind: str, suffix: str, other: torch.dtype, keep: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantise(path, kind)
+    file = path / "model.safetensors"
+    held = load_file(file)
+    name = f"model.layers.0.mlp.down_proj.{suffix}"
+    assert held[name].dtype == torch.float16
+    save_file({**held, name: held[name].to(other)}, file)
+    mixed = matrices(loaded(path, keep=keep))
+    scales = {key: (held[key].to(other) if key == name else held[key]).float() for key in held if key.endswith(suffix)}
+    save_file({**held, **scales}, file)
+    for left, right in zip(mixed, matrices(loaded(path, keep=keep)), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_the_models_dtype_is_rounded_to_once(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama", tokenizer=False)
     quantise(path, "fp8 block")

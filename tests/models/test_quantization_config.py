@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.published import config_files
 from pagerunner.errors import ConfigError
+from pagerunner.models.configs.fields import log_once
 from pagerunner.models.configs.quantization import asked_format, read_format, with_hf_quant_config
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.quant.formats import Scheme
@@ -432,6 +434,59 @@ def test_older_model_optimizers_say_it_in_a_file_of_its_own(tmp_path: Path) -> N
     assert read_model_config(path).quantization is None
     with pytest.raises(ConfigError, match="quantization must be an object"):
         with_hf_quant_config({}, "hf_quant_config.json")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("numbers", [{"num_bits": 4}, {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}])
+def test_numbers_that_pages_can_not_follow_are_told_of_with_and_without_quantised_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: bool, numbers: dict[str, Any]
+) -> None:
+    log_once.cache_clear()
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    said = compressed("pack-quantized", INT4) if weights else {"quant_method": "compressed-tensors"}
+    give(path, {**said, "kv_cache_scheme": numbers})
+    found = read_model_config(path)
+    assert (found.format is not None) is (found.quantization is not None) is weights
+    told = [record.message for record in caplog.records if "kv_cache_scheme" in record.message]
+    assert len(told) == (numbers.get("type") != "float")
+    assert all("they hold what kv_cache_dtype says" in line for line in told)
+
+
+def test_keys_and_values_alone_may_be_said_in_model_optimizers_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_once.cache_clear()
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    give(path, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "NVFP4"})
+    assert read_model_config(path).format is None
+    assert "kv_cache_quant_algo is 'NVFP4', which pages can't follow" in caplog.text
+    give(path, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "odd": 3})
+    with pytest.raises(ConfigError, match="odd is 3"):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize("value", [3, "gptq", []])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_quantization_config_that_is_no_object_is_told_with_its_value(
+    tmp_path: Path, value: Any, allowed: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    give(path, value)
+    with pytest.raises(ConfigError, match=re.escape(f"quantization_config must be an object, got {value!r}.")):
+        read_model_config(path, quantised=allowed)
+
+
+@pytest.mark.parametrize("value", [{}, {"quant_method": None}])
+def test_a_writer_that_is_missing_is_told_in_one_sentence(tmp_path: Path, value: Any) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    give(path, value)
+    with pytest.raises(ConfigError, match="quant_method is missing; known are fp8, "):
+        read_model_config(path)
+
+
+def give(path: Path, quantization: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
 
 
 def test_two_places_that_say_different_things_are_an_error_that_names_both(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.base import ExpertMethod, Weights
 from pagerunner.quant.panels import PanelMethod
-from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
+from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
 
 
 class _OfOneExpert(PanelMethod):
@@ -120,9 +120,10 @@ class _ExpertsSink(Sink):
             super().__init__((experts, outputs, inputs), FLOATS, ("experts", "outputs", "inputs"))
         self.panels_EPIN, self.layout, self.transposed = panels_EPIN, layout, transposed
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         for panels_PIN, matrix in zip(
             self.panels_EPIN, source.transpose(1, 2) if self.transposed else source, strict=True
         ):
             put_rows(panels_PIN, self.layout, 0, matrix)
+        return evidence(source)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales, no_numbers
+from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales, evidence
 
 Check = Callable[[torch.Tensor], None]
 
@@ -33,11 +33,13 @@ class PackSink(Sink):
         super().__init__(shape, dtype if isinstance(dtype, tuple) else (dtype,), axes)
         self._fill, self._device, self._check = fill, device, check
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         if self._check is not None:
             self._check(source)
-        self._fill(_staged(source, self._device, copy))
+        staged = _staged(source, self._device, copy)
+        self._fill(staged)
+        return None if self._check is not None else evidence(staged)
 
 
 class SlicesSink(Sink):
@@ -63,9 +65,9 @@ class SlicesSink(Sink):
         for number, part in enumerate(source):
             staged = _staged(part, self._device, copy)
             self._fill(number, staged)
-            found.append(no_numbers(staged))
-        bad = [flag for flag in found if flag is not None]
-        return torch.stack(bad).any() if bad else None
+            found.append(evidence(staged))
+        shown = [one for one in found if one is not None]
+        return torch.stack(shown) if shown else None
 
 
 def _staged(source: torch.Tensor, device: torch.device, copy: CopyWeight) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.panels import Layout, chosen_rows, product, put_rows, rows_of
 from pagerunner.quant.base import WeightMethod, Weights
 from pagerunner.quant.dequantized import Unpacking
-from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink
+from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
 
 
 class PanelMethod(WeightMethod):
@@ -106,6 +106,7 @@ class PanelSink(Sink):
         super().__init__((rows.stop - rows.start, panels_PIN.shape[1]), FLOATS, ("outputs", "inputs"))
         self.panels_PIN, self.layout, self.first = panels_PIN, layout, rows.start
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         put_rows(self.panels_PIN, self.layout, self.first, source)
+        return evidence(source)

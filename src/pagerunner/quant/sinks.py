@@ -80,25 +80,47 @@ class Sink(ABC):
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`.
 
-        Returns None, or a bool where the weights lie that is true if some of the codes are no numbers. It may be looked at when the copies
-        are done: a device finds it faster than the host would, and nothing waits for it.
+        Returns None, or the `evidence` of what it has copied, where the weights lie. It may be looked at when the copies are done: a
+        device finds it faster than the host would, and nothing waits for it.
 
         Raises:
             SinkError: what the tensor holds contradicts the config.
         """
 
 
-NO_NUMBERS = "holds codes that are no numbers (NaN); the file is damaged."
+HOLDS_NAN = "holds codes that are no numbers (NaN); the file is damaged."
 _PIECE = 2**24  # codes that are looked at together, which bounds the memory that it takes
+_FLOATS_PIECE = 2**30  # torch's kernels count up to 2**31
 
 
-def no_numbers(codes: torch.Tensor) -> torch.Tensor | None:
-    """Whether one of `codes` is NaN, a bool on their device; None for dtypes without NaN. e4m3 has two: 0x7f and 0xff."""
-    if codes.dtype != torch.float8_e4m3fn or not codes.numel():
+def evidence(numbers: torch.Tensor) -> torch.Tensor | None:
+    """What shows whether some numbers are NaN or infinite, on their device; None for dtypes that hold neither.
+
+    Of floats they are the least and the largest of each piece. Of e4m3 it is a bool, true if a code is NaN: 0x7f or 0xff.
+    """
+    if not numbers.numel():
         return None
-    rows = max(1, _PIECE * codes.shape[0] // codes.numel())
-    pieces = codes.view(torch.uint8).split(rows)
-    return torch.stack([(piece & 127).amax() for piece in pieces]).amax() == 127
+    if numbers.dtype in FLOATS:  # torch says NaN of a piece that holds one
+        return torch.stack([x for piece in _pieces(numbers, _FLOATS_PIECE) for x in torch.aminmax(piece)])
+    if numbers.dtype != torch.float8_e4m3fn:
+        return None
+    return torch.stack([(piece & 127).amax() for piece in _pieces(numbers.view(torch.uint8), _PIECE)]).amax() == 127
+
+
+def _pieces(numbers: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Parts along dimension 0 of at most so many numbers, unless one of its elements has more."""
+    return numbers.split(max(1, most * len(numbers) // numbers.numel())) if numbers.dim() else (numbers,)
+
+
+def is_damage(evidence: torch.Tensor) -> bool:
+    """Whether `evidence`, or several of one kind together, shows a number that is NaN or infinite."""
+    return bool(evidence.any() if evidence.dtype == torch.bool else ~evidence.isfinite().all())
+
+
+def _evidence_of_copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """That of `target`, to which `source` was copied. A host looks at the source where that is enough, as it has fewer bytes or as many."""
+    held = target.device.type == "cpu" and torch.promote_types(source.dtype, target.dtype) == target.dtype
+    return evidence(source if held else target)
 
 
 def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
@@ -139,9 +161,10 @@ class CopySink(Sink):
         super().__init__(tuple(target.shape), FLOATS if target.is_floating_point() else INDICES, axes)
         self.target = target
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         copy(self.target, source)
+        return _evidence_of_copy(source, self.target)
 
 
 class IndexSink(CopySink):
@@ -151,7 +174,7 @@ class IndexSink(CopySink):
         super().__init__(target)
         self._count, self._what = count, what
 
-    def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink. Raises SinkError if a number is outside."""
         outside = ((source < 0) | (source >= self._count)).nonzero()
         if len(outside):
@@ -159,7 +182,7 @@ class IndexSink(CopySink):
             raise SinkError(
                 f"holds {source[place].item()} at {list(place)}, but by the config there are {self._count} {self._what}s, from 0 on."
             )
-        super().put(source, copy)
+        return super().put(source, copy)
 
 
 class ByteSink(Sink):
@@ -172,4 +195,4 @@ class ByteSink(Sink):
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
         copy(self.target.view(torch.uint8), source.view(torch.uint8))
-        return no_numbers(self.target)
+        return evidence(self.target)

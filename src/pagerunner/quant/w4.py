@@ -71,8 +71,9 @@ class Packing:
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those that a checkpoint's scales may have: scales of 8-bit numbers become float32, others are kept as they are."""
-        return FLOATS if self.bits == 8 else (self.scales,)
+        """Those that a checkpoint's scales may have: those whose numbers memory's scales can hold, and float64 where they are float32."""
+        kept = torch.float32 if self.bits == 8 else self.scales
+        return tuple(own for own in FLOATS if kept in (torch.promote_types(own, kept), torch.float32))
 
     def inputs(self, step: int) -> Along | None:
         """A dimension of codes, `step` input features an element.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,8 @@ class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
     `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of numbers
-    in bytes and something beside it, or with packed numbers. `scales` is the dtype of the scales of 4-bit groups.
+    in bytes and something beside it, or with packed numbers. `scales` is a dtype that holds all scales of 4-bit groups; it is float32 for
+    scales in float64.
     """
 
     plain: frozenset[str]
@@ -57,7 +59,9 @@ class Held:
         numbers = (name for name, own in suffixes.items() if own.get("weight") in codes and len(own) > 1)
         packed = [name for name, own in suffixes.items() if not own.keys().isdisjoint(("qweight", "weight_packed"))]
         groups = (suffixes[name].get(suffix, "") for name in packed for suffix in ("scales", "weight_scale"))
-        scales = next((_FLOATS[dtype] for dtype in groups if dtype in _FLOATS), otherwise)
+        dtypes_found = {_FLOATS[dtype] for dtype in groups if dtype in _FLOATS}
+        scales = functools.reduce(torch.promote_types, dtypes_found) if dtypes_found else otherwise
+        scales = torch.float32 if scales == torch.float64 else scales
         return cls(frozenset((*plain, *together)), scales, frozenset((*numbers, *packed)))
 
 

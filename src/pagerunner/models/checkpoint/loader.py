@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,7 @@ from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES
-from pagerunner.quant.sinks import NO_NUMBERS, CopyWeight, Sink, SinkError
+from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, is_damage
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
@@ -180,7 +180,7 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
                 sink = _take(pending, known.get(name))
                 if sink is not None:
                     _check_tensor(file, name, tensor, sink, model.asked_by)
-                    copies.add(sink, tensor, f"{file}: {name}")
+                    copies.add(sink, tensor, _Place(file, given, name))
                 elif name.startswith(model.unused_tensors):
                     unused.append(name)
                 elif place_of(name) is not None:
@@ -229,6 +229,31 @@ def _stream(model: Model) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+class _Place(NamedTuple):
+    """A tensor of a checkpoint: its file, its name there, and the name by which the model knows it."""
+
+    file: Path
+    given: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+def _damage(place: _Place, dtype: torch.dtype) -> str:
+    """What is wrong with a tensor that is NaN or infinite somewhere, if not in the file then in `dtype`."""
+    with _opened(place.file) as tensors:
+        numbers = tensors.get_tensor(place.given)
+    if numbers.dtype not in FLOATS:
+        return HOLDS_NAN
+    wrong = (~numbers.isfinite()).nonzero()
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        return f"holds {numbers[first].item():g} at {list(first)}; weights must be finite. The file is damaged."
+    largest = numbers.abs().max().item()
+    return f'holds {largest:g}, more than {_dtype_name(dtype)} can hold; dtype="bfloat16" holds it.'
+
+
 class _Copies:
     """Copies made by threads, of which only a few are begun ahead; `done` is told the bytes that are finished.
 
@@ -239,7 +264,7 @@ class _Copies:
         self._copy, self._stream, self._done, self._bytes = copy, stream, done, 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
         self._begun: deque[tuple[Future[None], int]] = deque()
-        self._looked_at: list[tuple[str, torch.Tensor]] = []
+        self._looked_at: list[tuple[_Place, torch.Tensor]] = []
 
     def __enter__(self) -> _Copies:
         return self
@@ -254,29 +279,33 @@ class _Copies:
             self._pool.shutdown(cancel_futures=True)
 
     def _look(self) -> None:
-        """Raise CheckpointError for the first tensor whose codes are no numbers."""
-        bad = torch.stack([flag for _, flag in self._looked_at]).tolist()
-        if any(bad):
-            where = min(where for (where, _), found in zip(self._looked_at, bad, strict=True) if found)
-            raise CheckpointError(f"{where} {NO_NUMBERS}")
+        """Raise CheckpointError for the first tensor of which the evidence shows damage. The host waits once for each dtype."""
+        damaged = []
+        for dtype in {shown.dtype for _, shown in self._looked_at}:
+            own = [(place, shown.flatten()) for place, shown in self._looked_at if shown.dtype == dtype]
+            parts = torch.cat([shown for _, shown in own]).cpu().split([len(shown) for _, shown in own])
+            damaged += [(place, dtype) for (place, _), part in zip(own, parts, strict=True) if is_damage(part)]
+        if damaged:
+            place, dtype = min(damaged, key=lambda found: found[0])
+            raise CheckpointError(f"{place} {_damage(place, dtype)}")
 
-    def add(self, sink: Sink, source: torch.Tensor, where: str) -> None:
-        """Begin a copy, once there is a thread for it soon. `where` names the tensor in messages."""
+    def add(self, sink: Sink, source: torch.Tensor, place: _Place) -> None:
+        """Begin a copy, once there is a thread for it soon."""
         while len(self._begun) >= 2 * THREADS:
             self._finish()
-        self._begun.append((self._pool.submit(self._put, sink, source, where), source.nbytes))
+        self._begun.append((self._pool.submit(self._put, sink, source, place), source.nbytes))
 
-    def _put(self, sink: Sink, source: torch.Tensor, where: str) -> None:
+    def _put(self, sink: Sink, source: torch.Tensor, place: _Place) -> None:
         # A thread has a mode and a current stream of its own. Weights made in this mode change only in it, and what a sink
         # computes must come after the copies that it computes from. Without a stream, torch.cuda would still start CUDA.
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.inference_mode(), stream:
-                bad = sink.put(source, self._copy)
+                shown = sink.put(source, self._copy)
         except SinkError as error:
-            raise CheckpointError(f"{where} {error}") from None
-        if bad is not None:
-            self._looked_at.append((where, bad))
+            raise CheckpointError(f"{place} {error}") from None
+        if shown is not None:
+            self._looked_at.append((place, shown))
 
     def count(self, size: int) -> None:
         """Count bytes that need no copy."""
@@ -321,6 +350,11 @@ def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
 
 
 def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink, asked_by: str) -> None:
+    if sink.dtypes == FLOATS and tensor.dtype not in FLOATS:  # packed numbers have other shapes, too
+        raise CheckpointError(
+            f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}, as quantised weights have; {asked_by} asks for floats. How a module is "
+            "quantised is said in quantization_config (quant_method, with quant_algo or config_groups), and it says nothing of this one."
+        )
     if not sink.takes(tuple(tensor.shape)):
         raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; {asked_by} asks for {list(sink.shape)}.")
     if tensor.dtype not in sink.dtypes:

@@ -169,7 +169,7 @@ class Fields:
                 raise self.error(name, f"is {shown}, a field that pagerunner does not know. {self._how_to_allow(name)}")
             unset.append(f"{name}={shown}")
         if unset:
-            _log_once(f"{self.where}: passed over unknown fields that are unset: {', '.join(unset)}.")
+            log_once(f"{self.where}: passed over unknown fields that are unset: {', '.join(unset)}.")
 
     def _how_to_allow(self, name: str) -> str:
         overrides: Any = None
@@ -188,6 +188,6 @@ def _start(value: Any) -> str:
 
 
 @functools.cache
-def _log_once(text: str) -> None:
+def log_once(text: str, level: int = logging.INFO) -> None:
     """A config is read by more than one part of an engine; its reader still says a thing once."""
-    logger.info("%s", text)
+    logger.log(level, "%s", text)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.fields import Fields
-from pagerunner.models.configs.quantization_fields import ALL, NOTES, block_in, names_in
+from pagerunner.models.configs.quantization_fields import ALL, NOTES, block_in, names_in, read_pages
 from pagerunner.models.configs.quantization_groups import read_compressed, read_mixed_experts, read_modelopt
 from pagerunner.models.configs.quantization_words import read_auto_round, read_awq, read_gptq
 from pagerunner.quant.formats import Format, Names, Scheme, Writer
@@ -51,6 +51,8 @@ QUANTIZATIONS = tuple(sorted({*_WRITERS, *_ONLINE}))
 def read_format(values: Mapping[str, Any], where: str, path: tuple[str, ...] = ()) -> Format:
     """The format that the fields `values` of a quantization_config describe; `where` and `path` name them in messages.
 
+    It has no schemes if the fields are about keys and values only.
+
     Raises:
         ConfigError: the writer is not known, or a field is unknown, missing or has a value that is not; the message names it.
     """
@@ -70,6 +72,8 @@ def _method(fields: Fields) -> Writer:
         raise fields.error(
             "quant_method", f"is missing, as in files of MLX, which are made for Apple's processors; {_ANOTHER}."
         )
+    if said is None:
+        raise fields.error("quant_method", f"is missing; known are {', '.join(_READERS)}.")
     method = _WRITERS.get(said) if isinstance(said, str) else None
     if method is None:
         instead = _INSTEAD.get(str(said), _ANOTHER)
@@ -120,6 +124,7 @@ def with_hf_quant_config(values: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def _read_fp8(fields: Fields) -> Format:
+    read_pages(fields)
     experts = read_mixed_experts(fields)
     static = fields.choice("activation_scheme", ("static", "dynamic"), "dynamic") == "static"
     fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
-from pagerunner.models.configs.fields import Fields
+from pagerunner.models.configs.fields import Fields, log_once
 from pagerunner.quant.formats import Names
 from pagerunner.quant.patterns import Pattern
 
@@ -18,10 +19,10 @@ _AUTO_ROUND = (
     "super_group_size supported_types train_bs true_sequential"
 )
 NOTES = {
-    "fp8": "dequantize kv_cache_scheme kv_cache_quant_algo",
+    "fp8": "dequantize",
     "fbgemm_fp8": "activation_scale_ub",
-    "modelopt": "kv_cache_quant_algo kv_cache_scheme has_zero_point",
-    "compressed-tensors": "version quantization_status global_compression_ratio kv_cache_scheme run_compressed dequantize "
+    "modelopt": "has_zero_point",
+    "compressed-tensors": "version quantization_status global_compression_ratio run_compressed dequantize "
     "use_optimized_inference",
     "awq": f"{_AUTO_ROUND} do_fuse fuse_max_seq_len modules_to_fuse exllama_config meta sym block_name_to_quantize to_quant_block_names",
     "gptq": f"{_AUTO_ROUND} damp_auto_increment model_name_or_path model_file_base_name meta quantizer cache_block_outputs tokenizer "
@@ -30,6 +31,22 @@ NOTES = {
     "auto-round": _AUTO_ROUND,
     "mxfp4": "dequantize swizzle",
 }
+
+
+def read_pages(fields: Fields) -> bool:
+    """Whether something is said of keys and values. It changes nothing: pages hold what kv_cache_dtype says.
+
+    Their scales, if they are fp8, are found among the tensors. Other numbers are passed over with a line in the log.
+    """
+    said = {name: fields.take(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo")}
+    for name, value in said.items():
+        numbers = (value.get("num_bits"), value.get("type")) if isinstance(value, dict) else str(value).lower()
+        if value is not None and numbers not in ((8, "float"), (8, None), "fp8", "static", "none"):
+            log_once(
+                f"{fields.where}: {name} is {value!r:.160}, which pages can't follow; they hold what kv_cache_dtype says.",
+                logging.WARNING,
+            )
+    return any(value is not None for value in said.values())
 
 
 def names_in(fields: Fields, *names: str) -> tuple[str, ...]:

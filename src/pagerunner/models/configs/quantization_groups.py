@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from pagerunner.models.configs.fields import Fields
-from pagerunner.models.configs.quantization_fields import ALL, block_in, names_in
+from pagerunner.models.configs.quantization_fields import ALL, block_in, names_in, read_pages
 from pagerunner.quant.formats import Format, Layout, Names, Number, Rounding, Scales, Scheme
 
 _ALGORITHMS: dict[str, Scheme] = {
@@ -24,9 +24,14 @@ _MIXED = "MIXED_PRECISION"
 
 def read_modelopt(fields: Fields) -> Format:
     """NVIDIA's Model Optimizer: one algorithm for all modules, or one for each. Newer files say it once more as groups."""
-    algorithm = _algorithm(fields, (*_ALGORITHMS, _MIXED))
     groups = fields.take("config_groups") or {}
     ignored = Names("wildcard", names_in(fields, "ignore", "exclude_modules"))
+    read_pages(fields)
+    if not (groups or fields.holds("quant_algo")):
+        for name in ("quant_algo", "group_size", "awq_block_size"):
+            fields.take(name)
+        return Format("modelopt", (), ignored)
+    algorithm = _algorithm(fields, (*_ALGORITHMS, _MIXED))
     schemes = _mixed_schemes(fields) if algorithm == _MIXED else ((ALL, _modelopt_scheme(fields, algorithm)),)
     found = Format("modelopt", schemes, ignored)
     _compare_groups(fields, groups, found)
@@ -195,7 +200,11 @@ _ARGUMENT_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
 def read_compressed(fields: Fields) -> Format:
-    """compressed-tensors: groups of modules, each with numbers and scales of its own."""
+    """compressed-tensors: groups of modules, each with numbers and scales of its own. Without groups, it may say how keys and values are."""
+    groups, pages = fields.take("config_groups"), read_pages(fields)
+    if pages and not groups:
+        fields.take("format")
+        return Format("compressed-tensors", (), Names("module", names_in(fields, "ignore")))
     layout = _layout(fields, (*_COMPRESSED, "mixed-precision"), None)
     for name in ("sparsity_config", "transform_config"):
         value = fields.take(name)
@@ -203,7 +212,6 @@ def read_compressed(fields: Fields) -> Format:
             raise fields.error(
                 name, f"is {value!r:.80}; sparse and transformed weights are not supported. {_ELSEWHERE}"
             )
-    groups = fields.take("config_groups")
     if not groups:
         raise fields.error("config_groups", f"must be an object with at least one group, got {groups!r:.80}.")
     schemes = []

@@ -110,15 +110,20 @@ def _take_quantization(
     """
     found, layout = None, None
     for name, value in _quantizations(fields, directory):
-        if value is None or _only_pages(value):
+        if value is None:
             continue
-        found = value if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            raise fields.error(name, f"must be an object, got {value!r:.80}.")
         try:
-            read = read_format(found, f"{fields.where}: {name}", (*path, name))
+            read = read_format(value, f"{fields.where}: {name}", (*path, name))
         except ConfigError:
             if not allowed:
                 raise
+            found = value
             continue
+        if not read.schemes:
+            continue
+        found = value
         if layout is not None and layout.schemes_said != read.schemes_said:
             raise fields.error(name, "says something else than quantization_config does; remove the one that is wrong.")
         layout = read
@@ -161,19 +166,6 @@ def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, Any]]
     file = directory / _SECOND_FILE
     if all(value is None for _, value in given) and file.is_file():
         yield file.name, with_hf_quant_config(read_json(file), str(file))
-
-
-def _only_pages(quantization: Any) -> bool:
-    """Whether a quantization_config is about keys and values only: fp8 with one scale a layer, which the loader finds."""
-    if not isinstance(quantization, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    if quantization.get("quant_method") == "modelopt" and scheme in (None, "FP8"):
-        return True  # nothing but, perhaps, a kv_cache_quant_algo
-    if quantization.get("quant_method") not in ("compressed-tensors", "modelopt") or not isinstance(scheme, dict):
-        return False
-    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    return scheme.get("num_bits") == 8 and all(scheme.get(name, value) == value for name, value in wanted.items())
 
 
 def _read_overrides(option: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -37,8 +37,8 @@ _KEPT_LAYOUTS = 32
 _ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
 
 BAD_LOGITS = (
-    "The model's logits hold NaN or infinity, so no token can be sampled. float16 overflows in models made for bfloat16: "
-    'dtype="bfloat16" holds larger numbers.'
+    "The model's logits hold NaN or infinity, so no token can be sampled. In float16, numbers of models made for bfloat16 overflow: "
+    'dtype="bfloat16" holds them. In another dtype the checkpoint is damaged.'
 )
 
 
