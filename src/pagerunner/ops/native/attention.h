@@ -68,15 +68,15 @@ static void prepare(const void *argument, const Worker *worker)
     INLINE void dots_##M(const float *q, const float **keys, long from, long size, float *to)                       \
     {                                                                                                               \
         Vector sum[M][4];                                                                                           \
-        _Pragma("GCC unroll 2") for (int m = 0; m < M; m++)                                                         \
+        _Pragma("GCC unroll 3") for (int m = 0; m < M; m++)                                                         \
             _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) sum[m][j] = splat(0.0f);                            \
         long d = 0;                                                                                                 \
         for (; d + LANES <= size; d += LANES)                                                                       \
             _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                                   \
                 Vector key = load(keys[j] + from + d);                                                              \
-                _Pragma("GCC unroll 2") for (int m = 0; m < M; m++) sum[m][j] += load(q + m * size + d) * key;      \
+                _Pragma("GCC unroll 3") for (int m = 0; m < M; m++) sum[m][j] += load(q + m * size + d) * key;      \
             }                                                                                                       \
-        _Pragma("GCC unroll 2") for (int m = 0; m < M; m++) {                                                       \
+        _Pragma("GCC unroll 3") for (int m = 0; m < M; m++) {                                                       \
             Quarter found = sums_of(sum[m]);                                                                        \
             for (long i = d; i < size; i++)                                                                         \
                 _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) found[j] += q[m * size + i] * keys[j][from + i]; \
@@ -86,6 +86,7 @@ static void prepare(const void *argument, const Worker *worker)
 
 DEFINE_DOTS(1)
 DEFINE_DOTS(2)
+DEFINE_DOTS(3)
 
 INLINE void prefetch(const float *from, long count)
 {
@@ -106,8 +107,9 @@ static void few_scores(
             const float *own = q + h * queries * size;
             float *to = scores + h * queries * KEYS + j;
             long m = 0;
-            for (; m + 2 <= queries; m += 2) dots_2(own + m * size, keys + j, h * size, size, to + m * KEYS);
-            if (m < queries) dots_1(own + m * size, keys + j, h * size, size, to + m * KEYS);
+            for (; m + 2 <= queries && m + 3 != queries; m += 2) dots_2(own + m * size, keys + j, h * size, size, to + m * KEYS);
+            if (m + 3 == queries) dots_3(own + m * size, keys + j, h * size, size, to + m * KEYS);
+            if (m + 1 == queries) dots_1(own + m * size, keys + j, h * size, size, to + m * KEYS);
         }
     }
 }
@@ -140,7 +142,8 @@ static void many_scores(const float *q, long queries, const float **keys, long c
         put_in_panel(keys + first, own, size, space);
         for (long i = 0; i < tiles_of(queries); i++) {
             long m = tile_begin(queries, i), tokens = tile_begin(queries, i + 1) - m;
-            tile(tokens, q + m * size, space, size, scores + m * KEYS + first, KEYS, 1);
+            Ahead next = {q + (m + tokens) * size, space, 0};
+            tile(tokens, q + m * size, space, size, scores + m * KEYS + first, KEYS, 1, next);
         }
     }
 }
@@ -164,8 +167,10 @@ static void many_scores(const float *q, long queries, const float **keys, long c
 
 DEFINE_WEIGHTED(1, 1)
 DEFINE_WEIGHTED(1, 4)
+DEFINE_WEIGHTED(1, 8)
 DEFINE_WEIGHTED(2, 4)
 DEFINE_WEIGHTED(3, 2)
+DEFINE_WEIGHTED(3, 4)
 DEFINE_WEIGHTED(4, 2)
 DEFINE_WEIGHTED(6, 2)
 
@@ -175,6 +180,10 @@ static void add_values(const float *weights, long queries, const float **values,
         const float *own = weights + m * KEYS;
         float *to = out + m * size;
         long left = queries - m, rows = left >= 6 && left != 8 ? 6 : min(left, 4), d = 0;
+        if (rows == 1)
+            for (; d + 8 * LANES <= size; d += 8 * LANES) weighted_1_8(own, values, from + d, count, to + d, size);
+        if (rows == 3)
+            for (; d + 4 * LANES <= size; d += 4 * LANES) weighted_3_4(own, values, from + d, count, to + d, size);
         if (rows <= 2)
             for (; d + 4 * LANES <= size; d += 4 * LANES)
                 rows == 2 ? weighted_2_4(own, values, from + d, count, to + d, size) : weighted_1_4(own, values, from + d, count, to + d, size);

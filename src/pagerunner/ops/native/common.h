@@ -35,6 +35,15 @@ INLINE Vector load(const float *from) { return *(const Unaligned *)from; }
 INLINE void store(float *to, Vector x) { *(Unaligned *)to = x; }
 INLINE Vector splat(float x) { return x - (Vector){0}; } // not +: that changes -0
 
+// A vector that several operations read is loaded once for all of them. Compilers would rather read it from memory in each.
+#if defined(__SSE__)
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define IN_REGISTER(x) __asm__("" : "+w"(x))
+#else
+#define IN_REGISTER(x) (void)0
+#endif
+
 typedef float Quarter __attribute__((vector_size(16)));
 
 #if defined(__clang__) || __GNUC__ >= 12

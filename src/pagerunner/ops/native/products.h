@@ -42,29 +42,46 @@ static void put_in_tile(const float *x, long count, long place, long size, float
     for (long k = 0; k < count; k++) tile[k * size + place] = x[k];
 }
 
+// What a tile's loop fetches into caches for the next tiles: x, a number of each token at a step, and rows of panels, `w_step` numbers
+// at a step. Where it reaches past what is there it fetches nothing.
+typedef struct {
+    const float *x, *w;
+    long w_step;
+} Ahead;
+
+enum { ROWS_AHEAD = 64 }; // of a panel, where it is read once: 4 KiB with AVX2
+
 // acc[m][p] = the sum over k of x[k][m] * w[p][k], added to what is there unless `begin`. M tokens, P panels.
-#define DEFINE_TILE(M, P)                                                                                                       \
-    INLINE void tile_##M##_##P(                                                                                                 \
-        const float *x, const float *w, long panel_step, long count, float *acc, long acc_stride, int begin)                    \
-    {                                                                                                                           \
-        Vector sum[M][P * VECTORS];                                                                                             \
-        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++)                                                                    \
-            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++)                                                      \
-                sum[m][v] = begin ? splat(0.0f) : load(acc + m * acc_stride + v * LANES);                                       \
-        for (long k = 0; k < count; k++) {                                                                                      \
-            Vector row[P * VECTORS];                                                                                            \
-            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++)                                                      \
-                row[v] = load(w + (v / VECTORS) * panel_step + (v % VECTORS) * LANES);                                          \
-            _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                                              \
-                Vector one = splat(x[m]);                                                                                       \
-                _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++) sum[m][v] += one * row[v];                       \
-            }                                                                                                                   \
-            x += M;                                                                                                             \
-            w += PANEL;                                                                                                         \
-        }                                                                                                                       \
-        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++)                                                                    \
-            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++)                                                      \
-                store(acc + m * acc_stride + v * LANES, sum[m][v]);                                                             \
+#define DEFINE_TILE(M, P)                                                                                                    \
+    INLINE void tile_##M##_##P(                                                                                              \
+        const float *x, const float *w, long panel_step, long count, float *acc, long acc_stride, int begin, Ahead ahead)    \
+    {                                                                                                                        \
+        Vector sum[M][P * VECTORS];                                                                                          \
+        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++)                                                                 \
+            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++)                                                   \
+                sum[m][v] = begin ? splat(0.0f) : load(acc + m * acc_stride + v * LANES);                                    \
+        for (long k = 0; k < count; k++) {                                                                                   \
+            Vector row[P * VECTORS];                                                                                         \
+            if (P == 1) {                                                                                                    \
+                __builtin_prefetch(ahead.x, 0, 3);                                                                           \
+                __builtin_prefetch(ahead.w, 0, 2);                                                                           \
+                ahead.x += M;                                                                                                \
+                ahead.w += ahead.w_step;                                                                                     \
+            }                                                                                                                \
+            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++) {                                                 \
+                row[v] = load(w + (v / VECTORS) * panel_step + (v % VECTORS) * LANES);                                       \
+                IN_REGISTER(row[v]);                                                                                         \
+            }                                                                                                                \
+            _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                                           \
+                Vector one = splat(x[m]);                                                                                    \
+                _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++) sum[m][v] += one * row[v];                    \
+            }                                                                                                                \
+            x += M;                                                                                                          \
+            w += PANEL;                                                                                                      \
+        }                                                                                                                    \
+        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++)                                                                 \
+            _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++)                                                   \
+                store(acc + m * acc_stride + v * LANES, sum[m][v]);                                                          \
     }
 
 DEFINE_TILE(1, 4)
@@ -86,11 +103,11 @@ DEFINE_TILE(12, 1)
 #endif
 
 // A tile of `tokens` and one panel.
-static void tile(long tokens, const float *x, const float *w, long count, float *acc, long acc_stride, int begin)
+static void tile(long tokens, const float *x, const float *w, long count, float *acc, long acc_stride, int begin, Ahead ahead)
 {
-#define CASE(M)                                              \
-    case M:                                                  \
-        tile_##M##_1(x, w, 0, count, acc, acc_stride, begin); \
+#define CASE(M)                                                     \
+    case M:                                                         \
+        tile_##M##_1(x, w, 0, count, acc, acc_stride, begin, ahead); \
         break
     switch (tokens) {
         CASE(1);
@@ -116,6 +133,7 @@ static void sums(
     const float *x, long all_tokens, long first_tile, long last_tile, const float *w, long inputs, long first, long count, long panels,
     float *acc, long acc_stride)
 {
+    Ahead none = {0};
     int begin = first == 0;
     long panel_step = inputs * PANEL, panel = 0, start = tile_begin(all_tokens, first_tile);
     const float *from = w + first * PANEL;
@@ -124,17 +142,19 @@ static void sums(
         for (long several = all_tokens == 1 ? 4 : 2; panel + several <= panels; panel += several) {
             const float *rows = from + panel * panel_step;
             float *to = acc + panel * PANEL;
-            if (all_tokens == 1) tile_1_4(own, rows, panel_step, count, to, acc_stride, begin);
-            if (all_tokens == 2) tile_2_2(own, rows, panel_step, count, to, acc_stride, begin);
-            if (all_tokens == 3) tile_3_2(own, rows, panel_step, count, to, acc_stride, begin);
+            if (all_tokens == 1) tile_1_4(own, rows, panel_step, count, to, acc_stride, begin, none);
+            if (all_tokens == 2) tile_2_2(own, rows, panel_step, count, to, acc_stride, begin, none);
+            if (all_tokens == 3) tile_3_2(own, rows, panel_step, count, to, acc_stride, begin, none);
         }
     }
+    long tiles = last_tile - first_tile;
     for (; panel < panels; panel++)
         for (long i = first_tile; i < last_tile; i++) {
             long t = tile_begin(all_tokens, i), size = tile_begin(all_tokens, i + 1) - t;
-            tile(
-                size, x + t * inputs + first * size, from + panel * panel_step, count, acc + (t - start) * acc_stride + panel * PANEL,
-                acc_stride, begin);
+            const float *own = x + t * inputs + first * size, *rows = from + panel * panel_step;
+            Ahead ahead = {own + size * inputs, rows + panel_step + (i - first_tile) * count * PANEL / tiles, PANEL / tiles};
+            if (tiles == 1) ahead = (Ahead){own, rows + ROWS_AHEAD * PANEL, PANEL};
+            tile(size, own, rows, count, acc + (t - start) * acc_stride + panel * PANEL, acc_stride, begin, ahead);
         }
 }
 
