@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -63,6 +64,7 @@ class LLM:
         self._ids = count()
         self._streams: dict[str, deque[RequestOutput]] = {}
         self._worker = 0  # the thread that is changing them
+        self._process = os.getpid()
         self._halfway = False  # whether an interrupt has left requests and core halfway through a change
         self._arriving: list[RequestUpdate] = []  # the work that `_advance` is doing
         self._lost: set[str] = set()  # streams whose outputs an interrupt has left halfway
@@ -341,10 +343,15 @@ class LLM:
     def _whole(self) -> Iterator[None]:
         """Goes around every change of the requests, here and in the core. Both agree before it and after it.
 
-        Raises RuntimeError while another thread is inside. A Ctrl-C is put off until the end. A second Ctrl-C, or an
+        Raises RuntimeError in a fork of the process, and while another thread is inside. A Ctrl-C is put off until the end. A second Ctrl-C, or an
         interrupt raised by other means, isn't put off and leaves the work halfway. The next call then repairs it first, and
         only requests of streams survive that.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"This LLM was made in process {self._process}, of which process {os.getpid()} is a fork. An engine's threads and its device "
+                "aren't there in a fork; make the LLM in the process that calls it."
+            )
         thread = threading.get_ident()
         if self._worker not in (0, thread) and any(one.ident == self._worker for one in threading.enumerate()):
             raise RuntimeError("An LLM serves one thread at a time, and another one is in a call; use AsyncEngine.")

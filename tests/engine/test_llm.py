@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,40 @@ def test_prompt_forms_agree(llm: LLM) -> None:
     assert outputs[2].prompt_token_ids == ids
     assert outputs[0].outputs[0].text == llm.get_tokenizer().decode(first)
     assert outputs[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_of_the_process_hears_that_the_engine_is_not_there(llm: LLM) -> None:
+    stream = llm.stream("The quick brown fox", GREEDY)
+    next(stream)
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: llm.generate("one", GREEDY, use_tqdm=False),
+        "stream": lambda: next(stream),
+        "stats": llm.stats,
+        "sleep": llm.sleep,
+        "wake_up": llm.wake_up,
+    }
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing of pytest may go on here
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                os.write(writer, f"{name}: {error}\n".encode())
+        os._exit(0)
+    os.close(writer)
+    try:
+        assert select.select([reader], [], [], 20)[0], "the fork hangs"
+        with os.fdopen(reader) as said:
+            lines = said.read().splitlines()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [line.partition(":")[0] for line in lines] == list(calls)
+    sentence = f"This LLM was made in process {os.getpid()}, of which process {child} is a fork."
+    assert all(sentence in line and "make the LLM in the process that calls it" in line for line in lines)
+    assert list(stream)[-1].finished  # nothing is lost where it was made
 
 
 def test_generate_returns_whole_outputs_whatever_their_kind(llm: LLM) -> None:
