@@ -60,7 +60,6 @@ class Client:
             "HF_HOME": str(self.home),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONPATH": str(ROOT / "src"),
             **environ,
         }
         return run_python(code, words, env)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PRELOADED = ("httpx", "torch", "pagerunner.cli.main", "pagerunner.llm", "pagerunner.engine.startup.build")
-"""What every program would import, 2 s of computing. They read `PAGERUNNER_LIMIT_*` when they are imported."""
+"""What every program would import, 2 s of computing."""
+READ_AT_IMPORT = ("PAGERUNNER_LIMIT_", "OMP_", "GOMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_", "PYTHON")
+"""Beginnings of the variables that Python reads when it starts, and those modules when they are imported."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
@@ -23,11 +25,13 @@ def run_python(
     """What `python -c code words` prints and ends with, in this environment.
 
     Raises:
-        ValueError: the environment has limits of its own, which a module that is imported already wouldn't see.
+        ValueError: the environment has other variables of READ_AT_IMPORT than this process, which a module that is imported already
+            wouldn't see.
         TimeoutError: it has not ended within `timeout` seconds.
     """
-    if own := {name for name in env if name.startswith("PAGERUNNER_LIMIT_") and env[name] != os.environ.get(name)}:
-        raise ValueError(f"{sorted(own)} are read before the program starts: start it by subprocess.run.")
+    changed = {name for name, _ in env.items() ^ os.environ.items() if name.startswith(READ_AT_IMPORT)}
+    if changed:
+        raise ValueError(f"{sorted(changed)} are read before the program starts: start it by subprocess.run.")
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = _context.Process(target=_run, args=(code, list(words), env, str(out), str(err)))

@@ -21,7 +21,7 @@ from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles
-from pagerunner.ops.routing import FEW_TOKENS, Routing
+from pagerunner.ops.routing import Routing, logits_take_norm
 
 
 class Attention(GroupedQueryAttention):
@@ -33,8 +33,8 @@ class Attention(GroupedQueryAttention):
         self.cuts = {"sinks": TensorCut(0, (Section(query_heads(self.num_heads)),))}
 
     def adds(self, tokens: int) -> bool:
-        """See Mixer. Where the router's kernel computes the norm, no norm is left that could add the output on its way."""
-        return tokens <= FEW_TOKENS
+        """See Mixer."""
+        return logits_take_norm(tokens)
 
     def mix(
         self,

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.linear import Norm
 
-FEW_TOKENS = 16
-"""Tokens up to which `norm_expert_logits` on a CUDA device is one kernel, which computes the norm too (docs/performance.md)."""
+_FEW_TOKENS = 16  # by measurement (docs/performance.md)
 
 
 class Routing(NamedTuple):
@@ -91,6 +90,14 @@ def touched_experts(device: torch.device) -> torch.Tensor:
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` in float32, [T, E]."""
     return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
+
+
+def logits_take_norm(tokens: int) -> bool:
+    """Whether `norm_expert_logits` of so many tokens is one kernel on a CUDA device, which computes the norm too.
+
+    Then no norm is left that could add a pending output to the stream on its way.
+    """
+    return tokens <= _FEW_TOKENS
 
 
 @gpu_kernel("moe_routing")

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import FEW_TOKENS, Routes, Routing, counts_experts, touched_experts
+from pagerunner.ops.routing import Routes, Routing, counts_experts, logits_take_norm, touched_experts
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
@@ -291,7 +291,7 @@ def _order_block(pairs: int) -> int:
 
 def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, int, bool]:
     """See `Op.kernels_for`."""
-    return route_config(tokens, experts), _order_block(tokens * active), tokens <= FEW_TOKENS
+    return route_config(tokens, experts), _order_block(tokens * active), logits_take_norm(tokens)
 
 
 def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,7 +334,7 @@ def _few_logits(
 
 
 def _few(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
-    return 0 < x_TD.shape[0] <= FEW_TOKENS and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
+    return x_TD.shape[0] > 0 and logits_take_norm(x_TD.shape[0]) and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
 
 
 def norm_expert_logits(
