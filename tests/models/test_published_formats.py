@@ -78,7 +78,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Scheme | None]]] = {
     ),
     "activations with zero points, static": (
         compressed("int-quantized", group(arguments(8, "int", "channel"), arguments(8, "int", "tensor", symmetric=False))),
-        {DOWN: Scheme("int8", "channel", rounding="static zeros")},
+        {DOWN: Scheme("int8", "channel", unused=("input_scale", "input_zero_point"))},
     ),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a16": (
         compressed("pack-quantized", group(arguments(8, "int", "channel"))),

@@ -68,7 +68,7 @@ def test_a_matrixs_scale_is_every_features(shape: tuple[int, ...]) -> None:
 def test_scales_and_zero_points_of_activations_are_taken_and_not_used() -> None:
     codes = torch.tensor([[4, -8], [2, 1]], dtype=torch.int8)
     tensors = {"weight": codes, "weight_scale": torch.tensor([[0.5], [2.0]]), "input_scale": torch.tensor([3.0])}
-    method = form("channel", writer="compressed-tensors", number="int8", rounding="static zeros")
+    method = form("channel", writer="compressed-tensors", number="int8", unused=("input_scale", "input_zero_point"))
     weights = filled(method, 2, 2, {**tensors, "input_zero_point": torch.tensor([5], dtype=torch.int8)})
     assert method.dense(weights).tolist() == [[2.0, -4.0], [4.0, 2.0]] and method.activations == "none"
 

@@ -20,7 +20,7 @@ Writer = Literal[
 ]
 Number = Literal["fp8", "int8", "int4", "fp4"]
 Scales = Literal["tensor", "channel", "block", "group"]
-Rounding = Literal["", "static", "static zeros", "tensor", "token", "block", "group"]
+Rounding = Literal["", "static", "tensor", "token", "block", "group"]
 Rule = Literal["module", "part", "wildcard"]
 Layout = Literal["compressed", "awq", "gptq", "gpt-oss", "mxfp4", "deepseek", "compressed nvfp4", "nvfp4"]
 _AROUND = re.compile(r"^(model\.|language_model\.)+")
@@ -52,7 +52,8 @@ class Scheme:
     stored zero points (GPTQ's first version stores them less one). `permuted`: a table says the group of each input feature (GPTQ's
     `desc_act`). `layout` is how numbers lie several in a byte or a word (`quant/w4.py` describes each); "": a byte for each.
     `rounding` is how the writer means activations to be rounded to the weights' number format: with a scale from the checkpoint
-    ("static", or "static zeros" if with a zero point too, which no product does), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
+    ("static"), or with one made at run time for the whole step ("tensor"), for each token, block or group; "" leaves them alone.
+    `unused` are tensors beside the weights that nothing reads: those of activations that the writer rounds with a zero point, which no product does.
     """
 
     number: Number
@@ -63,6 +64,7 @@ class Scheme:
     zero_offset: int = 0
     layout: Layout | Literal[""] = ""
     rounding: Rounding = ""
+    unused: tuple[str, ...] = ()
 
     @property
     def is_w8(self) -> bool:

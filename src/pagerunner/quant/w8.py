@@ -32,6 +32,7 @@ from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, ByteSink, CopyW
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_UNUSED = {"input_scale": FLOATS, "input_zero_point": (torch.int8, torch.uint8, *INDICES)}
 _SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 
 
@@ -55,8 +56,8 @@ class W8(StoredMethod):
         self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
         self.writer = checkpoint.writer
-        self.rounding = scheme.rounding
-        rounds = checkpoint.rounds and scheme.rounding not in ("", "static zeros")
+        self.unused = ("input_scale",) if scheme.rounding == "static" else scheme.unused
+        rounds = checkpoint.rounds and scheme.rounding != ""
         self.activations = "none" if not rounds else "block" if self.block else "token"
         self.scale_name = "weight_scale"
         if self.block is not None:
@@ -81,11 +82,7 @@ class W8(StoredMethod):
         own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
         found[self.scale_name] = ScalarSink(own) if self.by_tensor else self._scale_sink(own, codes.shape[0])
-        if self.rounding.startswith("static"):
-            found["input_scale"] = UnusedSink(FLOATS)
-        if self.rounding == "static zeros":
-            found["input_zero_point"] = UnusedSink((torch.int8, torch.uint8, *INDICES))
-        return found
+        return found | {name: UnusedSink(_UNUSED[name]) for name in self.unused}
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""

@@ -281,7 +281,7 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
     if wanted is not None and block != (1, wanted):
         raise fields.error("weights", f"has the group_size {group!r} in {layout}, whose groups have {wanted} numbers.")
     number: Number = ("fp8" if kind == "float" else "int8") if bits == 8 else ("fp4" if kind == "float" else "int4")
-    rounding = _compressed_rounding(fields, kind, bits)
+    rounding, unused = _compressed_rounding(fields, kind, bits)
     return Scheme(
         number,
         scales,
@@ -290,16 +290,20 @@ def _compressed_scheme(fields: Fields, layout: str) -> Scheme:
         permuted,
         layout=_COMPRESSED_LAYOUTS.get(layout, ""),
         rounding=rounding,
+        unused=unused,
     )
 
 
-def _compressed_rounding(fields: Fields, kind: str, bits: int) -> Rounding:
-    """How activations are rounded beside weights of `bits` and of the type `kind`. What layers return is never rounded."""
+def _compressed_rounding(fields: Fields, kind: str, bits: int) -> tuple[Rounding, tuple[str, ...]]:
+    """How activations are rounded beside weights of `bits` and of the type `kind`, and tensors that are there and not used.
+
+    What layers return is never rounded.
+    """
     if (outputs := fields.take("output_activations")) is not None:
         raise fields.error("output_activations", f"is {outputs!r:.80}; rounding what layers return is not supported.")
     inputs = _arguments(fields, "input_activations")
     if inputs is None:
-        return ""
+        return "", ()
     own_bits, own_kind = inputs.integer("num_bits", 8), inputs.choice("type", ("float", "int"), "int")
     if bits == 8 and (own_bits, own_kind) != (bits, kind):  # products of fewer bits never round activations
         raise inputs.error(
@@ -316,10 +320,8 @@ def _compressed_rounding(fields: Fields, kind: str, bits: int) -> Rounding:
     inputs.finish(_ARGUMENT_NOTES)
     if not symmetric:
         # no product takes numbers with zero points; activations that are left alone are closer to the model in floats
-        return "" if dynamic is True else "static zeros"
-    if dynamic is not True:
-        return "static"
-    return _ROUNDINGS[strategy]
+        return "", () if dynamic is True else ("input_scale", "input_zero_point")
+    return _ROUNDINGS[strategy] if dynamic is True else "static", ()
 
 
 def _arguments(fields: Fields, name: str) -> Fields | None:

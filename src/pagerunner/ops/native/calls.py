@@ -1,7 +1,7 @@
-"""Calls of the CPU kernels. A call is a command: a kind and a C structure of addresses and sizes. It runs at once, or it is recorded.
+"""Calls of the CPU kernels. A call is a command: a kind and a C structure of addresses and sizes.
 
-What a recording holds runs again in one go, on the same tensors. So a step of many small kernels costs one call, and its threads are
-woken once.
+A command runs at once; or it is put off, to run with others in one call (`Commands`); or it is recorded (`Recording`). What a recording
+holds runs again in one go, on the same tensors. So a step of many small kernels costs one call, and its threads are woken once.
 """
 
 from __future__ import annotations
