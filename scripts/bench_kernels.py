@@ -3,8 +3,9 @@
     python scripts/bench_kernels.py --sections chain,rows,few,ops [--jobs 14]
 
 `rows` and `few` try block sizes for products of few tokens, one kind of linear layer at a time: a CUDA graph over all
-layers' weights of that kind, so that no weights stay in the cache. `chain` is all products of one step with the norms, gates and additions between them. `ops` are single kernels. With --jobs, that
-many processes compile what is tried first. Tables show microseconds per call, and for `chain` milliseconds per step.
+layers' weights of that kind, so that no weights stay in the cache. `chain` is all products of one step with the norms, gates
+and additions between them. `ops` are single kernels. With --jobs, that many processes compile what is tried first. Tables
+show microseconds per call, and for `chain` milliseconds per step.
 """
 
 from __future__ import annotations

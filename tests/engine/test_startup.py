@@ -124,9 +124,8 @@ def test_an_automatic_length_follows_what_is_really_free(card: DeviceMemory, che
     roomy = build_from(resolved, card=fake_card(driver)).memory_plan
     resolved, driver = on_card(checkpoint, max_model_len="auto", gpu_memory_utilization=1.0)
     weights = dict(resolved.plan.other)["weights"]
-    driver.others = (
-        CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
-    )  # another process came meanwhile
+    # another process came meanwhile
+    driver.others = CARD.total - weights - 24 * resolved.plan.groups[0].page_bytes - 4096
     core = build_from(resolved, card=fake_card(driver))
     assert (roomy.max_model_len, core.memory_plan.max_model_len) == (2048, 24 * 16)
 

@@ -91,9 +91,8 @@ def test_rounding(dtype: torch.dtype, grouped: bool, features: int) -> None:
         ),
         (silu_quantize(x, dtype, grouped=grouped), silu_quantize.twin(x, dtype, grouped=grouped)),
     ):
-        torch.testing.assert_close(
-            got.scales, want.scales, rtol=1e-2, atol=0
-        )  # a rounding of bfloat16 before the largest
+        # a rounding of bfloat16 before the largest
+        torch.testing.assert_close(got.scales, want.scales, rtol=1e-2, atol=0)
         close(dequantized(got), dequantized(want), 5e-3)
         assert (got.codes.float() != want.codes.float()).float().mean() < 0.05
 

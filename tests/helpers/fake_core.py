@@ -1,9 +1,9 @@
 """A torch-free EngineCore with predictable answers, delays and failures, for tests of everything in front of the core.
 
 A sequence's tokens are its prompt's, repeated: prompt [5, 6] gives 5, 6, 5, 6, ... A prompt that holds SCRIPT gives what
-stands between it and the next token SCRIPT_END, and then ends. A prompt is cached from the end of its first step on, as in the
-real core. A pooled vector is the prompt's length, its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in the environment may hold a JSON `FakeOptions`. Some
-prompt tokens cause failures: see the constants.
+stands between it and the next token SCRIPT_END, and then ends. A prompt is cached from the end of its first step on, as in
+the real core. A pooled vector is the prompt's length, its first and last token, and 2 for a mean. `PAGERUNNER_FAKE_CORE` in
+the environment may hold a JSON `FakeOptions`. Some prompt tokens cause failures: see the constants.
 """
 
 from __future__ import annotations

@@ -126,9 +126,8 @@ def test_two_devices_with_half_of_the_heads_are_the_whole_mixer(case: str) -> No
         part = ready(mixer(replace(own, **half), 0, torch.float32), seen)
         fill(part, PREFIX, declared, tensors, taken, device)
         partial.append(out(part))
-    if (
-        mixer is bamba.Mamba2Mixer
-    ):  # its norm's mean is over both devices' channels; up to there devices need nothing of each other
+    if mixer is bamba.Mamba2Mixer:
+        # its norm's mean is over both devices' channels; up to there devices need nothing of each other
         torch.testing.assert_close(torch.cat(seen[1:], 1), seen[0], rtol=1e-4, atol=1e-4)
     else:
         torch.testing.assert_close(sum(partial), want, rtol=1e-4, atol=1e-4)

@@ -333,9 +333,8 @@ def test_two_signals_lose_no_answer_that_was_made(text_side: Path, monkeypatch: 
             client = socket.create_connection(("127.0.0.1", port))
             client.sendall(head.format(len(data)).encode() + data)
             sockets.append(client)
-        select.select(
-            [sockets[1]], [], [], patient(20)
-        )  # the second answer begins: megabytes, more than sockets hold, and nobody reads
+        # the second answer begins: megabytes, more than sockets hold, and nobody reads
+        select.select([sockets[1]], [], [], patient(20))
         process.send_signal(signal.SIGTERM)
         until(lambda: refuses(url))
         process.send_signal(signal.SIGTERM)

@@ -147,9 +147,8 @@ def test_prompts_are_truncated_on_either_side(server: RunningServer, tokenizer: 
     long = {**body, "prompt": "word " * 3000, "truncate_prompt_tokens": -1}
     [choice] = server.post(COMPLETIONS, long).json()["choices"]
     assert len(choice["prompt_token_ids"]) == 2048 - 4  # room for the answer
-    endless = (
-        "word " * 100_000 + "one two three"
-    )  # far more than what is tokenised of a prompt that isn't to be truncated
+    # far more than what is tokenised of a prompt that isn't to be truncated
+    endless = "word " * 100_000 + "one two three"
     for fields, text in (({}, endless[-200:]), ({"truncation_side": "right"}, endless[:200])):
         some = {**body, "prompt": endless, "truncate_prompt_tokens": 7, **fields}
         [choice] = server.post(COMPLETIONS, some).json()["choices"]

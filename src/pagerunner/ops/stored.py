@@ -29,8 +29,8 @@ RUN = 32
 class Stored8(NamedTuple):
     """A matrix [O, I] of 8-bit codes, or all experts' [E, O, I].
 
-    `codes` [.., O, I] are float8_e4m3fn or int8. `scales` [.., ceil(O / bo), ceil(I / bi)] are float32. `block` is (bo, bi), the rows and columns that
-    share a scale: (1, I) is one scale for each output feature, (128, 128) are blocks.
+    `codes` [.., O, I] are float8_e4m3fn or int8. `scales` [.., ceil(O / bo), ceil(I / bi)] are float32. `block` is (bo, bi),
+    the rows and columns that share a scale: (1, I) is one scale for each output feature, (128, 128) are blocks.
     `activations` says how products of many tokens may round their input to the codes' dtype: with a scale for each "token", or for each "block" of
     128 features of a token; "none" leaves it alone. Products of few tokens don't round, as reading the weights takes their time.
     """
@@ -49,10 +49,10 @@ class Stored8(NamedTuple):
 class Stored4(NamedTuple):
     """A matrix [O, I] of 4-bit codes, or all experts' [E, O, I]. I is a multiple of 32.
 
-    `codes` uint8 [.., O, I / 2] are in the order that this file's docstring gives. `scales` [.., O, G] multiply `group` neighbouring columns each; they are
-    float16, bfloat16, float32, float8_e4m3fn, or uint8, whose bytes are e8m0. `numbers` is what a code c stands for: "int4" is c - 8, or
-    c - zero where there are `zeros`, uint8 [.., O, G]; "e2m1" is a float with a sign, two bits of exponent and one of mantissa. `rows`,
-    float32 [.., O], multiply a whole output feature.
+    `codes` uint8 [.., O, I / 2] are in the order that this file's docstring gives. `scales` [.., O, G] multiply `group`
+    neighbouring columns each; they are float16, bfloat16, float32, float8_e4m3fn, or uint8, whose bytes are e8m0. `numbers`
+    is what a code c stands for: "int4" is c - 8, or c - zero where there are `zeros`, uint8 [.., O, G]; "e2m1" is a float
+    with a sign, two bits of exponent and one of mantissa. `rows`, float32 [.., O], multiply a whole output feature.
     """
 
     codes: torch.Tensor

@@ -1,8 +1,9 @@
 """Regular expressions from a checkpoint's config: whoever wrote them, a match takes little time.
 
-Python's matcher tries one way after another. With repetitions inside of repetitions, or with many repetitions or alternatives one after
-another, ways are as many as 2 to the power of the name's length: 40 times `.?` has 2 to the power of 40. Such patterns are matched by following all ways at once: a set of the places where the text matched so far may
-end. A name of 100 characters has at most 101 places.
+Python's matcher tries one way after another. With repetitions inside of repetitions, or with many repetitions or
+alternatives one after another, ways are as many as 2 to the power of the name's length: 40 times `.?` has 2 to the power of
+40. Such patterns are matched by following all ways at once: a set of the places where the text matched so far may end. A
+name of 100 characters has at most 101 places.
 """
 
 from __future__ import annotations

@@ -256,9 +256,9 @@ class EngineCore:
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
-        `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first, those of a paused engine
-        too. "keep" takes their pages, if pages are freed, and goes on with them after waking. Returns the updates that this caused. The prefix index is reset whenever pages are
-        freed.
+        `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first, those of a paused
+        engine too. "keep" takes their pages, if pages are freed, and goes on with them after waking. Returns the updates
+        that this caused. The prefix index is reset whenever pages are freed.
 
         Raises EngineSleepingError when the engine sleeps at level 1 or 2, so that "wait" can't finish what is unfinished.
         Raises CapacityError when the weights can't be kept in host memory. After both, requests go on as if nothing had been asked.

@@ -1,8 +1,8 @@
 """Models by their names on the Hugging Face Hub: downloaded once into the hub's cache, then read from there.
 
-Config (with what older quantising tools write beside it), tokenizer, chat template, pooling and safetensors are fetched. Pickles and Python files are never fetched. The small
-files come first, then the weights that their index names, of the same commit. `huggingface_hub` does the work and is
-imported when a name is used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
+Config (with what older quantising tools write beside it), tokenizer, chat template, pooling and safetensors are fetched. Pickles and Python
+files are never fetched. The small files come first, then the weights that their index names, of the same commit. `huggingface_hub` does the
+work and is imported when a name is used; its settings apply: HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME. Torch-free.
 """
 
 from __future__ import annotations

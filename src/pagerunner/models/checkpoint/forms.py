@@ -31,9 +31,9 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 class Held:
     """What a checkpoint's files hold: lists of ignored modules leave some out, so tensors have the last word.
 
-    `plain` are modules with nothing but a matrix of floats, or matrices of all experts, without what tools write before a layer, and `quantised` those with one of numbers
-    in bytes and something beside it, or with packed numbers. `scales` is a dtype that holds all scales of 4-bit groups; it is float32 for
-    scales in float64.
+    `plain` are modules with nothing but a matrix of floats, or with matrices of all experts. `quantised` are those with a matrix of
+    numbers in bytes and something beside it, or with packed numbers. Names come without what tools write before a layer.
+    `scales` is a dtype that holds all scales of 4-bit groups; it is float32 for scales in float64.
     """
 
     plain: frozenset[str]

@@ -18,8 +18,8 @@ from pagerunner.quant.panels import InPanels
 def store_in_panels(model: Model) -> int:
     """Keep the model's float32 matrices in panels, and return how many; 0 on a machine without CPU kernels.
 
-    The model has no memory yet. All experts of a layer count as two matrices. A matrix stays as it is if products of another shape read it as one matrix. An embedding changes if it
-    has the output weights too: looking rows up alone is faster in a plain table.
+    The model has no memory yet. All experts of a layer count as two matrices. A matrix stays as it is if products of another shape read
+    it as one matrix. An embedding changes if it has the output weights too: looking rows up alone is faster in a plain table.
     """
     width = panel_width()
     if width is None:

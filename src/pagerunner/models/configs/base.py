@@ -18,10 +18,11 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 class ModelConfig(ABC):
     """The part of a config.json that is the same for every family; a family's own class adds what its model needs.
 
-    `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names
-    none). `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are
-    generation_config.json's, by the names of SamplingParams. `quantization` is the quantization_config of weights that are
-    stored in fewer bits than `dtype` has; `format` is what it says, if such weights can be loaded. With `tie_word_embeddings` the output weights are the embedding's.
+    `family` is the model_type. `dtype` is that of the weights on disk, as the config names it (float32 where it names none).
+    `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are generation_config.json's, by
+    the names of SamplingParams. `quantization` is the quantization_config of weights that are stored in fewer bits than
+    `dtype` has; `format` is what it says, if such weights can be loaded. With `tie_word_embeddings` the output weights are
+    the embedding's.
     """
 
     path: str

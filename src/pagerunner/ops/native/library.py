@@ -1,8 +1,9 @@
 """The CPU kernels' shared library: compiled by the machine's own C compiler, for this very processor, and kept for the next time.
 
-It is kept in `~/.cache/pagerunner` (or XDG_CACHE_HOME's), under a name that says what it was made of: the source, the flags, the
-compiler and the processor. If that folder can't keep it or code there can't be run, it is kept in `pagerunner-UID` of the temp
-directory. The file ends with a checksum: a damaged one is compiled again. A folder keeps the `KEPT` files that were used last. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
+It is kept in `~/.cache/pagerunner` (or XDG_CACHE_HOME's), under a name that says what it was made of: the source, the flags,
+the compiler and the processor. If that folder can't keep it or code there can't be run, it is kept in `pagerunner-UID` of
+the temp directory. The file ends with a checksum: a damaged one is compiled again. A folder keeps the `KEPT` files that were
+used last. `PAGERUNNER_CPU_KERNELS=0` turns the kernels off. `CC` names the compiler; otherwise it is `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
