@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -13,25 +15,54 @@ SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 CLAMPED_SWIGLU, LIMITED_SILU = tl.constexpr(2), tl.constexpr(3)
 """A kernel's KIND. The last two have a limit."""
 
+WORDS = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+"""Whether steps may be written in PTX, which Triton's interpreter doesn't know."""
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Float32 numbers rounded to `dtype`, in float32.
+
+    Left to itself, the compiler rounds most numbers one by one, at a quarter of the rate, in the unit that exponentials need.
+    """
+    if dtype == tl.bfloat16 and WORDS:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = x.to(dtype).to(tl.float32)
+    return y
+
+
+@triton.jit
+def logistic(x):
+    """1 / (1 + exp(-x)) in float32."""
+    if WORDS:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = 1.0 / (1.0 + tl.exp(-x))
+    return y
+
 
 @triton.jit
 def gated(gate, up, limit, KIND: tl.constexpr, dtype: tl.constexpr):
     """The gated activation of float32 gates and ups that are rounded to `dtype`, in `dtype`."""
     if KIND >= CLAMPED_SWIGLU:
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        gate = rounded(tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL), dtype)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        up = rounded(tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL), dtype)
     if KIND == CLAMPED_SWIGLU:
-        steep = (gate * 1.702).to(dtype).to(tl.float32)
-        share = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
-        first = gate * share
-        up = (up + 1.0).to(dtype).to(tl.float32)
+        first = gate * rounded(logistic(rounded(gate * 1.702, dtype)), dtype)
+        up = rounded(up + 1.0, dtype)
     elif KIND == GELU_TANH:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        first = gate / (1.0 + tl.exp(-z))
+        first = gate * logistic(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
-        first = gate / (1.0 + tl.exp(-gate))
-    return (first.to(dtype).to(tl.float32) * up).to(dtype)
+        first = gate * logistic(gate)
+    return (rounded(first, dtype) * up).to(dtype)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.activation import logistic, rounded
 from pagerunner.ops.linear import Norm
 
 NO_NORM, PLAIN_NORM, OFFSET_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -29,9 +30,8 @@ def norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
 @triton.jit
 def silu_gate(y, up, dtype: tl.constexpr):
     """`silu(y) * up` of float32 sums, with the twin's casts."""
-    gate = y.to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return gate * up.to(dtype).to(tl.float32)
+    gate = rounded(y, dtype)
+    return rounded(gate * logistic(gate), dtype) * rounded(up, dtype)
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def token_inputs(x_ptr, weight, cols, inside, eps, K: tl.constexpr, NORM: tl.con
     if NORM != NO_NORM:
         x *= 1.0 / tl.sqrt_rn(tl.sum(x * x) * (1.0 / K) + eps)
         if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
-            x = x.to(dtype).to(tl.float32)
-        x = (x * weight).to(dtype).to(tl.float32)
+            x = rounded(x, dtype)
+        x = rounded(x * weight, dtype)
     if GATED:
         up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
-        x = silu_gate(x, up, dtype).to(dtype).to(tl.float32)
+        x = rounded(silu_gate(x, up, dtype), dtype)
     return x
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels import activation as kinds
-from pagerunner.ops.kernels.activation import gated
+from pagerunner.ops.kernels.activation import gated, rounded
 from pagerunner.ops.kernels.codes import (
     DENSE,
     E2M1,
@@ -153,7 +153,7 @@ def finish(acc, up, bias_ptr, weights_ptr, pairs, valid, rows, live, ups, limit,
     if GATED:
         if BIAS:
             up += tl.load(bias_ptr + rows + ups, mask=live, other=0.0).to(tl.float32)[None, :]
-        y = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit, KIND, dtype)
+        y = gated(rounded(acc, dtype), rounded(up, dtype), limit, KIND, dtype)
     elif WEIGH:
         y = (acc * weights).to(dtype)
     else:
