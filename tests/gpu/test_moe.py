@@ -11,6 +11,7 @@ from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, route
 from pagerunner.ops.stored import Stored
 
+moe_many = pytest.importorskip("pagerunner.ops.kernels.moe_many")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -128,6 +129,49 @@ def test_stored_experts_in_a_graph_follow_the_routing(form, tokens):
         logits.copy_(random(tokens, 24))
         graph.replay()
         close(out, exact(x, route.twin(logits, routing), gate_up, down, SILU))
+
+
+def of_whole_blocks(form: str) -> tuple[Stored, Stored]:
+    """Both matrices of 24 experts, in sizes that are unpacked before products of many tokens."""
+    return stored(form, 768, 640, experts=24, device="cuda"), stored(form, 640, 384, experts=24, device="cuda")
+
+
+@pytest.mark.parametrize("form", ["e2m1 e8m0 32", "int4 f16 128"])
+def test_experts_are_unpacked_beside_the_products_of_those_before(form, monkeypatch):
+    gate_up, down = of_whole_blocks(form)
+    routes = [route(random(1500, 24), Routing(8, normalise=True)) for _ in range(4)]
+    x = random(1500, down.shape[1]).bfloat16()
+    want = layers(x, routes, gate_up, down, wait=False)  # all experts at once
+    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 8 * gate_up.shape[1] * gate_up.shape[2] * 2)
+    assert moe_many.experts_at_once(gate_up, 2, moe_many.EXPERTS_BYTES) == (4, 2)
+    for _ in range(10):
+        assert torch.equal(layers(x, routes, gate_up, down, wait=False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(x, routes, gate_up, down, wait=False)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+def test_an_interrupt_between_products_leaves_streams_in_order(monkeypatch):
+    gate_up, down = of_whole_blocks("e2m1 e8m0 32")
+    routes, x = [route(random(1500, 24), Routing(8, normalise=True))], random(1500, down.shape[1]).bfloat16()
+    want, product, calls = layers(x, routes, gate_up, down, wait=False), moe_many.many_product, []
+    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 8 * gate_up.shape[1] * gate_up.shape[2] * 2)
+
+    def interrupted(*args, **own):
+        calls.append(torch.cuda.current_stream())
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return product(*args, **own)
+
+    stream = torch.cuda.current_stream()
+    with monkeypatch.context() as only, pytest.raises(KeyboardInterrupt):
+        only.setattr(moe_many, "many_product", interrupted)
+        layers(x, routes, gate_up, down, wait=False)
+    assert calls == 3 * [stream] and torch.cuda.current_stream() == stream
+    assert torch.equal(layers(x, routes, gate_up, down, wait=False), want)
 
 
 def layers(x: torch.Tensor, routes: list[Routes], gate_up: Stored, down: Stored, *, wait: bool) -> torch.Tensor:

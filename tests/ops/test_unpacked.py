@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
+from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import (
     MANY_TOKENS,
     TILE_TOKENS_4,
@@ -54,4 +55,15 @@ def test_experts_are_unpacked_some_at_a_time_and_only_for_many_tokens() -> None:
     )
     assert experts_bytes(numbers, torch.bfloat16, 8_192) == 4 * 32 * 128 * 2  # experts round to fp8 alone
     assert experts_bytes(numbers._replace(codes=numbers.codes.to(torch.float8_e4m3fn)), torch.bfloat16, 8_192) == 0
-    assert experts_at_once(128, 5_760, 2_880, 2) == 8 and experts_at_once(128, 16_384, 8_192, 2) == 4
+    for outputs, inputs, eight, four in (
+        (5_760, 2_880, (8, 1), (4, 2)),
+        (2_880, 2_880, (16, 1), (8, 2)),
+        (16_384, 8_192, (4, 1), (4, 1)),
+    ):
+        assert experts_at_once(_meta(whole, 128, outputs, inputs), 2) == eight
+        assert experts_at_once(_meta(one, 128, outputs, inputs // 2), 2) == four
+    assert experts_at_once(_meta(one, 8, 5_760, 1_440), 2) == (8, 1)
+
+
+def _meta(like: Stored, experts: int, outputs: int, columns: int) -> Stored:
+    return like._replace(codes=torch.empty(experts, outputs, columns, dtype=like.codes.dtype, device="meta"))

@@ -23,9 +23,16 @@ WORTH_UNPACKING = 96
 """Pairs of an expert, on average, from which on its stored matrices are unpacked before the products."""
 
 
-def experts_at_once(experts: int, outputs: int, inputs: int, itemsize: int, most: int = EXPERTS_BYTES) -> int:
-    """Experts whose matrices [O, I] are unpacked together."""
-    return min(experts, max(4, most // (outputs * inputs * itemsize) // 4 * 4))
+def experts_at_once(weights_EOI: Stored, itemsize: int, most: int = EXPERTS_BYTES) -> tuple[int, int]:
+    """Experts whose matrices are unpacked together, and how many times there is room for so many.
+
+    4 bits are unpacked while the experts before are multiplied, so there is room for both: half of `most` each, if four experts take no more.
+    """
+    experts, outputs, inputs = weights_EOI.shape
+    at_once = max(4, most // (outputs * inputs * itemsize) // 4 * 4)
+    if experts <= at_once or at_once < 8 or isinstance(weights_EOI, Stored8):
+        return min(experts, at_once), 1
+    return at_once // 8 * 4, 2
 
 
 def outputs_at_once(weight_OI: Stored, itemsize: int, most: int) -> int:
@@ -59,7 +66,8 @@ def experts_bytes(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> int:
     rounded = eight_bit_floats and inputs % 128 == 0 and _rounds(weights_EOI._replace(**single), dtype)
     if rounded or pairs <= WORTH_UNPACKING * experts:
         return 0
-    return experts_at_once(experts, outputs, inputs, dtype.itemsize) * outputs * inputs * dtype.itemsize
+    at_once, rooms = experts_at_once(weights_EOI, dtype.itemsize)
+    return rooms * at_once * outputs * inputs * dtype.itemsize
 
 
 def _rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:

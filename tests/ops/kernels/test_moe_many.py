@@ -10,7 +10,7 @@ from pagerunner.ops.kernels import moe, moe_many
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.quantize import dequantized, quantize
-from pagerunner.ops.routing import Routing, route
+from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4, Stored8, pack4
 
 
@@ -27,6 +27,22 @@ def test_dense_halves(activation, tokens, features, inner, monkeypatch):
     for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
         op(x, routes, gate_up, down, activation, *biases, residual_TD=out)
     assert (got - want).float().norm() < 3e-3 * want.float().norm()
+
+
+@pytest.mark.parametrize("activation", [None, SILU, GatedActivation("clamped_swiglu", 2.0)])
+def test_the_last_tile_of_an_expert_may_be_half_as_high(activation):
+    torch.manual_seed(0)
+    experts_TA = torch.tensor(
+        [[0, 1]] * 64 + [[0, 2]] * 65 + [[0, 4]] * 9, dtype=torch.int32
+    )  # 138, 64, 65, none and 9
+    routes = moe._ordered(Routes(torch.rand(138, 2), experts_TA), 5)
+    x = torch.randn(138 if activation else 276, 64).half()
+    weights = torch.randn(5, 64, 64).half() / 8
+    own = x, weights, None, routes, activation
+    got, want = (
+        many_product(*own, weigh=True, config=ManyConfig(pairs, 32, 64, 4, 3, 1)).float() for pairs in (128, 16)
+    )
+    assert (got - want).norm() < 1e-3 * want.norm()
 
 
 @pytest.mark.parametrize("block", [(1, 256), (128, 128), (1, 128)])

@@ -4,11 +4,14 @@ Tiles go expert by expert, and within an expert from one block of pairs to the n
 travel by bulk copies (the "tensor memory accelerator" of Hopper), and so do the rows of the second product, which stand in expert order.
 
 Matrices of 8-bit floats can be multiplied as they are, with inputs that are rounded to 8 bits, too (`ops/quantize.py`). Other stored matrices
-are unpacked before. Shape letters as in `ops/moe.py`.
+are unpacked before, some experts at a time; 4 bits are unpacked on a stream of their own, beside the products of the experts before.
+Shape letters as in `ops/moe.py`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +28,11 @@ from pagerunner.ops.kernels.moe_tiles import finish, kind_of
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored, Stored8
+from pagerunner.ops.stored import Stored, Stored4, Stored8
 from pagerunner.ops.unpacked import EXPERTS_BYTES, experts_at_once
+
+MOST_REGISTERS = 224
+"""Of a thread, where a stored matrix is unpacked beside the product (`kernels/stored.py`)."""
 
 
 @triton.jit
@@ -54,73 +60,99 @@ def _scaled(acc, x_scales, w_scales, live, STEPS: tl.constexpr, GROUPED: tl.cons
     return acc
 
 
-@triton.jit(do_not_specialize=["active", "programs", "x_column"])
-def _many_kernel(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, programs,
-                 limit, x_column, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-                 BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, BO: tl.constexpr, STEPS: tl.constexpr,
-                 GROUPED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-                 WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Tiles of BM pairs of an expert times BN of its N features, as in `kernels/moe.py`.
+@triton.jit
+def _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_ptr, out_ptr, expert, first_row, end,
+          first_feature, active, limit, x_column, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+          BK: tl.constexpr, FORM: tl.constexpr, BO: tl.constexpr, STEPS: tl.constexpr, GROUPED: tl.constexpr,
+          BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, WEIGH: tl.constexpr):  # fmt: skip
+    """BM pairs of an expert, before row `end`, times BN of its features. See `_many_kernel`."""
+    both: tl.constexpr = 2 if GATED else 1
+    turns: tl.constexpr = 2 if GATED and not (STEPS or GROUPED) else 1
+    wide: tl.constexpr = turns * BN
+    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
+    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
+    scale_rows: tl.constexpr = (both * N + BO - 1) // BO
+    columns: tl.constexpr = (K + 127) // 128 if STEPS else 1  # of the weights' scales
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    rows = first_row + tl.arange(0, BM)
+    valid = rows < end
+    pairs = tl.load(order_ptr + rows, mask=valid, other=0)
+    source = (pairs // active if GATED else tl.where(valid, rows, 0)).to(tl.int64)
+    s_columns = tl.arange(0, wide)
+    s_features = first_feature + s_columns // turns
+    s_rows = (s_features * step if GATED else s_features) + s_columns % turns * ups
+    s_place = s_ptr + (expert * scale_rows + s_rows // BO) * columns
+    up_s_place = s_ptr + (expert * scale_rows + (s_rows + ups) // BO) * columns
+    s_live = s_features < N
+    acc = tl.zeros((BM, wide), tl.float32)
+    up = acc
+    for first in range(0, K, BK):
+        w = w_matrix.load([expert, first_feature, 0, first] if turns == 2 else [expert, 0, first_feature, first])
+        w = tl.reshape(w, [wide, BK])
+        if GATED:  # zeros cost the matrix units less power than numbers that nobody reads
+            x_place = x_ptr + source[:, None] * K + (first + tl.arange(0, BK))[None, :]
+            x = tl.load(x_place, mask=valid[:, None], other=0.0)
+        else:
+            x = x_rows.load([first_row, first])
+        column = first // 128
+        x_scales = xs_ptr + source + column * x_column.to(tl.int64)
+        acc = _add_dot(acc, x, w, x_scales, s_place + column, s_live, STEPS, GROUPED)
+        if GATED and turns == 1:
+            more = tl.reshape(w_matrix.load([expert, 1, first_feature, first]), [wide, BK])
+            up = _add_dot(up, x, more, x_scales, up_s_place + column, s_live, STEPS, GROUPED)
+    if FORM == E4M3:
+        acc = _scaled(acc, xs_ptr + source, s_place, s_live, STEPS, GROUPED)
+        if GATED and turns == 1:
+            up = _scaled(up, xs_ptr + source, up_s_place, s_live, STEPS, GROUPED)
+    if turns == 2:
+        acc, up = tl.split(tl.reshape(acc, [BM, BN, 2]))
+    features = first_feature + tl.arange(0, BN)
+    live = features < N
+    y = finish(acc, up, bias_ptr + expert * both * N, weights_ptr, pairs, valid, features * step if GATED else features, live,
+               ups, limit, dtype, BIAS, GATED, KIND, WEIGH)  # fmt: skip
+    target = (rows if GATED else pairs).to(tl.int64)
+    tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
 
+
+@triton.jit(do_not_specialize=["active", "programs", "x_column"])
+def _many_kernel(x_ptr, x_rows, x_half, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active,
+                 programs, limit, x_column, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, BO: tl.constexpr,
+                 STEPS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+                 WEIGH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Tiles of BM pairs of an expert times BN of its N features, as in `kernels/moe.py`. HALF: half as many pairs where there are no more.
+
+    `w_matrix` has gates and ups as [E, N, 2, K], so that a step's tile has them in turns and is one product; other weights as [E, 1, N, K].
     STEPS: scales of BO rows and 128 columns of the weights, else of rows. GROUPED: scales of 128 features of the inputs, else of rows.
+    With either, products of steps are scaled before they are added up. They need registers, so gates and
+    ups are two products, of [E, 2, N, K].
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # all gates come before all ups; otherwise a row of `w_matrix` is a gate and its up
-    apart: tl.constexpr = GATED and KIND != 2
-    outputs: tl.constexpr = 2 * N if GATED else N
-    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
-    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     blocks_N: tl.constexpr = (N + BN - 1) // BN
-    scale_rows: tl.constexpr = (outputs + BO - 1) // BO
-    columns: tl.constexpr = (K + 127) // 128 if STEPS else 1  # of the weights' scales
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
     tiles = (ends - starts + BM - 1) // BM * blocks_N
     tiles_end = tl.cumsum(tiles, 0)
+    counts = tiles.to(tl.int64) + 4294967296  # of an expert and of its tiles, so that one sum finds both
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), programs):
-        expert = tl.sum(((tiles_end <= tile) & (experts < E)).to(tl.int32), 0)
-        own = experts == expert
-        high = tl.sum(tl.where(own, tiles, 0), 0) // blocks_N
-        place = tile - tl.sum(tl.where(own, tiles_end - tiles, 0), 0)
-        first_row = tl.sum(tl.where(own, starts, 0), 0) + place % high * BM
+        before = tl.sum(tl.where(tiles_end <= tile, counts, 0), 0)
+        expert = (before >> 32).to(tl.int32)
+        place = tile - before.to(tl.int32)
+        start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+        high = (end - start + BM - 1) // BM
+        first_row = start + place % high * BM
         first_feature = place // high * BN
-        rows = first_row + tl.arange(0, BM)
-        valid = rows < tl.sum(tl.where(own, ends, 0), 0)
-        pairs = tl.load(order_ptr + rows, mask=valid, other=0)
-        source = (pairs // active if GATED else tl.where(valid, rows, 0)).to(tl.int64)
-        features = first_feature + tl.arange(0, BN)
-        live = features < N
-        w_rows = features * step if GATED else features
-        s_place = s_ptr + (expert * scale_rows + w_rows // BO) * columns
-        up_s_place = s_ptr + (expert * scale_rows + (w_rows + ups) // BO) * columns
-        gate_row = expert * (outputs if apart or not GATED else N) + first_feature
-        acc = tl.zeros((BM, BN), tl.float32)
-        up = acc
-        for first in range(0, K, BK):
-            gates = w_matrix.load([gate_row, first])
-            if GATED:
-                more = w_matrix.load([gate_row + N, first] if apart else [gate_row, K + first])
-            if GATED:
-                x = tl.load(x_ptr + source[:, None] * K + (first + tl.arange(0, BK))[None, :])
-            else:
-                x = x_rows.load([first_row, first])
-            column = first // 128
-            x_scales = xs_ptr + source + column * x_column.to(tl.int64)
-            acc = _add_dot(acc, x, gates, x_scales, s_place + column, live, STEPS, GROUPED)
-            if GATED:
-                up = _add_dot(up, x, more, x_scales, up_s_place + column, live, STEPS, GROUPED)
-        if FORM == E4M3:
-            acc = _scaled(acc, xs_ptr + source, s_place, live, STEPS, GROUPED)
-            if GATED:
-                up = _scaled(up, xs_ptr + source, up_s_place, live, STEPS, GROUPED)
-        y = finish(acc, up, bias_ptr + expert * outputs, weights_ptr, pairs, valid, w_rows, live, ups, limit, dtype,
-                   BIAS, GATED, KIND, WEIGH)  # fmt: skip
-        target = (rows if GATED else pairs).to(tl.int64)
-        tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
+        if HALF and end - first_row <= BM // 2:
+            _tile(x_ptr, x_half, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_ptr, out_ptr, expert, first_row, end,
+                  first_feature, active, limit, x_column, N, K, BM // 2, BN, BK, FORM, BO, STEPS, GROUPED, BIAS, GATED, KIND,
+                  WEIGH)  # fmt: skip
+        else:
+            _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_ptr, out_ptr, expert, first_row, end,
+                  first_feature, active, limit, x_column, N, K, BM, BN, BK, FORM, BO, STEPS, GROUPED, BIAS, GATED, KIND,
+                  WEIGH)  # fmt: skip
 
 
 class ManyConfig(NamedTuple):
@@ -175,6 +207,7 @@ def many_product(
     dtype: torch.dtype | None = None,
     config: ManyConfig | None = None,
     out: torch.Tensor | None = None,
+    registers: int | None = None,
 ) -> torch.Tensor:
     """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order.
 
@@ -188,11 +221,6 @@ def many_product(
     rounded = isinstance(x, Quantized)
     config = config or many_config(pairs, experts, inputs, rounded, activation is not None)
     codes = weights if isinstance(weights, torch.Tensor) else weights.codes
-    inner = (
-        codes.view(experts * features, 2 * inputs)
-        if activation is not None and activation.alternating
-        else codes.view(-1, inputs)
-    )
     numbers = x.codes if isinstance(x, Quantized) else x
     if out is None:
         out = torch.empty(pairs, features, dtype=dtype or numbers.dtype, device=numbers.device)
@@ -203,17 +231,39 @@ def many_product(
         scales, x_scales = weights.scales, x.scales
         steps = weights.block[1] < inputs
         own = {"FORM": E4M3.value, "BO": weights.block[0], "STEPS": steps, "GROUPED": x.scales.shape[1] > 1}
-    rows = numbers if activation is not None else TensorDescriptor.from_tensor(numbers, [config.pairs, config.inputs])
+    in_turns = activation is not None and not (own["STEPS"] or own["GROUPED"])
+    w_matrix = _matrix(codes, activation, width, config.inputs, in_turns=in_turns)
+    half = rounded and config.pairs >= 128
+    rows, x_half = (
+        numbers if activation is not None else TensorDescriptor.from_tensor(numbers, [high, config.inputs])
+        for high in (config.pairs, config.pairs // 2 if half else config.pairs)
+    )
     programs = multiprocessors(numbers.device) * config.programs
     _many_kernel[(programs,)](
-        numbers, rows, TensorDescriptor.from_tensor(inner, [width, config.inputs]), scales, x_scales,
+        numbers, rows, x_half, w_matrix, scales, x_scales,
         routes.weights_TA if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out, active,
         programs, 0.0 if activation is None else activation.limit, x_scales.stride(1), E=experts, N=features, K=inputs,
         BE=padded(experts), BM=config.pairs, BN=width, BK=config.inputs, BIAS=bias_EO is not None, GATED=activation is not None,
-        KIND=kind_of(activation), WEIGH=weigh, num_warps=config.warps, num_stages=config.stages, **own,
+        KIND=kind_of(activation), WEIGH=weigh, HALF=half, num_warps=config.warps, num_stages=config.stages, maxnreg=registers, **own,
         **dependent(numbers.device),
     )  # fmt: skip
     return out
+
+
+def _matrix(
+    weights_EOI: torch.Tensor, activation: GatedActivation | None, features: int, inputs: int, *, in_turns: bool
+) -> TensorDescriptor:
+    """Bulk copies of so many features and inputs of an expert: of a gate and its up in turns, or of one kind of features."""
+    if activation is None:
+        weights = weights_EOI.unsqueeze(1)
+    elif activation.alternating:
+        weights = weights_EOI.unflatten(1, (-1, 2)).transpose(1, 2)
+    else:
+        weights = weights_EOI.unflatten(1, (2, -1))
+    block = [1, 1, features, inputs]
+    if in_turns:
+        weights, block = weights.transpose(1, 2), [1, features, 2, inputs]
+    return TensorDescriptor(weights, list(weights.shape), list(weights.stride()), block)
 
 
 def unpacked_product(
@@ -229,19 +279,57 @@ def unpacked_product(
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, outputs, inputs = weights.shape
     pairs, gated = routes.order_P.shape[0], activation is not None
-    at_once = experts_at_once(experts, outputs, inputs, x.dtype.itemsize, EXPERTS_BYTES)
-    room = torch.empty(at_once * outputs, inputs, dtype=x.dtype, device=x.device)
     out = torch.empty(pairs, outputs // 2 if gated else outputs, dtype=x.dtype, device=x.device)
     config = many_config(pairs, experts, inputs, False, gated)
-    for first in range(0, experts, at_once):
-        some = slice(first, min(first + at_once, experts))
-        count = some.stop - first
-        unpack(_flat(weights, some), room[: count * outputs])
+    for some, dense_EOI in _unpacked(weights, x):
         many_product(
-            x, room[: count * outputs].view(count, outputs, inputs), None if bias_EO is None else bias_EO[some],
-            routes._replace(starts_E1=routes.starts_E1[first : some.stop + 1]), activation, weigh=weigh, config=config, out=out,
+            x, dense_EOI, None if bias_EO is None else bias_EO[some],
+            routes._replace(starts_E1=routes.starts_E1[some.start : some.stop + 1]), activation, weigh=weigh, config=config, out=out,
+            registers=MOST_REGISTERS if isinstance(weights, Stored4) else None,
         )  # fmt: skip
     return out
+
+
+def _unpacked(weights_EOI: Stored, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some experts after others, and their matrices. The next ones are unpacked beside what the caller launches for these.
+
+    Reading codes and writing numbers takes memory and integer units, products take matrix units. There are two rooms in turns. What one
+    holds is overwritten when the products of it have ended.
+    """
+    experts, outputs, inputs = weights_EOI.shape
+    at_once, rooms = experts_at_once(weights_EOI, x.dtype.itemsize, EXPERTS_BYTES)
+    room_REOI = torch.empty(rooms, at_once, outputs, inputs, dtype=x.dtype, device=x.device)
+    parts = [slice(first, min(first + at_once, experts)) for first in range(0, experts, at_once)]
+    filled = [room_REOI[n % rooms, : some.stop - some.start] for n, some in enumerate(parts)]
+
+    def fill(n: int, beside: bool) -> None:
+        unpack(_flat(weights_EOI, parts[n]), filled[n].flatten(0, 1), beside=beside)
+
+    fill(0, False)
+    if rooms == 1 or x.device.type != "cuda":
+        for n, own in enumerate(zip(parts, filled, strict=True)):
+            if n:
+                fill(n, False)
+            yield own
+        return
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    try:
+        for n, own in enumerate(zip(parts, filled, strict=True)):
+            if n:
+                main.wait_stream(side)
+            if n + 1 < len(parts):
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    fill(n + 1, True)
+            yield own
+    finally:  # an interrupt may leave the other stream current, or rooms that it still writes
+        torch.cuda.set_stream(main)
+        main.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def unpacks(x: torch.Tensor, weights: Stored) -> bool:

@@ -10,14 +10,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import form_of, numbers4, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent
-from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
+from pagerunner.ops.stored import Stored, Stored4, Stored8
 
 HELD_BY = {
     torch.bfloat16: (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8),
     torch.float16: (torch.float16, torch.float8_e4m3fn),
 }
 """Dtypes of scales whose every number is one of the key's dtype. Products of such a scale and a code are rounded once in that dtype, too."""
+
+PIECES = 256
+"""Pieces of 8 bytes of 4-bit codes that a program unpacks at a time: two for each of its threads."""
+BESIDE = 2
+"""Programs of 4 warps and 32 registers a thread that fit a multiprocessor beside a kernel of 8 warps and 224 registers a thread."""
 
 
 @triton.jit
@@ -53,49 +58,62 @@ def _dense8_kernel(codes_ptr, scales_ptr, out_ptr, features, K: tl.constexpr, BO
 
 
 @triton.jit
-def _half_of_runs(codes, s_ptr, z_ptr, factor, rows, runs, inside, HIGH: tl.constexpr, dtype: tl.constexpr, K: tl.constexpr,
-                  G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """What the low or the high nibbles of runs [N, R, 16] stand for. HELD: scales are numbers of `dtype`, so a product in it is rounded once."""
-    groups = runs * 2 + (1 if HIGH else 0) if G == 16 else runs // (G // 32)
-    place = rows[:, None].to(tl.int64) * (K // G) + groups[None, :]
-    numbers = numbers4(codes, HIGH, dtype if HELD else tl.float32, FORM, WORDS)
-    numbers_dtype: tl.constexpr = dtype if HELD else tl.float32
-    numbers = numbers.to(numbers_dtype)
-    if ZEROS:
-        zeros = tl.load(z_ptr + place, mask=inside, other=0).to(tl.float32) - 8.0
-        numbers -= zeros.to(numbers_dtype)[:, :, None]
-    scales = scale_numbers(tl.load(s_ptr + place, mask=inside, other=0.0)) * factor[:, None]
-    return (numbers * scales.to(numbers_dtype)[:, :, None]).to(dtype)
+def _groups(runs, G: tl.constexpr, HIGH: tl.constexpr):
+    """Which scale the low or the high nibbles of runs have, all rows' runs and scales being counted through."""
+    if G == 16:
+        groups = runs * 2 + (1 if HIGH else 0)
+    else:
+        groups = runs // (G // 32)
+    return groups
 
 
 @triton.jit
-def _dense4_kernel(codes_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, features, K: tl.constexpr, G: tl.constexpr,
+def _half_of_pieces(codes, s_ptr, z_ptr, factors, runs, inside, HIGH: tl.constexpr, dtype: tl.constexpr, G: tl.constexpr,
+                    FORM: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """What the low or the high nibbles of pieces [P, 8] stand for. HELD: scales are numbers of `dtype`, so a product in it is rounded once."""
+    groups = _groups(runs, G, HIGH)
+    numbers_dtype: tl.constexpr = dtype if HELD else tl.float32
+    numbers = numbers4(codes, HIGH, numbers_dtype, FORM, WORDS).to(numbers_dtype)
+    if ZEROS:
+        zeros = tl.load(z_ptr + groups, mask=inside, other=0).to(tl.float32) - 8.0
+        numbers -= zeros.to(numbers_dtype)[:, None]
+    scales = scale_numbers(tl.load(s_ptr + groups, mask=inside, other=0.0)) * factors
+    return (numbers * scales.to(numbers_dtype)[:, None]).to(dtype)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _dense4_kernel(codes_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, count, programs, K: tl.constexpr, G: tl.constexpr,
                    FORM: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr,
-                   FACTORS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN rows and BR runs of 4-bit codes, G of which share a scale."""
+                   FACTORS: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The `count` pieces of whole rows, PIECES at a time. A piece is 8 bytes of 4-bit codes, half a run; G columns share a scale.
+
+    A thread reads a piece and writes 16 bytes of its low nibbles' numbers, then 16 of its high ones'. Two threads' make a whole sector of
+    32 bytes, so that nothing goes through shared memory.
+    """
     if PDL:
         gdc_launch_dependents()
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    runs = tl.program_id(1) * BR + tl.arange(0, BR)
-    inside = (rows < features)[:, None] & (runs < K // 32)[None, :]
-    place = rows[:, None].to(tl.int64) * (K // 2) + (runs * 16)[None, :]
-    codes = tl.load(codes_ptr + place[:, :, None] + tl.arange(0, 16)[None, None, :], mask=inside[:, :, None], other=0)
-    factor = tl.full((BN,), 1.0, tl.float32)
-    if FACTORS:
-        factor = tl.load(factors_ptr + rows, mask=rows < features, other=0.0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    low = _half_of_runs(
-        codes, scales_ptr, zeros_ptr, factor, rows, runs, inside, False, dtype, K, G, FORM, WORDS, HELD, ZEROS
-    )
-    high = _half_of_runs(
-        codes, scales_ptr, zeros_ptr, factor, rows, runs, inside, True, dtype, K, G, FORM, WORDS, HELD, ZEROS
-    )
-    y = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [BN, BR * 32])
-    cols = tl.program_id(1) * (BR * 32) + tl.arange(0, BR * 32)
-    if PDL:
         gdc_wait()
-    out_place = out_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
-    tl.store(out_place, y, mask=(rows < features)[:, None] & (cols < K)[None, :])
+    own = tl.arange(0, PIECES)
+    byte = tl.arange(0, 8)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    for first in range(tl.program_id(0) * PIECES, count, programs * PIECES):
+        inside = own < count - first
+        runs = first // 2 + own // 2
+        codes = tl.load(
+            codes_ptr + tl.cast(first, tl.int64) * 8 + (own[:, None] * 8 + byte), mask=inside[:, None], other=0
+        )
+        factors = tl.full((PIECES,), 1.0, tl.float32)
+        if FACTORS:
+            factors = tl.load(factors_ptr + runs // (K // 32), mask=inside, other=0.0)
+        low = _half_of_pieces(
+            codes, scales_ptr, zeros_ptr, factors, runs, inside, False, dtype, G, FORM, WORDS, HELD, ZEROS
+        )
+        high = _half_of_pieces(
+            codes, scales_ptr, zeros_ptr, factors, runs, inside, True, dtype, G, FORM, WORDS, HELD, ZEROS
+        )
+        place = out_ptr + tl.cast(first, tl.int64) * 16 + ((own // 2 * 32 + own % 2 * 8)[:, None] + byte)
+        tl.store(place, low, mask=inside[:, None])
+        tl.store(place + 16, high, mask=inside[:, None])
 
 
 def operands_of(
@@ -112,20 +130,27 @@ def operands_of(
     return (stored.codes, stored.scales, *tensors), constants
 
 
-def unpack(stored: Stored, out_OI: torch.Tensor, rows: slice = slice(None)) -> None:
-    """Write the output features `rows` of a stored matrix into `out`, whole rows of a dense matrix in a float dtype."""
+def unpack(stored: Stored, out_OI: torch.Tensor, rows: slice = slice(None), *, beside: bool = False) -> None:
+    """Write the output features `rows` of a stored matrix into `out`, whole rows of a dense matrix in a float dtype.
+
+    `beside` another kernel that leaves registers for it, 4 bits are unpacked by BESIDE small programs on each multiprocessor, and not early.
+    """
     first, last, _ = rows.indices(stored.shape[0])
     features, inputs = last - first, stored.shape[1]
     if isinstance(stored, Stored4):
-        high, wide = 16, 8
         factors, zeros = stored.rows, stored.zeros
         held = factors is None and stored.scales.dtype in HELD_BY.get(out_OI.dtype, ())
         group = inputs if stored.group >= inputs else stored.group
-        _dense4_kernel[(blocks(features, high), blocks(inputs, wide * RUN))](
+        count = features * inputs // 16
+        programs = blocks(count, PIECES)
+        if beside:
+            programs = min(programs, BESIDE * multiprocessors(out_OI.device))
+        own = {"PDL": False, "maxnreg": 32} if beside else dependent(out_OI.device)
+        _dense4_kernel[(programs,)](
             stored.codes[rows], stored.scales[rows], stored.codes if zeros is None else zeros[rows],
-            stored.codes if factors is None else factors[rows], out_OI, features, K=inputs, G=group, FORM=form_of(stored),
-            WORDS=uses_words(out_OI.dtype), HELD=held, ZEROS=zeros is not None, FACTORS=factors is not None, BN=high,
-            BR=wide, num_warps=4, **dependent(out_OI.device),
+            stored.codes if factors is None else factors[rows], out_OI, count, programs, K=inputs, G=group, FORM=form_of(stored),
+            WORDS=uses_words(out_OI.dtype), HELD=held, ZEROS=zeros is not None, FACTORS=factors is not None,
+            PIECES=PIECES, num_warps=4, **own,
         )  # fmt: skip
         return
     high, wide = 8, 512
