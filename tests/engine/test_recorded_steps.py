@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
+from helpers.programs import run_python
 from pagerunner import LLM, SamplingParams
 from pagerunner.ops.native import calls
 from pagerunner.ops.native.library import SWITCH
@@ -51,6 +53,20 @@ def test_tokens_are_those_of_single_calls(tmp_path: Path, family: str) -> None:
     assert tokens(llm) == tokens(plain)
     steps = recorded(llm)
     assert steps is not None and steps.recorded == steps.steps > 10
+
+
+def test_the_first_step_imports_no_compiler() -> None:
+    """torch's takes two seconds to import, which the first request's second token would wait for."""
+    code = (
+        "import sys; from pagerunner import LLM, SamplingParams; "
+        "llm = LLM('demo', use_tqdm=False, kv_cache_memory_bytes=1 << 24); before = set(sys.modules); "
+        "llm.generate('hi', SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False); "
+        "print(llm._core._executor._runner._recorded.recorded, 'torch._dynamo' in sys.modules, len(set(sys.modules) - before))"
+    )
+    done = run_python(code, (), dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    steps, compiler, modules = done.stdout.split()
+    assert int(steps) >= 3 and compiler == "False" and int(modules) < 20
 
 
 def test_recordings_are_made_again_after_sleep(tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def record(memory: torch.Tensor, work: Callable[[], Result]) -> tuple[Recording,
 class _ViewsAlone(TorchDispatchMode):
     """torch may make views of tensors, and nothing else, while commands are recorded."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else torch imports its compiler at the first call, which takes two seconds
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if _recording.get() is None:  # two interrupts on each other's heels have left this mode behind
             return func(*args, **(kwargs or {}))
