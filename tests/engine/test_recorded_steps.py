@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
 from helpers.programs import run_python
@@ -44,9 +45,10 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_tokens_are_those_of_single_calls(tmp_path: Path, family: str) -> None:
-    path = str(make_checkpoint(tmp_path, family, tokenizer=False))
+    make = make_window_checkpoint if family in ("qwen3_moe", "gpt_oss", "gemma3_text") else make_checkpoint
+    path = str(make(tmp_path, family, tokenizer=False))
     llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
     plain = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, enforce_eager=True)
     assert recorded(plain) is None
@@ -110,11 +112,8 @@ def test_few_recordings_are_tried_that_the_memory_is_too_small_for(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss"])
-def test_models_that_compute_with_torch_run_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    path = str(make_window_checkpoint(tmp_path, family, tokenizer=False))
+def test_models_that_compute_with_torch_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(make_chunked_checkpoint(tmp_path)[0])
     llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
     begun = attempts(monkeypatch)
     found, steps = tokens(llm), recorded(llm)

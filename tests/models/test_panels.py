@@ -26,6 +26,7 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.native.library import SWITCH
+from pagerunner.quant.dequantized import DequantizedExperts
 from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.panels import InPanels
 
@@ -77,6 +78,38 @@ def test_experts_fill_panels(tmp_path: Path, family: str, inner: int) -> None:
         dummy_weights(one, 3)
     assert equal(plain, model)
     assert all(torch.equal(ours, theirs) for ours, theirs in experts_of(model, plain))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen3_moe", "fp8 block"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "gptq"),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
+def test_quantised_experts_are_unpacked_into_panels(tmp_path: Path, family: str, kind: str) -> None:
+    sizes = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    path = make_window_checkpoint(tmp_path, family, tokenizer=False, **sizes)
+    quantise(path, kind)
+    plain, model = models(path)
+    assert all(isinstance(x.method, DequantizedExperts) for x in plain.modules() if isinstance(x, Experts))
+    pairs = experts_of(model, plain)
+    assert len(pairs) >= 4 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert equal(plain, model)
+    room = sum(panels.numel() - matrix.numel() for panels, matrix in sizes_of(model, plain))
+    assert weights_bytes(model) - weights_bytes(plain) <= 4 * room, "there is a second copy of something"
+
+
+def sizes_of(model: Model, plain: Model) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of linears, embeddings and experts in panels, which may be partly empty, and the plain ones."""
+    return [
+        (ours.weights[name], theirs.weights[name])
+        for ours, theirs in zip(model.modules(), plain.modules(), strict=True)
+        if isinstance(ours, Linear | Embedding | Experts)
+        for name in ours.weights
+    ]
 
 
 def equal(one: Model, other: Model) -> bool:

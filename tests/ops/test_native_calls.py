@@ -19,15 +19,16 @@ from helpers.compiler import needs_compiler
 from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops import panels as ops_panels
+from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from pagerunner.ops.batch import StepTensors, TableSet, build_rows
-from pagerunner.ops.embedding import embedding
+from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native import batch, calls, paged, small
+from pagerunner.ops.native import batch, calls, mixture, paged, small
 from pagerunner.ops.native.calls import CannotRecordError, Commands, record
-from pagerunner.ops.norm import offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
-from pagerunner.ops.rope import RopeAngles, rope_angles
+from pagerunner.ops.rope import RopeAngles, rope_, rope_angles
 from pagerunner.ops.sample import greedy
 
 pytestmark = needs_compiler
@@ -51,6 +52,38 @@ def panels(outputs: int, inputs: int) -> tuple[torch.Tensor, Layout]:
 def test_norms_equal_their_twins(op, tokens: int, features: int) -> None:
     x_TD, weight_D = torch.randn(tokens, features + 2)[:, 1:-1], torch.rand(features)
     torch.testing.assert_close(op(x_TD, weight_D, 1e-6), op.twin(x_TD, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(0, 8), (1, 5), (3, 64), (40, 300)])
+@pytest.mark.parametrize("op", [add_rms_norm_, add_offset_rms_norm_])
+def test_norms_of_sums_equal_their_twins(op, tokens: int, features: int) -> None:
+    x_TD, residual_TD, weight_D = torch.randn(tokens, features), torch.randn(tokens, features + 3), torch.rand(features)
+    sums = [residual_TD.clone()[:, 1:-2] for _ in range(2)]
+    torch.testing.assert_close(op(x_TD, sums[0], weight_D, 1e-6), op.twin(x_TD, sums[1], weight_D, 1e-6))
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 2, 8), (1, 3, 6), (7, 4, 64), (40, 1, 34)])
+@pytest.mark.parametrize("op", [rms_norm, offset_rms_norm])
+def test_norms_and_rotations_of_heads_equal_their_twins(op, tokens: int, heads: int, size: int) -> None:
+    x_TND, weight_D = torch.randn(tokens, heads + 2, size)[:, 1:-1], torch.rand(size)
+    torch.testing.assert_close(op(x_TND, weight_D, 1e-6), op.twin(x_TND, weight_D, 1e-6))
+    angles = rope_angles(torch.arange(tokens) * 7, torch.rand(size // 2), 1.0, torch.float32)
+    ours, theirs = torch.randn(tokens, heads + 2, size)[:, 1:-1], torch.empty(tokens, heads, size)
+    theirs.copy_(ours)
+    rope_(ours, angles)
+    rope_.twin(theirs, angles)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(0, 8), (1, 5), (3, 64), (40, 301)])
+@pytest.mark.parametrize("op", [silu_and_mul, gelu_tanh_and_mul])
+def test_activations_equal_their_twins(op, tokens: int, inner: int) -> None:
+    gate_up_T2I = 12 * torch.randn(tokens, 2 * inner + 2)[:, 1:-1]
+    torch.testing.assert_close(op(gate_up_T2I), op.twin(gate_up_T2I), atol=1e-5, rtol=2e-6)
+    odd = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 1.0, 1.0, 1.0, 1.0]])
+    torch.testing.assert_close(op(odd), op.twin(odd), equal_nan=True)
+    assert torch.equal(scaled(gate_up_T2I, 1.7), gate_up_T2I * 1.7)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])
@@ -93,6 +126,11 @@ def test_python_and_c_have_the_same_structures() -> None:
         calls.NORM: small._NORM,
         calls.STEP: batch._STEP,
         calls.GREEDY: small._GREEDY,
+        calls.ROTATE: small._ROTATE,
+        calls.MAP: small._MAP,
+        calls.LOGITS: mixture._LOGITS,
+        calls.ROUTE: mixture._ROUTE,
+        calls.EXPERTS: mixture._EXPERTS,
     }
     size = calls.kernels().bytes
     assert {kind: size(kind) for kind in structures} == {kind: one.size for kind, one in structures.items()}

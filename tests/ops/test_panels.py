@@ -12,7 +12,7 @@ from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.panels import Layout, chosen_rows, panel_width, product, put_rows, rows_of
+from pagerunner.ops.panels import Layout, chosen_rows, panel_width, product, put_rows, put_rows_apart, rows_of
 
 
 def packed(matrix_OI: torch.Tensor, width: int, sections: int = 1) -> tuple[torch.Tensor, Layout]:
@@ -38,6 +38,16 @@ def test_parts_of_any_size_fill_panels(
     for number in range(sections):
         assert panels_PIN[number * layout.section_panels, 0, 0] == matrix_OI[number * section, 0]
     assert panels_PIN.isfinite().sum() == matrix_OI.numel()
+
+
+@pytest.mark.parametrize(("section", "sections"), [(20, 2), (37, 1), (16, 2)])
+def test_gates_and_ups_that_alternate_fill_panels(section: int, sections: int) -> None:
+    layout = Layout(8, sections * section, sections)
+    matrix_OI = torch.randn(layout.outputs, 5)
+    panels_PIN = torch.full((layout.panels, 5, 8), float("nan"))
+    for first in (0, 1):
+        put_rows_apart(panels_PIN, layout, range(first, layout.outputs, 2), matrix_OI[first::2].double())
+    assert torch.equal(rows_of(panels_PIN, layout), matrix_OI)
 
 
 @needs_compiler

@@ -21,6 +21,7 @@ from pagerunner.models.configs.window import Gemma3Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import gelu_tanh_and_mul, softcap_
+from pagerunner.ops.embedding import scaled
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
@@ -99,7 +100,7 @@ class Gemma3Decoder(Decoder):
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:
         """See Decoder."""
-        return ResidualStream(self.embed_tokens(batch.token_ids) * self.scale)
+        return ResidualStream(scaled(self.embed_tokens(batch.token_ids), self.scale))
 
 
 class Gemma3ForCausalLM(CausalLM):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.native import small
 
 
 @gpu_kernel("activation")
@@ -17,11 +18,25 @@ def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_up_T2I[..., :inner]).mul_(gate_up_T2I[..., inner:])
 
 
+@silu_and_mul.on_cpu
+def _silu_and_mul_on_cpu(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not small.serves(gate_up_T2I):
+        return NotImplemented
+    return small.silu_and_mul(gate_up_T2I)
+
+
 @gpu_kernel("activation")
 def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` with gelu's tanh form, laid out as in `silu_and_mul`."""
     inner = gate_up_T2I.shape[-1] // 2
     return F.gelu(gate_up_T2I[..., :inner], approximate="tanh").mul_(gate_up_T2I[..., inner:])
+
+
+@gelu_tanh_and_mul.on_cpu
+def _gelu_tanh_and_mul_on_cpu(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not small.serves(gate_up_T2I):
+        return NotImplemented
+    return small.gelu_tanh_and_mul(gate_up_T2I)
 
 
 @gpu_kernel("activation")

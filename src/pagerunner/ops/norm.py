@@ -37,7 +37,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 
 @rms_norm.on_cpu
 def _rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if x_TD.dim() != 2 or not small.serves(x_TD, weight_D):
+    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
         return NotImplemented
     return small.rms_norm(x_TD, weight_D, eps, offset=False)
 
@@ -46,6 +46,15 @@ def _rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> 
 def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the norm of the sum."""
     return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
+
+
+@add_rms_norm_.on_cpu
+def _add_rms_norm_on_cpu(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TD.dim() != 2 or not small.serves(x_TD, residual_TD, weight_D):
+        return NotImplemented
+    return small.rms_norm(x_TD, weight_D, eps, offset=False, residual_TD=residual_TD)
 
 
 @gpu_kernel("norm")
@@ -57,7 +66,7 @@ def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
 
 @offset_rms_norm.on_cpu
 def _offset_rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if x_TD.dim() != 2 or not small.serves(x_TD, weight_D):
+    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
         return NotImplemented
     return small.rms_norm(x_TD, weight_D, eps, offset=True)
 
@@ -68,6 +77,15 @@ def add_offset_rms_norm_(
 ) -> torch.Tensor:
     """Add `x` to `residual` in place and return the `offset_rms_norm` of the sum."""
     return offset_rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
+
+
+@add_offset_rms_norm_.on_cpu
+def _add_offset_rms_norm_on_cpu(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TD.dim() != 2 or not small.serves(x_TD, residual_TD, weight_D):
+        return NotImplemented
+    return small.rms_norm(x_TD, weight_D, eps, offset=True, residual_TD=residual_TD)
 
 
 @gpu_kernel("norm")

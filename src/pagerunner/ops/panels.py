@@ -67,6 +67,14 @@ def put_rows(panels_PIN: torch.Tensor, layout: Layout, first: int, rows_RI: torc
         place.copy_(source)
 
 
+def put_rows_apart(panels_PIN: torch.Tensor, layout: Layout, numbers: range, rows_RI: torch.Tensor) -> None:
+    """Set the output features `numbers`, converting to the panels' dtype."""
+    sections = [divmod(number, layout.section) for number in numbers]
+    panels = torch.tensor([section * layout.section_panels + place // layout.width for section, place in sections])
+    columns = torch.tensor([place % layout.width for _, place in sections])
+    panels_PIN[panels, :, columns] = rows_RI.to(panels_PIN.dtype)
+
+
 def rows_of(panels_PIN: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The matrix [O, I], as a copy."""
     rows = panels_PIN.transpose(1, 2).reshape(layout.sections, -1, panels_PIN.shape[1])

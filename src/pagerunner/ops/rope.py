@@ -53,6 +53,18 @@ def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     x_TND.mul_(angles.cos_T1D).addcmul_(swapped, angles.sin_T1D)
 
 
+@rope_.on_cpu
+def _rope_on_cpu(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    if x_TND.dim() != 3 or x_TND.shape[2] % 2 or not small.serves(x_TND, *angles) or not _is_dense(angles):
+        return NotImplemented  # type: ignore[return-value]
+    small.rope_(x_TND, *angles)
+    return None
+
+
+def _is_dense(angles: RopeAngles) -> bool:
+    return angles.cos_T1D.is_contiguous() and angles.sin_T1D.is_contiguous()
+
+
 @gpu_kernel("rope")
 def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """Rotate every head of `x` in place where its pairs are adjacent elements instead of halves (DeepSeek, GPT-J)."""

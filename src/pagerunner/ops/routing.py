@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.linear import Norm
+from pagerunner.ops.native import mixture, small
 
 _FEW_TOKENS = 16  # by measurement (docs/performance.md)
 
@@ -92,6 +93,16 @@ def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Ten
     return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
 
 
+@expert_logits.on_cpu
+def _expert_logits_on_cpu(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    floats = (x_TD, weight_ED) if bias_E is None else (x_TD, weight_ED, bias_E)
+    if x_TD.dim() != 2 or x_TD.shape[0] > mixture.FEW_TOKENS or not small.serves(*floats):
+        return NotImplemented
+    return mixture.expert_logits(x_TD, weight_ED, bias_E)
+
+
 def logits_take_norm(tokens: int) -> bool:
     """Whether `norm_expert_logits` of so many tokens is one kernel on a CUDA device, which computes the norm too.
 
@@ -130,6 +141,19 @@ def route(
     if routing.normalise:
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
     return Routes(weights_TA * routing.factor, experts_TA)
+
+
+@route.on_cpu
+def _route_on_cpu(
+    logits_TE: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    chosen_TA: torch.Tensor | None = None,
+) -> Routes:
+    few = chosen_TA is None and logits_TE.shape[0] <= mixture.FEW_TOKENS and logits_TE.is_contiguous()
+    if not few or counts_experts() or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
+        return NotImplemented
+    return Routes(*mixture.route(logits_TE, routing, bias_E))
 
 
 def _scores(logits_TE: torch.Tensor, kind: str) -> torch.Tensor:

@@ -44,22 +44,48 @@ class DequantizedExperts(UnquantizedExperts):
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
         """See ExpertMethod."""
-        form, target = self.form, weights["weight"]
-        if not isinstance(form, StoredMethod):
-            return {}
-        experts, outputs, inputs = target.shape
-        single = form.create(outputs, inputs, target.dtype)
-        packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
+        target_EOI = weights["weight"]
 
-        def fill(held: Weights) -> None:
-            for expert, target_OI in enumerate(target):
-                target_OI.copy_(form.dense({name: tensor[expert] for name, tensor in held.items()}))
+        def put(expert: int, matrix_OI: torch.Tensor) -> None:
+            target_EOI[expert].copy_(matrix_OI)
 
-        return Unpacking(packed, functools.partial(form.stacked, transposed=transposed), target.device, fill).sinks()
+        shape = (target_EOI.shape[0], target_EOI.shape[1], target_EOI.shape[2])
+        return unpacking_experts(self.form, shape, target_EOI.dtype, target_EOI.device, put, transposed=transposed)
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""
-        return isinstance(self.form, StoredMethod) and self.form.only_stacked(transposed=transposed)
+        return experts_only_stacked(self.form, transposed=transposed)
+
+
+def unpacking_experts(
+    form: WeightMethod,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    put: Callable[[int, torch.Tensor], None],
+    *,
+    transposed: bool,
+) -> dict[str, Sink]:
+    """What unpacks one matrix of all experts, of shape [E, O, I], from what a checkpoint holds of them together in `form`.
+
+    `put(expert, matrix)` gets each expert's [O, I]. Empty for a form in which no checkpoint holds them together.
+    """
+    if not isinstance(form, StoredMethod):
+        return {}
+    experts, outputs, inputs = shape
+    single = form.create(outputs, inputs, dtype)
+    packed = {name: tensor.new_empty(experts, *tensor.shape) for name, tensor in single.items()}
+
+    def fill(held: Weights) -> None:
+        for expert in range(experts):
+            put(expert, form.dense({name: tensor[expert] for name, tensor in held.items()}))
+
+    return Unpacking(packed, functools.partial(form.stacked, transposed=transposed), device, fill).sinks()
+
+
+def experts_only_stacked(form: WeightMethod, *, transposed: bool) -> bool:
+    """See `ExpertMethod.only_stacked`, of experts that a checkpoint holds in `form`."""
+    return isinstance(form, StoredMethod) and form.only_stacked(transposed=transposed)
 
 
 class _Everywhere(Dequantized):

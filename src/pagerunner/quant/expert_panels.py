@@ -12,12 +12,14 @@ import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import sum_of_pairs
+from pagerunner.ops.native import mixture
 from pagerunner.ops.native.calls import Commands
 from pagerunner.ops.panels import Layout, product, put_rows
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import ExpertMethod, Weights
-from pagerunner.quant.panels import PanelMethod
+from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
+from pagerunner.quant.dequantized import experts_only_stacked, unpacking_experts
+from pagerunner.quant.panels import PanelMethod, unpacking
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
 
 
@@ -27,7 +29,8 @@ class _OfOneExpert(PanelMethod):
     Its shape tells which: with as many input features, gates and ups are twice as many panels.
     """
 
-    def __init__(self, width: int, features: int, inner: int) -> None:
+    def __init__(self, width: int, features: int, inner: int, form: WeightMethod | None) -> None:
+        self.form = form
         self.layouts = (Layout(width, 2 * inner, 2), features), (Layout(width, features), inner)
 
     def layout_of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
@@ -35,6 +38,12 @@ class _OfOneExpert(PanelMethod):
         shape = tuple(weights["weight"].shape[-3:-1])
         (layout,) = (one for one, inputs in self.layouts if (one.panels, inputs) == shape)
         return layout
+
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """See WeightMethod."""
+        if self.form is None:
+            return super().sinks(weights, rows)
+        return unpacking(self.form, weights["weight"], self.layout_of(weights), rows)
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
@@ -44,20 +53,33 @@ class _OfOneExpert(PanelMethod):
 
 
 class ExpertsInPanels(ExpertMethod):
-    """Experts' matrices in float32, those of each expert in panels: "weight" [E, P, D, N] and [E, P, I, N]."""
+    """Experts' matrices in float32, those of each expert in panels: "weight" [E, P, D, N] and [E, P, I, N].
+
+    `form` is that in which a checkpoint holds each matrix, or all of them together; None: floats.
+    """
 
     linear: _OfOneExpert
 
-    def __init__(self, width: int, features: int, inner: int) -> None:
-        super().__init__(_OfOneExpert(width, features, inner))
+    def __init__(self, width: int, features: int, inner: int, form: WeightMethod | None = None) -> None:
+        super().__init__(_OfOneExpert(width, features, inner, form))
+        self.form = form
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
-        """All experts' matrices under the matrix's own name."""
-        return {"": _ExpertsSink(weights["weight"], self.linear.layout_of(weights), transposed=transposed)}
+        """All experts' matrices under the matrix's own name; in a form, what that says."""
+        panels_EPIN, layout = weights["weight"], self.linear.layout_of(weights)
+        if self.form is None:
+            return {"": _ExpertsSink(panels_EPIN, layout, transposed=transposed)}
+        inputs, dtype = panels_EPIN.shape[2], panels_EPIN.dtype
+
+        def put(expert: int, matrix_OI: torch.Tensor) -> None:
+            put_rows(panels_EPIN[expert], layout, 0, matrix_OI)
+
+        shape = (len(panels_EPIN), layout.outputs, inputs)
+        return unpacking_experts(self.form, shape, dtype, panels_EPIN.device, put, transposed=transposed)
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See ExpertMethod."""
-        return transposed
+        return transposed if self.form is None else experts_only_stacked(self.form, transposed=transposed)
 
     def matrix(self, weights: Weights) -> torch.Tensor | Stored:
         """See ExpertMethod; a copy. Products read panels."""
@@ -79,6 +101,11 @@ class ExpertsInPanels(ExpertMethod):
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ExpertMethod."""
+        if mixture.serves(x_TD, routes, residual_TD):
+            matrices = mixture.Matrices(gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias"))
+            inner_features = self.linear.layout_of(gate_up).section
+            own = matrices, inner_features, activation
+            return mixture.experts(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
         gated, experts = activation == SILU, gate_up["weight"].shape[0]
 
         def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:

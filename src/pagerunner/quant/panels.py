@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.panels import Layout, chosen_rows, product, put_rows, rows_of
+from pagerunner.ops.panels import Layout, chosen_rows, product, put_rows, put_rows_apart, rows_of
 from pagerunner.quant.base import WeightMethod, Weights
 from pagerunner.quant.dequantized import Unpacking
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
@@ -89,14 +89,23 @@ class InPanels(PanelMethod):
         panels_PIN, form = weights["weight"], self.forms.get(rows.start)
         if form is None:
             return super().sinks(weights, rows)
-        outputs, inputs = rows.stop - rows.start, panels_PIN.shape[1]
-        packed = form.create(outputs, inputs, panels_PIN.dtype)
-        make_sinks = functools.partial(form.sinks, rows=slice(0, outputs))
+        return unpacking(form, panels_PIN, self.layout, rows)
 
-        def fill(held: Weights) -> None:
-            put_rows(panels_PIN, self.layout, rows.start, form.dense(held))
 
-        return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
+def unpacking(form: WeightMethod, panels_PIN: torch.Tensor, layout: Layout, rows: slice) -> dict[str, Sink]:
+    """What fills the output features `rows`, which may have a step, from what a checkpoint holds of them in `form`."""
+    numbers, inputs = range(layout.outputs)[rows], panels_PIN.shape[1]
+    packed = form.create(len(numbers), inputs, panels_PIN.dtype)
+
+    def fill(held: Weights) -> None:
+        matrix_RI = form.dense(held)
+        if numbers.step == 1:
+            put_rows(panels_PIN, layout, numbers.start, matrix_RI)
+        else:
+            put_rows_apart(panels_PIN, layout, numbers, matrix_RI)
+
+    make_sinks = functools.partial(form.sinks, rows=slice(0, len(numbers)))
+    return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
 
 
 class PanelSink(Sink):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -159,5 +160,11 @@ class Beside(WeightMethod):
 
 def _of(weights: Mapping[str, torch.Tensor], number: int) -> Weights:
     """The weights of one part."""
+    return {name: weights[whole] for name, whole in _names_of(tuple(weights), number)}
+
+
+@functools.lru_cache(maxsize=256)  # a model has a few kinds of layers, and every product asks
+def _names_of(names: tuple[str, ...], number: int) -> tuple[tuple[str, str], ...]:
+    """What weights are called within a part, and among all."""
     before = f"{number}."
-    return {name.removeprefix(before): tensor for name, tensor in weights.items() if name.startswith(before)}
+    return tuple((name.removeprefix(before), name) for name in names if name.startswith(before))

@@ -10,7 +10,6 @@ from pagerunner.attention.cpu import CpuBackend
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.memory.specs import FullKV, Spec
 from pagerunner.ops.native.paged import attention_memory
-from pagerunner.ops.panels import product_memory
 from pagerunner.runner.recorded import RECORDED_BYTES
 
 
@@ -24,13 +23,13 @@ def step_memory(
     max_num_seqs: int,
     tokens: int,
     heads: int,
-    panel_inputs: int,
+    work_space: int,
     eager: bool,
 ) -> Iterator[tuple[str, int]]:
     """Lines of a plan: what each is for, and its bytes.
 
-    `backend` and `eager` are what the user asked for, `scores` and `heads` the model's. Steps have up to `tokens` tokens. `panel_inputs`
-    are the most input features of a matrix in panels, 0 without any.
+    `backend` and `eager` are what the user asked for, `scores` and `heads` the model's. Steps have up to `tokens` tokens. Their
+    products and mixtures work in up to `work_space` bytes.
     """
     groups: dict[Hashable, list[Spec]] = {}
     for spec in specs:
@@ -39,7 +38,7 @@ def step_memory(
     others = [spec for group in groups.values() if group not in ours for spec in group]
     if others:
         yield "gathered pages", scratch_bytes(others, max_model_len, max_num_seqs, dtype)
-    largest = [product_memory(tokens, panel_inputs)] if panel_inputs else []
+    largest = [work_space] if work_space else []
     for spec in (spec for group in ours for spec in group if isinstance(spec, FullKV)):
         largest.append(attention_memory(tokens, max(heads, spec.num_kv_heads), spec))
     if largest:

@@ -247,7 +247,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_seqs=max_num_seqs,
             tokens=wish.batched_tokens,
             heads=getattr(model, "num_heads", 0),
-            panel_inputs=counted.panel_inputs,
+            work_space=counted.work_space,
             eager=args.enforce_eager,
         )
         return (*always, *steps)

@@ -16,13 +16,15 @@ from pagerunner.config import Dtype
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.moe import Experts, ExpertSizes, Router
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization_fields import ALL
+from pagerunner.ops.native.mixture import experts_memory
+from pagerunner.ops.panels import product_memory
 from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.panels import InPanels
@@ -39,13 +41,13 @@ features, or for 32 where a matrix is not a multiple of 128 wide."""
 class Weights(NamedTuple):
     """What a plan calls weights, their bytes, and those that a product unpacks at a time.
 
-    `panel_inputs`: the most input features of a matrix in panels, 0 without any.
+    `work_space`: bytes that a CPU's kernels work in for the largest product or mixture of a step, 0 without matrices in panels.
     """
 
     name: str
     size: int
     unpacked: int = 0
-    panel_inputs: int = 0
+    work_space: int = 0
 
 
 def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) -> Weights:
@@ -59,16 +61,16 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         name = next(iter(model.format.schemes_said)).number if online else model.format.writer
         as_stored = "made while loading" if online else "as stored"
         made = build_model(model, dtype, keep_forms=keep)
-        inputs = 0 if keep else _put_in_panels(made)
+        work_space = 0 if keep else _put_in_panels(made, tokens)
         kept = as_stored if keep else f"unpacked to {dtype}"
         if keep and (dense := loaded_unpacked_bytes(made.modules())):
             kept += f", {human_bytes(dense)} of them unpacked to {dtype}"
         unpacked = max(unpacked_bytes(made.modules(), tokens)) if keep else 0
-        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, inputs)
+        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, work_space)
     if model.quantization is None:
         made = build_model(model, dtype)
-        inputs = 0 if keep else _put_in_panels(made)
-        return Weights("weights", weights_bytes(made), 0, inputs)
+        work_space = 0 if keep else _put_in_panels(made, tokens)  # panels may be larger than matrices
+        return Weights("weights", weights_bytes(made), work_space=work_space)
     method = str(model.quantization.get("quant_method", "quantised"))
     directory = Path(model.path)
     if any(directory.glob("model*.safetensors")):
@@ -78,16 +80,22 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
 
 
-def _put_in_panels(model: Model) -> int:
-    """Store a CPU's model as a start does, and return the most input features of a matrix in panels."""
+def _put_in_panels(model: Model, tokens: int) -> int:
+    """Store a CPU's model as a start does. Returns the most bytes that a product or a mixture works in, for so many tokens."""
     store_in_panels(model)
-    inputs = [0]
+    inputs, sizes, active = {0}, set[ExpertSizes](), 0
     for module in model.modules():
         if isinstance(module, Linear | Embedding) and isinstance(module.method, InPanels):
-            inputs.append(module.weights["weight"].shape[1])
+            inputs.add(module.weights["weight"].shape[1])
         elif isinstance(module, Experts) and isinstance(module.method, ExpertsInPanels):
-            inputs += module.sizes[1:]
-    return max(inputs)
+            inputs |= {module.sizes.features, module.sizes.inner}
+            sizes.add(module.sizes)
+        elif isinstance(module, Router):
+            active = max(active, module.routing.active)
+    if not max(inputs):
+        return 0
+    mixtures = (experts_memory(tokens, one.features, one.inner, one.experts, active) for one in sizes)
+    return max(product_memory(tokens, max(inputs)), *mixtures, 0)
 
 
 def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:

@@ -16,6 +16,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.quant.base import Unquantized
 from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
+from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.formats import Format, Scheme, inner_name
 from pagerunner.quant.online import Online
 from pagerunner.quant.packed8 import Packed8
@@ -230,6 +231,7 @@ def summary(modules: Iterable[Module]) -> str:
             kept = isinstance(module.method, StoredMethod | StoredExperts | Beside)
             unpacked = isinstance(module.method, Dequantized | DequantizedExperts)
             unpacked = unpacked or (isinstance(module.method, InPanels) and bool(module.method.forms))
+            unpacked = unpacked or (isinstance(module.method, ExpertsInPanels) and module.method.form is not None)
             found["in few bits" if kept else "unpacked" if unpacked else "as they were"] += 1
     kinds = [(found[kind], kind) for kind in ("in few bits", "unpacked", "as they were") if found[kind]]
     return ", ".join(

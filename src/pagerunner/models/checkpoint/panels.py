@@ -10,7 +10,7 @@ from pagerunner.layers.moe import Experts
 from pagerunner.models.checkpoint.loader import Model
 from pagerunner.ops.panels import Layout, panel_width
 from pagerunner.quant.base import Unquantized, UnquantizedExperts
-from pagerunner.quant.dequantized import Dequantized
+from pagerunner.quant.dequantized import Dequantized, DequantizedExperts
 from pagerunner.quant.expert_panels import ExpertsInPanels
 from pagerunner.quant.panels import InPanels
 
@@ -32,10 +32,12 @@ def store_in_panels(model: Model) -> int:
             sections = 2 if len(module.parts) == 2 and len(set(module.parts.values())) == 1 else 1
         elif isinstance(module, Embedding):
             form, outputs, suits, sections = module.method, module.vocab_size, tied, 1
-        elif (
-            isinstance(module, Experts) and type(module.method) is UnquantizedExperts and module.dtype == torch.float32
-        ):
-            module.store(ExpertsInPanels(width, module.sizes.features, module.sizes.inner))
+        elif isinstance(module, Experts):
+            held = module.method
+            if module.dtype != torch.float32 or type(held) not in (UnquantizedExperts, DequantizedExperts):
+                continue
+            packed = held.form if isinstance(held, DequantizedExperts) else None
+            module.store(ExpertsInPanels(width, module.sizes.features, module.sizes.inner, packed))
             changed += 2
             continue
         else:

@@ -142,8 +142,8 @@ static void many_scores(const float *q, long queries, const float **keys, long c
         put_in_panel(keys + first, own, size, space);
         for (long i = 0; i < tiles_of(queries); i++) {
             long m = tile_begin(queries, i), tokens = tile_begin(queries, i + 1) - m;
-            Ahead next = {q + (m + tokens) * size, space, 0};
-            tile(tokens, q + m * size, space, size, scores + m * KEYS + first, KEYS, 1, next);
+            Ahead none = {(const char *)space, 0};
+            tile(tokens, q + m * size, space, size, scores + m * KEYS + first, KEYS, 1, none);
         }
     }
 }

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from pagerunner.ops.native.library import Library, loaded
 
-PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY = range(8)  # as in native/kernels.c
+PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY, ROTATE, MAP, LOGITS, ROUTE, EXPERTS = range(13)
+"""Kinds of commands, as in native/kernels.c."""
 _HEADER = struct.Struct("2q")
 _ALIGNED = 64  # bytes
 _FAULTS = {
     ROWS: "a token id is outside the vocabulary",
     STEP: "a step's rows name a slot, a position or a page table entry that isn't there",
+    EXPERTS: "a token is sent to an expert that isn't there",
 }
 _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
 Result = TypeVar("Result")
@@ -75,6 +77,14 @@ def empty(*shape: int) -> torch.Tensor:
     """A float32 tensor for what a command makes."""
     recording = _recording.get()
     return torch.empty(shape, dtype=torch.float32) if recording is None else recording.empty(shape)
+
+
+def empty_numbers(*shape: int) -> torch.Tensor:
+    """An int64 tensor for what a command makes."""
+    recording = _recording.get()
+    if recording is None:
+        return torch.empty(shape, dtype=torch.int64)
+    return recording.empty((*shape[:-1], 2 * shape[-1])).view(torch.int64)
 
 
 class Commands:

@@ -2,6 +2,7 @@
 #include "products.h"
 #include "attention.h"
 #include "small.h"
+#include "mixture.h"
 
 // Commands stand one behind another: a header, then the command's structure. Sizes are multiples of 8.
 typedef struct {
@@ -24,6 +25,11 @@ static const Kind kinds[] = { // in the order of the numbers in calls.py
     {sizeof(Norm), norm, norm_amount, NULL},
     {sizeof(Step), step, step_amount, NULL},
     {sizeof(Greedy), greedy, greedy_amount, NULL},
+    {sizeof(Rotate), rotate, rotate_amount, NULL},
+    {sizeof(Map), map, map_amount, NULL},
+    {sizeof(Logits), logits, logits_amount, NULL},
+    {sizeof(Route), route, route_amount, route_scratch},
+    {sizeof(Experts), experts, experts_amount, experts_scratch},
 };
 
 typedef struct {

@@ -42,11 +42,11 @@ static void put_in_tile(const float *x, long count, long place, long size, float
     for (long k = 0; k < count; k++) tile[k * size + place] = x[k];
 }
 
-// What a tile's loop fetches into caches for the next tiles: x, a number of each token at a step, and rows of panels, `w_step` numbers
-// at a step. Where it reaches past what is there it fetches nothing.
+// What a tile's loop fetches into a cache for the tiles behind it: rows of panels, `step` bytes at each of its rows. Beyond what is there it
+// fetches nothing.
 typedef struct {
-    const float *x, *w;
-    long w_step;
+    const char *rows;
+    long step;
 } Ahead;
 
 enum { ROWS_AHEAD = 64 }; // of a panel, where it is read once: 4 KiB with AVX2
@@ -63,10 +63,8 @@ enum { ROWS_AHEAD = 64 }; // of a panel, where it is read once: 4 KiB with AVX2
         for (long k = 0; k < count; k++) {                                                                                   \
             Vector row[P * VECTORS];                                                                                         \
             if (P == 1) {                                                                                                    \
-                __builtin_prefetch(ahead.x, 0, 3);                                                                           \
-                __builtin_prefetch(ahead.w, 0, 2);                                                                           \
-                ahead.x += M;                                                                                                \
-                ahead.w += ahead.w_step;                                                                                     \
+                __builtin_prefetch(ahead.rows, 0, 2);                                                                        \
+                ahead.rows += ahead.step;                                                                                    \
             }                                                                                                                \
             _Pragma("GCC unroll 16") for (int v = 0; v < P * VECTORS; v++) {                                                 \
                 row[v] = load(w + (v / VECTORS) * panel_step + (v % VECTORS) * LANES);                                       \
@@ -152,8 +150,8 @@ static void sums(
         for (long i = first_tile; i < last_tile; i++) {
             long t = tile_begin(all_tokens, i), size = tile_begin(all_tokens, i + 1) - t;
             const float *own = x + t * inputs + first * size, *rows = from + panel * panel_step;
-            Ahead ahead = {own + size * inputs, rows + panel_step + (i - first_tile) * count * PANEL / tiles, PANEL / tiles};
-            if (tiles == 1) ahead = (Ahead){own, rows + ROWS_AHEAD * PANEL, PANEL};
+            long step = PANEL * sizeof(float) / tiles;
+            Ahead ahead = {(const char *)(tiles == 1 ? rows + ROWS_AHEAD * PANEL : rows + panel_step) + (i - first_tile) * count * step, step};
             tile(size, own, rows, count, acc + (t - start) * acc_stride + panel * PANEL, acc_stride, begin, ahead);
         }
 }
@@ -203,8 +201,24 @@ static void fill_tile(const Product *call, long first, long size, float *tile, f
     }
 }
 
-// Panels of a piece: few where each thread gets several pieces then, but what one thread computes at once for one token.
-INLINE long piece_panels(long panels, long threads) { return min(PANELS, max(4, panels / (threads * 4) / 4 * 4)); }
+// How threads share the panels of a section: first `large` pieces, and at the end small ones, so that no thread waits long for the last.
+typedef struct {
+    long panels, size, large, small, count; // panels of a large piece, large pieces, panels of a small piece, all pieces
+} Pieces;
+
+// A large piece has few panels where each thread gets several pieces then, but what one thread computes at once for one token.
+INLINE Pieces pieces_of(long panels, long threads, long tokens)
+{
+    long size = min(PANELS, max(4, panels / (threads * 4) / 4 * 4)), small = threads == 1 ? size : tokens <= 3 ? 4 : 2;
+    long large = max(0, panels - threads * size) / size;
+    return (Pieces){panels, size, large, small, large + (panels - large * size + small - 1) / small};
+}
+
+INLINE long piece_begin(const Pieces *pieces, long number)
+{
+    long large = min(number, pieces->large);
+    return min(large * pieces->size + (number - large) * pieces->small, pieces->panels);
+}
 
 INLINE long acc_floats(const Product *call) { return 2 * PANELS * PANEL * min(TILES * TOKENS, call->tokens); }
 INLINE long own_floats(const Product *call) { return (acc_floats(call) + (min(call->tokens, TOKENS) + 1) * call->inputs + 15) & ~15; }
@@ -226,7 +240,7 @@ static long product_amount(const void *argument)
 static void product(const void *argument, const Worker *worker)
 {
     const Product *call = argument;
-    long panels = section_panels(call), piece = piece_panels(panels, worker->threads);
+    Pieces pieces = pieces_of(section_panels(call), worker->threads, call->tokens);
     float *acc = worker->scratch + worker->thread * own_floats(call), *own = acc + acc_floats(call);
     float *normed = own + min(call->tokens, TOKENS) * call->inputs;
     const float *x = call->x;
@@ -241,7 +255,7 @@ static void product(const void *argument, const Worker *worker)
         x = tiles;
         meet(worker);
     }
-    for (long i; call->tokens && (i = take(worker)) < (panels + piece - 1) / piece;)
-        product_part(call, x, i * piece, min((i + 1) * piece, panels), acc);
+    for (long i; call->tokens && (i = take(worker)) < pieces.count;)
+        product_part(call, x, piece_begin(&pieces, i), piece_begin(&pieces, i + 1), acc);
     meet(worker);
 }

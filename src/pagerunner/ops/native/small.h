@@ -1,4 +1,4 @@
-// What stands around products and attention: rows of a table, rotary angles, norms.
+// What stands around products and attention: rows of a table, rotary angles, norms, activations.
 
 typedef struct {
     const float *matrix; // [V, D]; with panels [ceil(V / PANEL), D, PANEL]
@@ -64,9 +64,9 @@ static void angles(const void *argument, const Worker *worker)
 }
 
 typedef struct {
-    const float *x, *weight; // [T, D], [D]
-    float *out;              // [T, D]
-    long tokens, features, x_stride;
+    const float *x, *weight; // [T, H, D], whose heads may be apart; [D]
+    float *residual, *out;   // [T, H, D]; residual: x is added there, and the norm is the sum's; or NULL
+    long tokens, heads, features, x_stride, head_stride, residual_stride;
     float eps;
     int offset; // the weight counts from 1
 } Norm;
@@ -74,14 +74,84 @@ typedef struct {
 static long norm_amount(const void *argument)
 {
     const Norm *call = argument;
-    return call->tokens * call->features * 4;
+    return call->tokens * call->heads * call->features * 4;
 }
 
 static void norm(const void *argument, const Worker *worker)
 {
     const Norm *call = argument;
     for (long t; (t = take(worker)) < call->tokens;)
-        rms_norm(call->x + t * call->x_stride, call->weight, call->eps, call->offset, call->features, call->out + t * call->features);
+        for (long h = 0; h < call->heads; h++) {
+            const float *x = call->x + t * call->x_stride + h * call->head_stride;
+            if (call->residual) {
+                float *sum = call->residual + t * call->residual_stride;
+                for (long d = 0; d < call->features; d++) sum[d] += x[d];
+                x = sum;
+            }
+            float *out = call->out + (t * call->heads + h) * call->features;
+            rms_norm(x, call->weight, call->eps, call->offset, call->features, out);
+        }
+    meet(worker);
+}
+
+typedef struct {
+    float *x;               // [T, H, D]
+    const float *cos, *sin; // [T, D], as `angles` makes them
+    long tokens, heads, features, x_stride, head_stride;
+} Rotate;
+
+static long rotate_amount(const void *argument)
+{
+    const Rotate *call = argument;
+    return call->tokens * call->heads * call->features * 4;
+}
+
+// Halves of a head are the pairs.
+static void rotate(const void *argument, const Worker *worker)
+{
+    const Rotate *call = argument;
+    for (long t; (t = take(worker)) < call->tokens;)
+        for (long h = 0; h < call->heads; h++) {
+            float *x = call->x + t * call->x_stride + h * call->head_stride;
+            prepare_head(x, NULL, 0.0f, call->cos + t * call->features, call->sin + t * call->features, call->features);
+        }
+    meet(worker);
+}
+
+enum { SILU_TIMES, GELU_TANH_TIMES, SCALE }; // as in native/small.py
+
+typedef struct {
+    const float *x; // [T, D]; with a gate [T, 2 D]: gates, then ups
+    float *out;     // [T, D]
+    long tokens, features, x_stride;
+    float factor;
+    int kind;
+} Map;
+
+static long map_amount(const void *argument)
+{
+    const Map *call = argument;
+    return call->tokens * call->features * (call->kind == SCALE ? 1 : 16);
+}
+
+INLINE Vector mapped(const Map *call, Vector x, Vector up)
+{
+    if (call->kind == SCALE) return x * call->factor;
+    // gelu's tanh form is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    Vector inner = call->kind == SILU_TIMES ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp_of(-inner)) * up;
+}
+
+static void map(const void *argument, const Worker *worker)
+{
+    const Map *call = argument;
+    for (long t; (t = take(worker)) < call->tokens;) {
+        const float *x = call->x + t * call->x_stride, *up = call->kind == SCALE ? x : x + call->features;
+        float *out = call->out + t * call->features;
+        long d = 0;
+        for (; d + LANES <= call->features; d += LANES) store(out + d, mapped(call, load(x + d), load(up + d)));
+        for (; d < call->features; d++) out[d] = mapped(call, splat(x[d]), splat(up[d]))[0];
+    }
     meet(worker);
 }
 

@@ -9,13 +9,16 @@ import struct
 
 import torch
 
-from pagerunner.ops.native.calls import ANGLES, GREEDY, NORM, ROWS, address, call, empty, sized
+from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, address, call, empty, sized
 from pagerunner.ops.native.library import library
 
 _ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
 _ANGLES = struct.Struct("4P2qf4x")  # Angles
 _GREEDY = struct.Struct("3P3q")  # Greedy
-_NORM = struct.Struct("3P3qfi")  # Norm
+_NORM = struct.Struct("4P6qfi")  # Norm
+_ROTATE = struct.Struct("3P5q")  # Rotate
+_MAP = struct.Struct("2P3qfi")  # Map
+_SILU, _GELU_TANH, _SCALE = range(3)
 
 
 def serves(*tensors: torch.Tensor) -> bool:
@@ -69,22 +72,77 @@ def rope_angles(
     return cos_T1D, sin_T1D
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool) -> torch.Tensor:
-    """`x / rms(x) * weight`, or `* (1 + weight)` with an offset, [T, D]."""
-    tokens, features = x_TD.shape
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool, residual_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x / rms(x) * weight` of x [T, D] or of heads [T, N, D], or `* (1 + weight)` with an offset.
+
+    With `residual`, x [T, D] is added there, and it is the sum's norm.
+    """
+    (tokens, *heads, features) = x.shape
     sized("the norm's weight", weight_D, features)
-    out_TD = empty(tokens, features)
+    if residual_TD is not None:
+        sized("the residual", residual_TD, *x.shape[:1], features)
+    out = empty(*x.shape)
     packed = _NORM.pack(
-        address("x", x_TD, torch.float32, 1),
+        address("x", x, torch.float32, 1),
         address("the norm's weight", weight_D, torch.float32, 1),
-        out_TD.data_ptr(),
+        0 if residual_TD is None else address("the residual", residual_TD, torch.float32, 1),
+        out.data_ptr(),
         tokens,
+        heads[0] if heads else 1,
         features,
-        x_TD.stride(0),
+        x.stride(0),
+        x.stride(-2),
+        0 if residual_TD is None else residual_TD.stride(0),
         eps,
         offset,
     )
-    call(NORM, packed, (x_TD, weight_D, out_TD))
+    call(NORM, packed, (x, weight_D, residual_TD, out))
+    return out
+
+
+def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> None:
+    """See `ops.rope.rope_`."""
+    tokens, heads, features = x_TND.shape
+    sized("cosines", cos_T1D, tokens, 1, features)
+    sized("sines", sin_T1D, tokens, 1, features)
+    packed = _ROTATE.pack(
+        address("x", x_TND, torch.float32, 1),
+        address("cosines", cos_T1D, torch.float32, 3),
+        address("sines", sin_T1D, torch.float32, 3),
+        tokens,
+        heads,
+        features,
+        x_TND.stride(0),
+        x_TND.stride(1),
+    )
+    call(ROTATE, packed, (x_TND, cos_T1D, sin_T1D))
+
+
+def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """See `ops.activation.silu_and_mul`."""
+    return _map(_SILU, gate_up_T2I, gate_up_T2I.shape[1] // 2)
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """See `ops.activation.gelu_tanh_and_mul`."""
+    return _map(_GELU_TANH, gate_up_T2I, gate_up_T2I.shape[1] // 2)
+
+
+def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x * factor`, [T, D]."""
+    return _map(_SCALE, x_TD, x_TD.shape[1], factor)
+
+
+def _map(kind: int, x_TD: torch.Tensor, features: int, factor: float = 1.0) -> torch.Tensor:
+    out_TD = empty(x_TD.shape[0], features)
+    place = address("x", x_TD, torch.float32, 1)
+    call(
+        MAP,
+        _MAP.pack(place, out_TD.data_ptr(), x_TD.shape[0], features, x_TD.stride(0), factor, kind),
+        (x_TD, out_TD),
+    )
     return out_TD
 
 
