@@ -107,9 +107,13 @@ def _numbers(codes, dtype: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constex
 
 
 @triton.jit
-def _entries(row_table, key, length, PAGE: tl.constexpr):
-    """Pages of keys. Beyond `length` that of the last key: loads without masks are on their way together."""
-    return tl.load(row_table + tl.minimum(key, tl.maximum(length - 1, 0)) // PAGE)
+def _entries(row_table, key, length, PAGE: tl.constexpr, FEW: tl.constexpr):
+    """Pages of keys; any page beyond `length`. FEW: without masks, so that the loads are on their way together."""
+    if FEW:
+        entry = tl.load(row_table + tl.minimum(key, tl.maximum(length - 1, 0)) // PAGE)
+    else:
+        entry = tl.load(row_table + key // PAGE, mask=key < length, other=0)
+    return entry
 
 
 @triton.jit
@@ -135,7 +139,7 @@ def _tiles(
         live = key < length
         base = pages + (entry * page_stride + (key % PAGE) * slot_stride)[:, None]
         # a tile's entries are on their way while the tile before is computed
-        entry = _entries(row_table, key + BN, length, PAGE)
+        entry = _entries(row_table, key + BN, length, PAGE, FEW)
         k_low = tl.load(base + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0)
         k_high = tl.load(base + HC + c[None, :], mask=live[:, None] & (HC + c < C)[None, :], other=0)
         k_rope = tl.load(base + C + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0)
@@ -214,7 +218,7 @@ def _slices_kernel(
             wide = token.to(tl.int64)
             row_table = table + slot * table_stride
             first = (tile - first_tile) * BN
-            entry = _entries(row_table, first + n, length, PAGE)
+            entry = _entries(row_table, first + n, length, PAGE, FEW)
             if EARLY and COMPILED:
                 if waiting:
                     prefetch_tile(

@@ -293,11 +293,11 @@ def packed_config(inputs: int, features: int, tokens: int, gated: bool, e2m1: bo
     """The block for `_packed_kernel`, by measurement (docs/performance.md). `tokens` is a power of two."""
     long = inputs > 8192
     if tokens == 1 and e2m1:
-        return PackedConfig(64, 4, 2) if long else PackedConfig(32, 1, 4)
+        return PackedConfig(64, 2, 3) if long else PackedConfig(32, 1, 4)
     if tokens == 1 and gated and features > 16384:
         return PackedConfig(64, 1, 5)
     if tokens == 1:
-        return PackedConfig(64, 4, 3) if inputs > 16384 else PackedConfig(64, 2, 3 if long else 2)
+        return PackedConfig(64, 4, 3) if inputs > 16384 else PackedConfig(64, 2, 4 if long else 2)
     if tokens == 2:
         return PackedConfig(64, 4, 3 if long else 2)
     if tokens == 4:
