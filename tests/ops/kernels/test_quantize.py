@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
 
@@ -51,6 +52,14 @@ def test_the_kernel_rounds_as_the_twin(dtype, grouped, features, norm):
     x = activations(5, features)
     before = None if norm is None else Norm(torch.rand(features), 1e-6, offset=norm)
     same(quantize.kernel(x, dtype, grouped=grouped, norm=before), quantize.twin(x, dtype, grouped=grouped, norm=before))
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), FORMS)
+@pytest.mark.parametrize("tokens", [1, 8, 11])
+def test_programs_of_many_short_tokens_round_some_at_a_time(dtype, grouped, tokens):
+    for features in (192, 1152):
+        x = activations(tokens, features)
+        same(quantize_many(x, dtype, grouped=grouped), quantize.twin(x, dtype, grouped=grouped))
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), FORMS)

@@ -21,7 +21,7 @@ from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
-from pagerunner.ops.kernels.moe_many import fits, many_config, many_product, unpacked_product, unpacks
+from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
@@ -34,6 +34,7 @@ from pagerunner.ops.kernels.moe_tiles import (
     serves,
     stored_args,
 )
+from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.moe import STEP
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
@@ -214,7 +215,8 @@ def _any_product(
         return (many_product if fits(x, w_EOK) else _product)(x, w_EOK, *own, weigh=weigh)
     rounded = _rounding(x, w_EOK)
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
-        numbers = quantize(x, rounded.dtype, grouped=rounded.grouped)
+        many = routes.experts_TA.numel() > MANY_PAIRS * experts
+        numbers = (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
     if routes.experts_TA.numel() > WORTH_UNPACKING * experts and unpacks(x, w_EOK):
         return unpacked_product(x, w_EOK, *own, weigh=weigh)

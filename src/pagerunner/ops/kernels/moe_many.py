@@ -31,6 +31,8 @@ from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8
 from pagerunner.ops.unpacked import EXPERTS_BYTES, experts_at_once
 
+MANY_PAIRS = 128
+"""Pairs of an expert, on average, from which on tiles are as large as they get."""
 MOST_REGISTERS = 224
 """Of a thread, where a stored matrix is unpacked beside the product (`kernels/stored.py`)."""
 
@@ -170,7 +172,7 @@ class ManyConfig(NamedTuple):
 
 def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool) -> ManyConfig:
     """The tile by measurement (docs/performance.md)."""
-    if pairs <= 128 * experts:
+    if pairs <= MANY_PAIRS * experts:
         if rounded:
             return ManyConfig(64, 128, 128, 4, 3, 1)
         return ManyConfig(64, 128, 64, 8, 4, 1) if gated else ManyConfig(64, 128, 64, 4, 3, 2)
