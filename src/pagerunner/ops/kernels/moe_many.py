@@ -86,11 +86,14 @@ def _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_p
     s_place = s_ptr + (expert * scale_rows + s_rows // BO) * columns
     up_s_place = s_ptr + (expert * scale_rows + (s_rows + ups) // BO) * columns
     s_live = s_features < N
+    w_row = expert * (both * N // step) + first_feature
     acc = tl.zeros((BM, wide), tl.float32)
     up = acc
     for first in range(0, K, BK):
-        w = w_matrix.load([expert, first_feature, 0, first] if turns == 2 else [expert, 0, first_feature, first])
-        w = tl.reshape(w, [wide, BK])
+        if turns == 2:
+            w = tl.reshape(w_matrix.load([expert, first_feature, 0, first]), [wide, BK])
+        else:
+            w = w_matrix.load([w_row, first])
         if GATED:  # zeros cost the matrix units less power than numbers that nobody reads
             x_place = x_ptr + source[:, None] * K + (first + tl.arange(0, BK))[None, :]
             x = tl.load(x_place, mask=valid[:, None], other=0.0)
@@ -100,7 +103,7 @@ def _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_p
         x_scales = xs_ptr + source + column * x_column.to(tl.int64)
         acc = _add_dot(acc, x, w, x_scales, s_place + column, s_live, STEPS, GROUPED)
         if GATED and turns == 1:
-            more = tl.reshape(w_matrix.load([expert, 1, first_feature, first]), [wide, BK])
+            more = w_matrix.load([w_row + N, first] if step == 1 else [w_row, K + first])
             up = _add_dot(up, x, more, x_scales, up_s_place + column, s_live, STEPS, GROUPED)
     if FORM == E4M3:
         acc = _scaled(acc, xs_ptr + source, s_place, s_live, STEPS, GROUPED)
@@ -124,10 +127,10 @@ def _many_kernel(x_ptr, x_rows, x_half, w_matrix, s_ptr, xs_ptr, bias_ptr, weigh
                  WEIGH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles of BM pairs of an expert times BN of its N features, as in `kernels/moe.py`. HALF: half as many pairs where there are no more.
 
-    `w_matrix` has gates and ups as [E, N, 2, K], so that a step's tile has them in turns and is one product; other weights as [E, 1, N, K].
+    `w_matrix` has gates and ups as [E, N, 2, K], so that a step's tile has them in turns and is one product; other weights as a plain matrix.
     STEPS: scales of BO rows and 128 columns of the weights, else of rows. GROUPED: scales of 128 features of the inputs, else of rows.
-    With either, products of steps are scaled before they are added up. They need registers, so gates and
-    ups are two products, of [E, 2, N, K].
+    With either, products of steps are scaled before they are added up. They need registers, so gates and ups are two products of a plain
+    matrix: all gates of an expert come before all its ups, or a row is a gate and its up.
     """
     if PDL:
         gdc_wait()
@@ -177,7 +180,7 @@ def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: boo
             return ManyConfig(64, 128, 128, 4, 3, 1)
         return ManyConfig(64, 128, 64, 8, 4, 1) if gated else ManyConfig(64, 128, 64, 4, 3, 2)
     if rounded:
-        return ManyConfig(128, 128, 128, 8, 3, 1)
+        return ManyConfig(128, 128 if gated else 256, 128, 8, 3, 1)
     if gated:
         return ManyConfig(128, 128, 64, 8, 4, 1)
     return ManyConfig(128, 128, 64, 8, 3, 2) if inputs < 1024 else ManyConfig(128, 256, 64, 8, 3, 1)
@@ -226,16 +229,17 @@ def many_product(
     numbers = x.codes if isinstance(x, Quantized) else x
     if out is None:
         out = torch.empty(pairs, features, dtype=dtype or numbers.dtype, device=numbers.device)
-    width = min(config.features, max(16, padded(features)))
     own: dict[str, Any] = {"FORM": DENSE.value, "BO": 1, "STEPS": False, "GROUPED": False}
     scales = x_scales = routes.weights_TA
     if isinstance(weights, Stored8) and isinstance(x, Quantized):
         scales, x_scales = weights.scales, x.scales
         steps = weights.block[1] < inputs
         own = {"FORM": E4M3.value, "BO": weights.block[0], "STEPS": steps, "GROUPED": x.scales.shape[1] > 1}
-    in_turns = activation is not None and not (own["STEPS"] or own["GROUPED"])
+    by_steps = own["STEPS"] or own["GROUPED"]
+    width = min(config.features, 128 if by_steps else 256, max(16, padded(features)))
+    in_turns = activation is not None and not by_steps
     w_matrix = _matrix(codes, activation, width, config.inputs, in_turns=in_turns)
-    half = rounded and config.pairs >= 128
+    half = activation is None and config.pairs >= 128
     rows, x_half = (
         numbers if activation is not None else TensorDescriptor.from_tensor(numbers, [high, config.inputs])
         for high in (config.pairs, config.pairs // 2 if half else config.pairs)
@@ -255,17 +259,12 @@ def many_product(
 def _matrix(
     weights_EOI: torch.Tensor, activation: GatedActivation | None, features: int, inputs: int, *, in_turns: bool
 ) -> TensorDescriptor:
-    """Bulk copies of so many features and inputs of an expert: of a gate and its up in turns, or of one kind of features."""
-    if activation is None:
-        weights = weights_EOI.unsqueeze(1)
-    elif activation.alternating:
-        weights = weights_EOI.unflatten(1, (-1, 2)).transpose(1, 2)
-    else:
-        weights = weights_EOI.unflatten(1, (2, -1))
-    block = [1, 1, features, inputs]
-    if in_turns:
-        weights, block = weights.transpose(1, 2), [1, features, 2, inputs]
-    return TensorDescriptor(weights, list(weights.shape), list(weights.stride()), block)
+    """Bulk copies of so many features and inputs of an expert: of gates and ups in turns, or of one kind of features."""
+    alternating, row = activation is not None and activation.alternating, weights_EOI.shape[2]
+    if not in_turns:  # copies in two dimensions are faster than others (docs/performance.md)
+        return TensorDescriptor.from_tensor(weights_EOI.view(-1, 2 * row if alternating else row), [features, inputs])
+    weights = weights_EOI.unflatten(1, (-1, 2)) if alternating else weights_EOI.unflatten(1, (2, -1)).transpose(1, 2)
+    return TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [1, features, 2, inputs])
 
 
 def unpacked_product(
