@@ -274,7 +274,7 @@ def test_what_a_published_file_says_is_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "Bitsandbytes quantises while"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "Its weights are quantised while"),
         ({"quant_method": "quark", "export": {}}, "'quark'; known are .*Quark.*; use a repository of the model in fp8, AWQ"),
         ({"quant_method": "exl3", "bits": 3.0}, "'exl3'; known are .* Use a repository of the model in fp8, AWQ"),
         ({"group_size": 64, "bits": 4}, "quant_method is missing, as in files of MLX.*; use a repository"),

@@ -28,10 +28,8 @@ class Dequantized(Unquantized):
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        form = self.forms.get(rows.start)
-        if form is None:
-            return super().sinks(weights, rows)
-        return _unpacking(form, weights["weight"][rows])
+        form, target_OI = self.forms.get(rows.start), weights["weight"][rows]
+        return super().sinks(weights, rows) if form is None else _unpacked_into(form, target_OI)
 
 
 class DequantizedExperts(UnquantizedExperts):
@@ -97,17 +95,21 @@ class _Everywhere(Dequantized):
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        return _unpacking(self.form, weights["weight"][rows])
+        return _unpacked_into(self.form, weights["weight"][rows])
 
 
-def _unpacking(form: WeightMethod, target_OI: torch.Tensor) -> dict[str, Sink]:
+def _unpacked_into(form: WeightMethod, target_OI: torch.Tensor) -> dict[str, Sink]:
     outputs, inputs = target_OI.shape
-    packed = form.create(outputs, inputs, target_OI.dtype)
+    return unpacked_sinks(form, (outputs, inputs), target_OI, target_OI.copy_)
 
-    def fill(held: Weights) -> None:
-        target_OI.copy_(form.dense(held))
 
-    return Unpacking(packed, functools.partial(form.sinks, rows=slice(0, outputs)), target_OI.device, fill).sinks()
+def unpacked_sinks(
+    form: WeightMethod, sizes: tuple[int, int], target: torch.Tensor, put: Callable[[torch.Tensor], object]
+) -> dict[str, Sink]:
+    """Sinks of a matrix of these sizes, [O, I], that a checkpoint holds in `form`. `put` gets it unpacked, where `target` lies and in its dtype."""
+    packed = form.create(*sizes, target.dtype)
+    make_sinks = functools.partial(form.sinks, rows=slice(0, sizes[0]))
+    return Unpacking(packed, make_sinks, target.device, lambda held: put(form.dense(held))).sinks()
 
 
 class Unpacking:
@@ -122,7 +124,7 @@ class Unpacking:
         packed: Weights,
         make_sinks: Callable[[Weights], dict[str, Sink]],
         device: torch.device,
-        fill: Callable[[Weights], None],
+        fill: Callable[[Weights], object],
     ) -> None:
         self._make_sinks, self._device, self._fill = make_sinks, device, fill
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import torch
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.panels import Layout, chosen_rows, product, put_rows, put_rows_apart, rows_of
 from pagerunner.quant.base import WeightMethod, Weights
-from pagerunner.quant.dequantized import Unpacking
+from pagerunner.quant.dequantized import unpacked_sinks
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
 
 
@@ -94,18 +94,15 @@ class InPanels(PanelMethod):
 
 def unpacking(form: WeightMethod, panels_PIN: torch.Tensor, layout: Layout, rows: slice) -> dict[str, Sink]:
     """What fills the output features `rows`, which may have a step, from what a checkpoint holds of them in `form`."""
-    numbers, inputs = range(layout.outputs)[rows], panels_PIN.shape[1]
-    packed = form.create(len(numbers), inputs, panels_PIN.dtype)
+    numbers = range(layout.outputs)[rows]
 
-    def fill(held: Weights) -> None:
-        matrix_RI = form.dense(held)
+    def put(matrix_RI: torch.Tensor) -> None:
         if numbers.step == 1:
             put_rows(panels_PIN, layout, numbers.start, matrix_RI)
         else:
             put_rows_apart(panels_PIN, layout, numbers, matrix_RI)
 
-    make_sinks = functools.partial(form.sinks, rows=slice(0, len(numbers)))
-    return Unpacking(packed, make_sinks, panels_PIN.device, fill).sinks()
+    return unpacked_sinks(form, (len(numbers), panels_PIN.shape[1]), panels_PIN, put)
 
 
 class PanelSink(Sink):

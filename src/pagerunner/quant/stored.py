@@ -53,8 +53,12 @@ class StoredMethod(WeightMethod):
 
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See WeightMethod."""
-        matrix, order = dense(self.stored(weights), self.dtype), self.order(weights)
+        matrix, order = self.columns(weights), self.order(weights)
         return matrix if order is None else torch.empty_like(matrix).index_copy_(1, order.long(), matrix)
+
+    def columns(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`dense` with the columns in the order in which they are stored."""
+        return dense(self.stored(weights), self.dtype)
 
     def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""

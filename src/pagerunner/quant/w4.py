@@ -70,9 +70,14 @@ class Packing:
         return self.layout in SCALES
 
     @property
+    def kept_scales(self) -> torch.dtype:
+        """The dtype of scales in memory."""
+        return torch.float32 if self.bits == 8 else self.scales
+
+    @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         """Those that a checkpoint's scales may have: those whose numbers memory's scales can hold, and float64 where they are float32."""
-        kept = torch.float32 if self.bits == 8 else self.scales
+        kept = self.kept_scales
         return tuple(own for own in FLOATS if kept in (torch.promote_types(own, kept), torch.float32))
 
     def inputs(self, step: int) -> Along | None:
@@ -142,8 +147,8 @@ class Target(NamedTuple):
             self.codes.copy_(pack4(codes))
 
 
-class W4(StoredMethod):
-    """4-bit numbers [O, I] times a scale for each group of input features."""
+class PackedMethod(StoredMethod):
+    """Numbers [O, I] that a checkpoint holds packed, times a scale for each group of input features; as bytes in memory."""
 
     def __init__(self, packing: Packing, dtype: torch.dtype) -> None:
         self.packing, self.dtype = packing, dtype
@@ -151,9 +156,10 @@ class W4(StoredMethod):
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
         packing, (groups, _) = self.packing, self.packing.groups(in_features)
+        codes = torch.int8 if packing.bits == 8 else torch.uint8
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "codes": ((out_features, in_features // 2), torch.uint8),
-            "scales": ((out_features, groups), packing.scales),
+            "codes": ((out_features, in_features * packing.bits // 8), codes),
+            "scales": ((out_features, groups), packing.kept_scales),
         }
         if packing.zeros:
             shapes["zeros"] = ((out_features, groups), torch.uint8)
@@ -166,17 +172,6 @@ class W4(StoredMethod):
     def check(self, out_features: int, in_features: int) -> None:
         """See StoredMethod."""
         self.packing.check(out_features, in_features)
-        if in_features % RUN:
-            raise ConfigError(
-                f"it has {in_features} input features, which {RUN} doesn't divide, and numbers of 4 bits."
-            )
-
-    def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
-        """See StoredMethod."""
-        codes, scales = weights["codes"], weights["scales"]
-        group = 2 * codes.shape[-1] // scales.shape[-1]
-        numbers = "e2m1" if self.packing.is_float else "int4"
-        return Stored4(codes, scales, group, numbers, weights.get("zeros"), weights.get("rows"))
 
     def order(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """See StoredMethod."""
@@ -189,6 +184,46 @@ class W4(StoredMethod):
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
         return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows))
+
+    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
+        """See WeightMethod."""
+        deviation, packing = 0.02, self.packing
+        scale = deviation / (73.9 if packing.bits == 8 else 2.93 if packing.is_float else 4.61)  # that of all numbers
+        for name, tensor in weights.items():
+            if name == "codes":
+                tensor.view(torch.uint8).random_(0, 256, generator=generator)
+            elif name == "zeros":
+                tensor.fill_(1 << packing.bits - 1)
+            elif name == "rows":
+                tensor.fill_(scale)
+            elif name == "order":
+                tensor.copy_(torch.randperm(tensor.numel(), generator=generator, device=tensor.device))
+            elif name == "scales" and tensor.dtype == torch.uint8:  # a mixture of 2^-7 and 2^-8
+                chance = torch.rand(tensor.shape, generator=generator, device=tensor.device)
+                tensor.copy_(120 - (chance > 0.7).to(torch.uint8))
+            elif name == "scales":
+                tensor.fill_(1.0 if "rows" in weights else scale)
+            else:
+                tensor.normal_(0.0, deviation, generator=generator)
+
+
+class W4(PackedMethod):
+    """4-bit numbers [O, I] times a scale for each group of input features."""
+
+    def check(self, out_features: int, in_features: int) -> None:
+        """See StoredMethod."""
+        super().check(out_features, in_features)
+        if in_features % RUN:
+            raise ConfigError(
+                f"it has {in_features} input features, which {RUN} doesn't divide, and numbers of 4 bits."
+            )
+
+    def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
+        """See StoredMethod."""
+        codes, scales = weights["codes"], weights["scales"]
+        group = 2 * codes.shape[-1] // scales.shape[-1]
+        numbers = "e2m1" if self.packing.is_float else "int4"
+        return Stored4(codes, scales, group, numbers, weights.get("zeros"), weights.get("rows"))
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
@@ -224,27 +259,6 @@ class W4(StoredMethod):
     def only_stacked(self, *, transposed: bool) -> bool:
         """See StoredMethod."""
         return self.packing.layout == "gpt-oss"
-
-    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
-        """See WeightMethod."""
-        deviation = 0.02
-        scale = deviation / (2.93 if self.packing.is_float else 4.61)  # over the deviation of all 16 numbers
-        for name, tensor in weights.items():
-            if name == "codes":
-                tensor.random_(0, 256, generator=generator)
-            elif name == "zeros":
-                tensor.fill_(8)
-            elif name == "rows":
-                tensor.fill_(scale)
-            elif name == "order":
-                tensor.copy_(torch.randperm(tensor.numel(), generator=generator, device=tensor.device))
-            elif name == "scales" and tensor.dtype == torch.uint8:  # a mixture of 2^-7 and 2^-8
-                chance = torch.rand(tensor.shape, generator=generator, device=tensor.device)
-                tensor.copy_(120 - (chance > 0.7).to(torch.uint8))
-            elif name == "scales":
-                tensor.fill_(1.0 if "rows" in weights else scale)
-            else:
-                tensor.normal_(0.0, deviation, generator=generator)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from pagerunner.quant.formats import Format, Names, Scheme, Writer
 _ANOTHER = "use a repository of the model in fp8, AWQ, GPTQ or compressed-tensors, or the one in bfloat16"
 _INSTEAD = {
     "gguf": "GGUF files are made for llama.cpp; use the model's safetensors",
-    "bitsandbytes": "bitsandbytes quantises while it loads; use the model's bfloat16 files, or a compressed-tensors checkpoint",
-    "torchao": "torchao stores pickled tensors, which are never read; use a compressed-tensors checkpoint",
+    "bitsandbytes": "its weights are quantised while they are loaded; use the model's bfloat16 files, or a compressed-tensors checkpoint",
+    "torchao": "its tensors are pickled, and pickles are never read; use a compressed-tensors checkpoint",
     "quark": f"AMD's Quark stores numbers by rules of its own, which aren't read; {_ANOTHER}",
     "marlin": f"its words are in the order of one GPU kernel, which isn't read; {_ANOTHER}",
 }
