@@ -11,7 +11,7 @@ from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.quantize import dequantized, quantize
 from pagerunner.ops.routing import Routes, Routing, route
-from pagerunner.ops.stored import Stored4, Stored8, pack4
+from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 
 
 @pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
@@ -109,3 +109,16 @@ def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch
     got = moe_experts.kernel(x, routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0)).float()
     want = moe_experts.twin(x.float(), routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0))
     assert (got - want).norm() < 3e-3 * want.norm()
+
+
+def test_two_rooms_for_unpacked_experts_take_turns(monkeypatch):
+    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 8 * 64 * 64 * 2)
+    torch.manual_seed(0)
+    codes = pack4(torch.randint(0, 16, (10, 64, 64), dtype=torch.uint8))
+    weights = Stored4(codes, torch.randint(120, 126, (10, 64, 2), dtype=torch.uint8), 32, "e2m1")
+    assert moe_many.experts_at_once(weights, 2, moe_many.EXPERTS_BYTES) == (4, 2)
+    x, bias = torch.randn(30, 64).half(), torch.randn(10, 64).half()
+    routes = route.kernel(torch.randn(30, 10), Routing(3))
+    got = moe_many.unpacked_product(x, weights, bias, routes, SILU, weigh=False)
+    want = many_product(x, dense(weights, torch.float16), bias, routes, SILU, weigh=False)
+    assert torch.equal(got, want)
