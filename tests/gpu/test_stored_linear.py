@@ -28,9 +28,15 @@ SIZES = [(4096, 1024, 1), (4096, 1024, 16), (2880, 250, 1), (2880, 250, 3), (576
 SIZES += [(192, 100, 17), (576, 192, 64)]
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Within a few roundings of the result's dtype; NaN never passes."""
+def close(got: torch.Tensor, want: torch.Tensor, twin: torch.Tensor | None = None) -> None:
+    """Within a few roundings of the result's dtype, or twice as far as the twin's result; NaN never passes.
+
+    A twin is needed behind a norm. Example: with one zero point for a whole row, all weights of most rows have one sign. If the token's inputs nearly
+    cancel, rounding the normed inputs alone costs 1 % of the result.
+    """
     bound = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 2e-5}[got.dtype]
+    if twin is not None:
+        bound = max(bound, 2 * float((twin.double() - want.double()).norm() / want.double().norm()))
     error = (got.double() - want.double()).norm() / want.double().norm()
     assert error < bound, error
 
@@ -51,9 +57,10 @@ def test_products(form, inputs, features, tokens):
     close(residual, want)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double()
     exact = normed @ exact_OI.t()
-    close(norm_linear(x, Norm(scale, 1e-6), matrix), exact)
-    gate, up = exact.chunk(2, -1)
-    close(norm_linear_silu(x, Norm(scale, 1e-6), matrix), torch.nn.functional.silu(gate) * up)
+    norm, (gate, up) = Norm(scale, 1e-6), exact.chunk(2, -1)
+    close(norm_linear(x, norm, matrix), exact, norm_linear.twin(x, norm, matrix))
+    gated = torch.nn.functional.silu(gate) * up
+    close(norm_linear_silu(x, norm, matrix), gated, norm_linear_silu.twin(x, norm, matrix))
 
 
 @pytest.mark.parametrize("form", FORMS)
