@@ -15,6 +15,7 @@ from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
 from helpers.programs import run_python
+from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
 from pagerunner.ops.native import calls
 from pagerunner.ops.native.library import SWITCH
@@ -69,6 +70,22 @@ def test_the_first_step_imports_no_compiler() -> None:
     assert done.returncode == 0, done.stderr
     steps, compiler, modules = done.stdout.split()
     assert int(steps) >= 3 and compiler == "False" and int(modules) < 20
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen3", "fp8 block"), ("qwen3", "awq"), ("qwen3_moe", "gptq"), ("gpt_oss", "mxfp4")],
+)
+def test_steps_of_quantised_checkpoints_are_recorded(tmp_path: Path, family: str, kind: str) -> None:
+    sizes = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    make = make_checkpoint if family == "qwen3" else make_window_checkpoint
+    path = make(tmp_path, family, tokenizer=False, **sizes)
+    quantise(path, kind)
+    llm = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
+    plain = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, enforce_eager=True)
+    assert tokens(llm) == tokens(plain)
+    steps = recorded(llm)
+    assert steps is not None and steps.recorded == steps.steps > 10
 
 
 def test_recordings_are_made_again_after_sleep(tmp_path: Path) -> None:
