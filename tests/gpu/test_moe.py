@@ -7,8 +7,10 @@ import torch
 
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.linear import Norm, linear
 from pagerunner.ops.moe import moe_experts
-from pagerunner.ops.routing import Routes, Routing, expert_logits, route
+from pagerunner.ops.pair_sums import PairSums, add_pairs_, add_pairs_norm_, add_pairs_norm_linear_
+from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 
 moe_many = pytest.importorskip("pagerunner.ops.kernels.moe_many")
@@ -53,6 +55,69 @@ def test_logits(tokens, dtype):
     got, want = expert_logits(x, weight, bias), x.double() @ weight.double().T + bias.double()
     assert got.dtype == torch.float32
     assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [2, 17, 64, 160, 256, 257])
+@pytest.mark.parametrize(("features", "experts"), [(2048, 128), (2880, 32), (576, 60)])
+def test_logits_behind_norm_and_addition(tokens, dtype, features, experts):
+    x, weight, bias = random(tokens, features).to(dtype), random(experts, features).to(dtype), random(experts).to(dtype)
+    norm = Norm(random(features).to(dtype), 1e-6)
+    for other in (None, random(tokens, features + 8).to(dtype)[:, 8:]):
+        got, want = (op(x.clone(), norm, weight, bias, other) for op in (norm_expert_logits, norm_expert_logits.twin))
+        assert torch.equal(got[0], want[0])
+        close(got[1], want[1])
+        assert (got[2] - want[2]).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * want[2].norm()
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 64, 96, 300])
+@pytest.mark.parametrize(("experts", "active"), [(128, 8), (32, 4), (512, 10)])
+def test_padding_goes_nowhere(tokens, experts, active):
+    """A padded batch reads the experts of its true rows alone, and these get what they get without padding."""
+    own = tokens * 2 // 3
+    row = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    row[own:] = -1
+    logits, routing = random(tokens, experts), Routing(active, normalise=True)
+    got, want = route(logits, routing, None, None, row), route(logits[:own], routing)
+    assert torch.equal(got.starts_E1, want.starts_E1)
+    assert torch.equal(got.order_P[: own * active], want.order_P)
+    assert torch.equal(got.experts_TA[:own], want.experts_TA)
+    assert (got.experts_TA[own:] == -1).all()
+    gate_up, down = (random(experts, 2 * 64, 256) * 0.05).bfloat16(), (random(experts, 256, 64) * 0.05).bfloat16()
+    unread = torch.isin(torch.arange(experts, device="cuda"), want.experts_TA, invert=True)
+    gate_up[unread], down[unread] = float("nan"), float("nan")
+    x = random(tokens, 256).bfloat16()
+    alone = moe_experts(x[:own].clone(), want, gate_up, down, SILU)
+    padded = moe_experts(x, got, gate_up, down, SILU)
+    close(padded[:own], alone)
+    assert (padded[own:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [2, 64, 1000])
+@pytest.mark.parametrize(("features", "active"), [(2048, 8), (2880, 4), (7168, 10)])
+def test_sums_of_pairs(tokens, dtype, features, active):
+    routes = route(random(tokens, 64), Routing(active))
+    routes.experts_TA[tokens // 2] = -1
+    pairs = PairSums(random(tokens * active, features).to(dtype), routes.experts_TA)
+    norm, x = Norm(random(features).to(dtype), 1e-6), random(tokens, features).to(dtype)
+    got, want, alone = x.clone(), x.clone(), x.clone()
+    close(add_pairs_norm_(got, pairs, norm), add_pairs_norm_.twin(want, pairs, norm))
+    add_pairs_(alone, pairs)
+    assert torch.equal(got, want)
+    assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize(("form", "activations"), [("fp8 row", "token"), ("int8 row", "token"), ("fp8 block", "block")])
+@pytest.mark.parametrize("tokens", [5, 64, 300])
+def test_sums_of_pairs_are_rounded_in_the_same_launch(tokens, form, activations):
+    weight = stored(form, 1024, 2048, device="cuda")._replace(activations=activations)
+    pairs = PairSums(random(tokens * 8, 2048).bfloat16(), route(random(tokens, 64), Routing(8)).experts_TA)
+    norm, x = Norm(random(2048).bfloat16(), 1e-6), random(tokens, 2048).bfloat16()
+    got, want = x.clone(), x.clone()
+    out = add_pairs_norm_linear_(got, pairs, norm, weight)
+    assert torch.equal(out, linear(add_pairs_norm_(want, pairs, norm), weight))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

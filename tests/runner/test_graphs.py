@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
 from helpers.graphs import RecordedGraph, RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import select
@@ -19,6 +20,8 @@ from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
 from pagerunner.engine.startup import build
 from pagerunner.errors import ConfigError
+from pagerunner.ops.native import small
+from pagerunner.ops.routing import counting_experts, touched_experts
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner import scoring
 from pagerunner.runner.arena import CpuArena
@@ -226,6 +229,24 @@ def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> No
     assert runner_of(start(model, cudagraph_capture_sizes=[]))._graphs.keys == ()
     with pytest.raises(ConfigError, match="cudagraph_capture_sizes must be whole numbers of at least 1, got"):
         start(model, cudagraph_capture_sizes=[0])
+
+
+def test_padding_of_a_graph_reads_no_experts(tmp_path, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows in a graph of four touch the experts that they touch without a graph, and get the same tokens."""
+    monkeypatch.setattr(small, "serves", lambda *tensors: False)  # CPU kernels, which know no padding
+    model, meter = str(make_window_checkpoint(tmp_path, "qwen3_moe")), touched_experts(torch.device("cpu"))
+    seen = []
+    with counting_experts():
+        for eager in (True, False):
+            llm, read = start(model, enforce_eager=eager), []
+            for count in (1, 8):  # the prompts' step, and that with seven of one token a row
+                before = meter.clone()
+                params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+                out = llm.generate([{"prompt_token_ids": [5 + i, 9]} for i in range(3)], params, use_tqdm=False)
+                read.append(meter - before)
+            seen.append(((read[1] - read[0]).tolist(), [one.outputs[0].token_ids for one in out]))
+    assert sum(graph.replays for graph in engine.graphs) >= 7
+    assert seen[0] == seen[1]
 
 
 def test_without_graphs_nothing_is_captured(model: str, engine: RecordedGraphs) -> None:

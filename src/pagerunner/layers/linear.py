@@ -12,6 +12,7 @@ from pagerunner.layers.cuts import Cut, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.linear import linear
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
 from pagerunner.quant.base import Unquantized, WeightMethod
@@ -74,6 +75,10 @@ class Linear(Module):
     def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """Apply the layer to `norm(x)`."""
         return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+
+    def of_sum(self, x_TI: torch.Tensor, pairs: PairSums, norm: RMSNorm) -> torch.Tensor:
+        """Add the pairs' sums to `x` in place, and apply the layer to `norm(x)`."""
+        return self.method.apply_to_sum(x_TI, pairs, norm.parameters, self.weights)
 
     def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer applied to `norm(x)`, whose output is the gate's features, then up's."""

@@ -47,7 +47,7 @@ class GatedMLP(FeedForward):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. Where nothing is pending, norm and addition are part of the products."""
-        if stream.pending_TD is not None:
+        if not stream.is_whole:
             super().add_to(stream, norm)
             return
         x_TD = stream.x_TD

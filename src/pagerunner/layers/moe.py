@@ -18,6 +18,7 @@ from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.moe import moe_experts, reads_groups
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
@@ -97,6 +98,18 @@ class Experts(Module):
         """Add that sum to `residual` in place."""
         self._apply(x_TD, routes, residual_TD)
 
+    def add_then(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> PairSums | None:
+        """Add that sum to `residual` in place, or return the pairs whose sums are still to be added."""
+        return self.method.apply_then(
+            x_TD,
+            routes,
+            self._weights_of("gate_up"),
+            self._weights_of("down"),
+            self.activation,
+            residual_TD=residual_TD,
+            weigh_inputs=self.weigh_inputs,
+        )
+
     def _apply(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None) -> torch.Tensor:
         return self.method.apply(
             x_TD,
@@ -111,13 +124,15 @@ class Experts(Module):
     @property
     def stays_packed(self) -> bool:
         """Whether a CUDA device's kernels read the matrices as they are stored, and unpack none of them at every call."""
-        return all(map(reads_groups, self._in_few_bits()))
+        return all(map(reads_groups, self.stored))
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        return max((experts_bytes(one, self.dtype, pairs) for one in self._in_few_bits()), default=0)
+        return max((experts_bytes(one, self.dtype, pairs) for one in self.stored), default=0)
 
-    def _in_few_bits(self) -> list[Stored]:
+    @property
+    def stored(self) -> list[Stored]:
+        """The matrices in few bits that products read; none for a form in the model's dtype."""
         return [one for matrix in self._names for one in self.method.matrices(self._weights_of(matrix))]
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -236,16 +251,22 @@ class Router(Module):
 
     def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None) -> Routes:
         """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them."""
-        return self._routes(expert_logits(x_TD, self.weights["weight"], self._weight(self.bias)), chosen_TA)
+        return self._routes(expert_logits(x_TD, self.weights["weight"], self._weight(self.bias)), chosen_TA, None)
 
-    def of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
-        """`norm(x)` [T, D], and where its tokens go."""
-        own = self.weights["weight"], self._weight(self.bias)
-        normed_TD, logits_TE = norm_expert_logits(x_TD, norm.parameters, *own)
-        return normed_TD, self._routes(logits_TE, None)
+    def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
+        """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go."""
+        own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
+        if stream.x_TD.shape[0] == 1:
+            row_T = None  # kernels for one token read the experts that it has
+        if stream.pairs is not None:
+            normed_TD = stream.normed(norm)
+            return normed_TD, self._routes(expert_logits(normed_TD, *own), None, row_T)
+        pending_TD, stream.pending_TD = stream.pending_TD, None
+        stream.x_TD, normed_TD, logits_TE = norm_expert_logits(stream.x_TD, norm.parameters, *own, pending_TD)
+        return normed_TD, self._routes(logits_TE, None, row_T)
 
-    def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None) -> Routes:
-        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA)
+    def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None, row_T: torch.Tensor | None) -> Routes:
+        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T)
 
     def _weight(self, name: str | None) -> torch.Tensor | None:
         return None if name is None else self.weights[name]
@@ -290,19 +311,15 @@ class SparseMLP(FeedForward):
         return out_TD
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
-        """See FeedForward. Nothing is pending afterwards."""
-        if stream.pending_TD is not None:
-            normed_TD = stream.normed(norm)
-            self.experts.add_(normed_TD, self.router(normed_TD), stream.x_TD)
-            self._add_shared(normed_TD, stream.x_TD)
-        elif self.shared is not None and self.shared_gate is None and stream.x_TD.shape[0] == 1:
+        """See FeedForward. The sum of each token's experts may be pending afterwards."""
+        if stream.is_whole and self.shared is not None and self.shared_gate is None and stream.x_TD.shape[0] == 1:
             inner = self.shared.inner_of_norm(stream.x_TD, norm)  # before the experts add to the stream
-            self.experts.add_(*self.router.of_norm(stream.x_TD, norm), stream.x_TD)
+            self.experts.add_(*self.router.of_stream(stream, norm), stream.x_TD)
             self.shared.down_proj.add_(inner, stream.x_TD)
-        else:
-            normed_TD, routes = self.router.of_norm(stream.x_TD, norm)
-            self.experts.add_(normed_TD, routes, stream.x_TD)
-            self._add_shared(normed_TD, stream.x_TD)
+            return
+        normed_TD, routes = self.router.of_stream(stream, norm)
+        self._add_shared(normed_TD, stream.x_TD)
+        stream.pairs = self.experts.add_then(normed_TD, routes, stream.x_TD)
 
     def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
         if self.shared is None:

@@ -9,6 +9,7 @@ from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 
 
 class RMSNorm(Module):
@@ -45,6 +46,10 @@ class RMSNorm(Module):
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
+
+    def add_pairs(self, pairs: PairSums, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add the pairs' sums to `residual` in place and return the norm of that."""
+        return add_pairs_norm_(residual_TD, pairs, self.parameters)
 
 
 class LayerNorm(Module):

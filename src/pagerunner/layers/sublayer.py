@@ -14,36 +14,53 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.ops.pair_sums import PairSums
 
 
 class ResidualStream:
     """What flows through the layers of a decoder.
 
-    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. The
-    next norm adds it in the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
+    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. `pairs` are outputs of
+    experts that are still to be added up and then to be added to it, or None. At most one of the two is there. The next norm adds it in
+    the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
+
+    `row_T` are the rows of the tokens, negative ones for a graph's padding. None: there is no padding.
     """
 
-    __slots__ = ("pending_TD", "x_TD")
+    __slots__ = ("pairs", "pending_TD", "row_T", "x_TD")
 
-    def __init__(self, x_TD: torch.Tensor) -> None:
-        self.x_TD = x_TD
+    def __init__(self, x_TD: torch.Tensor, row_T: torch.Tensor | None = None) -> None:
+        self.x_TD, self.row_T = x_TD, row_T
         self.pending_TD: torch.Tensor | None = None
+        self.pairs: PairSums | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is pending."""
+        return self.pending_TD is None and self.pairs is None
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
         """`norm(x)` with what was pending added to x, [T, D]."""
+        if self.pairs is not None:
+            pairs, self.pairs = self.pairs, None
+            return norm.add_pairs(pairs, self.x_TD)
         pending_TD, self.pending_TD = self.pending_TD, None
         return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
 
     def product(self, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending."""
+        if self.pairs is not None:
+            pairs, self.pairs = self.pairs, None
+            return linear.of_sum(self.x_TD, pairs, norm)
         if self.pending_TD is None:
             return linear.of_norm(self.x_TD, norm)
         return linear(self.normed(norm))
 
     def keep(self, tokens_S: torch.Tensor) -> None:
         """Drop all tokens but these, given by their places in T. Nothing may be pending."""
-        assert self.pending_TD is None, "a sublayer's output waits for tokens that are dropped"
+        assert self.is_whole, "a sublayer's output waits for tokens that are dropped"
         self.x_TD = self.x_TD.index_select(0, tokens_S)
+        self.row_T = None  # padding is not wanted
 
 
 class FeedForward(Module, ABC):

@@ -122,7 +122,7 @@ class Decoder(Module):
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:
         """The stream before the first layer."""
-        return ResidualStream(self.embed_tokens(batch.token_ids))
+        return ResidualStream(self.embed_tokens(batch.token_ids), batch.rows.row_T)
 
     def finish(self, stream: ResidualStream) -> torch.Tensor:
         """The hidden states that the output weights get, from the stream behind the last layer."""

@@ -21,7 +21,7 @@ from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.rope import RopeAngles
-from pagerunner.ops.routing import Routing, logits_take_norm
+from pagerunner.ops.routing import Routing, few_tokens
 
 
 class Attention(GroupedQueryAttention):
@@ -33,8 +33,8 @@ class Attention(GroupedQueryAttention):
         self.cuts = {"sinks": TensorCut(0, (Section(query_heads(self.num_heads)),))}
 
     def adds(self, tokens: int) -> bool:
-        """See Mixer."""
-        return logits_take_norm(tokens)
+        """See Mixer. Kernels of few tokens add on their way. cuBLAS has a product with a bias that doesn't; then the norm's kernel adds."""
+        return few_tokens(tokens)
 
     def mix(
         self,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.norm import offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 from pagerunner.ops.stored import Stored, dense
 
 
@@ -32,6 +32,11 @@ class Norm(NamedTuple):
         """The norm of `x`."""
         apply = offset_rms_norm if self.offset else rms_norm
         return apply(x_TI, self.weight_I, self.eps)
+
+    def add_(self, x_TI: torch.Tensor, residual_TI: torch.Tensor) -> torch.Tensor:
+        """Add `x` to `residual` in place and return the norm of the sum."""
+        apply = add_offset_rms_norm_ if self.offset else add_rms_norm_
+        return apply(x_TI, residual_TI, self.weight_I, self.eps)
 
 
 def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor:

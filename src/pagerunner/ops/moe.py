@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import RUN, Stored, Stored8, dense
 
@@ -65,6 +66,25 @@ def moe_experts(
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
+@gpu_kernel("moe")
+def moe_experts_then(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor | Stored,
+    down_EDI: torch.Tensor | Stored,
+    activation: GatedActivation,
+    gate_up_bias_E2I: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    *,
+    residual_TD: torch.Tensor,
+    weigh_inputs: bool = False,
+) -> PairSums | None:
+    """As `moe_experts`, added to `residual` in place; or what is still to be added to it, where a kernel behind this one can do that on its way."""
+    own = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
+    moe_experts.twin(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+    return None
+
+
 def sum_of_pairs(
     x_TD: torch.Tensor,
     routes: Routes,
@@ -79,9 +99,10 @@ def sum_of_pairs(
     """
     weights_TA, experts_TA = routes.weights_TA.to(x_TD.dtype), routes.experts_TA
     order_P = experts_TA.flatten().argsort(stable=True)
+    order_P = order_P[int((experts_TA < 0).sum()) :]  # padding has no expert
     tokens_P = order_P // experts_TA.shape[1]
     weights_P1 = weights_TA.flatten().index_select(0, order_P).unsqueeze(-1)
-    counts_E = torch.bincount(experts_TA.flatten(), minlength=experts).tolist()
+    counts_E = torch.bincount(experts_TA.flatten()[order_P], minlength=experts).tolist()
     x_PD = x_TD.index_select(0, tokens_P)
     if weigh_inputs:
         x_PD = x_PD * weights_P1

@@ -19,6 +19,9 @@ from pagerunner.ops.native import mixture, small
 
 _FEW_TOKENS = 16  # by measurement (docs/performance.md)
 
+MOST_TOKENS = 128
+"""Tokens up to which `norm_expert_logits` on a CUDA device may be one kernel, which computes the norm too (docs/performance.md)."""
+
 
 class Routing(NamedTuple):
     """How tokens find `active` experts.
@@ -46,7 +49,8 @@ class Routing(NamedTuple):
 class Routes(NamedTuple):
     """Where the tokens of a step go: float32 weights [T, A] and expert numbers [T, A].
 
-    Kernels also say which pairs an expert has: those of expert e are `order[starts[e] : starts[e + 1]]`, both int32. Twins leave them out.
+    Number -1 is no expert: the token is a graph's padding. Kernels also say which pairs an expert has: those of expert e are
+    `order[starts[e] : starts[e + 1]]`, both int32. Twins leave them out.
     """
 
     weights_TA: torch.Tensor
@@ -62,8 +66,7 @@ _counts: list[None] = []  # one element for each measurement that runs
 def counting_experts() -> Iterator[None]:
     """Let all threads count the experts that any token of a step was sent to: see `touched_experts`.
 
-    A graph counts if it was captured in here, so a measurement builds its engine in here. Padding of a graph counts like tokens, as products
-    read its experts, too.
+    A graph counts if it was captured in here, so a measurement builds its engine in here. Padding of a graph goes to no expert.
     """
     _counts.append(None)
     try:
@@ -103,21 +106,27 @@ def _expert_logits_on_cpu(
     return mixture.expert_logits(x_TD, weight_ED, bias_E)
 
 
-def logits_take_norm(tokens: int) -> bool:
-    """Whether `norm_expert_logits` of so many tokens is one kernel on a CUDA device, which computes the norm too.
-
-    Then no norm is left that could add a pending output to the stream on its way.
-    """
+def few_tokens(tokens: int) -> bool:
+    """Whether each of so many tokens has programs of its own in `norm_expert_logits` on a CUDA device."""
     return tokens <= _FEW_TOKENS
 
 
 @gpu_kernel("moe_routing")
 def norm_expert_logits(
-    x_TD: torch.Tensor, norm: Norm, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm(x)` [T, D], and `expert_logits` of it [T, E]."""
+    x_TD: torch.Tensor,
+    norm: Norm,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+    other_TD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` [T, D], its norm [T, D], and `expert_logits` of that [T, E]; of `x + other` where there is an `other`.
+
+    The sum may stand in the place of `x` afterwards.
+    """
+    if other_TD is not None:
+        x_TD.add_(other_TD)
     normed_TD = norm(x_TD)
-    return normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
+    return x_TD, normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
 
 
 @gpu_kernel("moe_routing")
@@ -126,8 +135,12 @@ def route(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
+    row_T: torch.Tensor | None = None,
 ) -> Routes:
-    """Each token's experts and their weights. Where `chosen` says which experts these are, only their weights are computed."""
+    """Each token's experts and their weights. Where `chosen` says which experts these are, only their weights are computed.
+
+    Tokens whose `row`, int32, is negative are a graph's padding. They go to no expert: their numbers are -1 and their weights 0.
+    """
     scores_TE = _scores(logits_TE.float(), routing.scores)
     if chosen_TA is None:
         choice_TE = logits_TE.float() if bias_E is None else scores_TE + bias_E
@@ -135,12 +148,17 @@ def route(
         experts_TA = choice_TE.topk(routing.active, dim=-1).indices
     else:
         experts_TA = chosen_TA
-    if counts_experts():
-        touched_experts(logits_TE.device).add_(torch.tensor([len(experts_TA.unique()), 1], device=logits_TE.device))
     weights_TA = scores_TE.gather(-1, experts_TA)
     if routing.normalise:
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
-    return Routes(weights_TA * routing.factor, experts_TA)
+    weights_TA = weights_TA * routing.factor
+    if row_T is not None:
+        padding_T1 = (row_T < 0).unsqueeze(-1)
+        weights_TA, experts_TA = weights_TA.masked_fill(padding_T1, 0.0), experts_TA.masked_fill(padding_T1, -1)
+    if counts_experts():
+        read = experts_TA[experts_TA >= 0].unique()
+        touched_experts(logits_TE.device).add_(torch.tensor([len(read), 1], device=logits_TE.device))
+    return Routes(weights_TA, experts_TA)
 
 
 @route.on_cpu
@@ -149,7 +167,9 @@ def _route_on_cpu(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
+    row_T: torch.Tensor | None = None,
 ) -> Routes:
+    # a recorded step's rows aren't read here; a CPU's steps have no padding, as each number of rows has a recording
     few = chosen_TA is None and logits_TE.shape[0] <= mixture.FEW_TOKENS and logits_TE.is_contiguous()
     if not few or counts_experts() or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
         return NotImplemented

@@ -17,7 +17,8 @@ import torch
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import moe_experts, moe_experts_then
+from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.sinks import CopySink, Sink
@@ -30,7 +31,7 @@ class WeightMethod(ABC):
 
     `weights` are those of the layer by name; they may also hold a "bias" [O] in the model's dtype, which is the layer's and is
     added by every product. A method that has operations which join the product with what stands before or behind it overrides
-    the last three.
+    the last four.
     """
 
     @abstractmethod
@@ -85,6 +86,10 @@ class WeightMethod(ABC):
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """The layer's output for `norm(x)`, [T, O]."""
         return self.apply(norm(x_TI), weights)
+
+    def apply_to_sum(self, x_TI: torch.Tensor, pairs: PairSums, norm: Norm, weights: Weights) -> torch.Tensor:
+        """Add the pairs' sums to `x` in place; the layer's output for `norm(x)` afterwards, [T, O]."""
+        return self.apply(add_pairs_norm_(x_TI, pairs, norm), weights)
 
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer's output for `norm(x)`, which is the gate's features, then up's."""
@@ -180,6 +185,30 @@ class ExpertMethod(ABC):
             down.get("bias"),
             weigh_inputs=weigh_inputs,
             residual_TD=residual_TD,
+        )
+
+    def apply_then(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        gate_up: Weights,
+        down: Weights,
+        activation: GatedActivation,
+        *,
+        residual_TD: torch.Tensor,
+        weigh_inputs: bool = False,
+    ) -> PairSums | None:
+        """See `moe_experts_then`."""
+        return moe_experts_then(
+            x_TD,
+            routes,
+            self.matrix(gate_up),
+            self.matrix(down),
+            activation,
+            gate_up.get("bias"),
+            down.get("bias"),
+            residual_TD=residual_TD,
+            weigh_inputs=weigh_inputs,
         )
 
 

@@ -121,6 +121,20 @@ class ExpertsInPanels(ExpertMethod):
         out_TD = sum_of_pairs(x_TD, routes, experts, run, weigh_inputs=weigh_inputs)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
+    def apply_then(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        gate_up: Weights,
+        down: Weights,
+        activation: GatedActivation,
+        *,
+        residual_TD: torch.Tensor,
+        weigh_inputs: bool = False,
+    ) -> None:
+        """See ExpertMethod."""
+        self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+
     def _products(
         self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], commands: Commands, *, gate: bool = False
     ) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
+from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_linear_
 from pagerunner.ops.quantize import ROUNDED_TOKENS
 from pagerunner.ops.stored import Stored, dense
 from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
@@ -84,6 +85,12 @@ class StoredMethod(WeightMethod):
         if self.order(weights) is not None:
             return super().apply_to_norm(x_TI, norm, weights)
         return norm_linear(x_TI, norm, self.stored(weights), weights.get("bias"))
+
+    def apply_to_sum(self, x_TI: torch.Tensor, pairs: PairSums, norm: Norm, weights: Weights) -> torch.Tensor:
+        """See WeightMethod. Where the product rounds its input, that is one pass with the sum and the norm."""
+        if self.order(weights) is not None:
+            return super().apply_to_sum(x_TI, pairs, norm, weights)
+        return add_pairs_norm_linear_(x_TI, pairs, norm, self.stored(weights), weights.get("bias"))
 
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""

@@ -117,6 +117,25 @@ def test_pairs_of_a_few_tokens_in_4_bits(form, sizes, active, configs):
         torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
 
 
+def test_padding_of_a_few_tokens_in_4_bits_reads_no_expert_of_its_own():
+    """Experts that no true row chose hold what is not a number, and padding's residual stays as it was."""
+    torch.manual_seed(0)
+    gate_up, down = stored("int4 bf16 128", 256, 128, experts=7), stored("int4 bf16 128", 128, 128, experts=7)
+    assert isinstance(gate_up, Stored4)
+    assert isinstance(down, Stored4)
+    chosen = torch.tensor([[3, 1], [5, 3], [-1, -1], [-1, -1]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.5], [0.3, 0.7], [0.0, 0.0], [0.0, 0.0]])
+    for matrix in (gate_up, down):
+        matrix.scales[[0, 2, 4, 6]] = float("nan")
+    x, residual = torch.randn(4, 128), torch.randn(4, 128)
+    got, want = residual.clone(), residual.clone()
+    own = x, Routes(weights, chosen), gate_up, down, SILU
+    pairs_products(*own, None, None, got, weigh_inputs=False, add=True)
+    moe_experts.twin(*own, residual_TD=want)
+    assert torch.equal(got[2:], residual[2:])
+    torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
+
+
 def test_few_tokens_in_4_bits_take_the_kernel_of_pairs(monkeypatch):
     gate_up, down = stored("e2m1 e8m0 32", 64, 64, experts=8), stored("e2m1 e8m0 32", 64, 32, experts=8)
     assert isinstance(gate_up, Stored4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagerunner.ops.kernels import moe_routing
+from pagerunner.ops.kernels.moe_routing import LogitsConfig, run_logits
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
     Routes,
@@ -79,8 +80,67 @@ def test_logits(tokens):
     close(expert_logits.kernel(x, weight, bias), expert_logits.twin(x, weight, bias))
     for offset in (False, True):
         norm = Norm(torch.randn(40), 1e-6, offset)
-        got, want = (op(x, norm, weight, bias) for op in (norm_expert_logits.kernel, norm_expert_logits.twin))
-        close(got[0], want[0]), close(got[1], want[1])
+        for other in (None, torch.randn(tokens, 40)):
+            got, want = (
+                op(x.clone(), norm, weight, bias, other) for op in (norm_expert_logits.kernel, norm_expert_logits.twin)
+            )
+            for one, wanted in zip(got, want, strict=True):
+                close(one, wanted)
+
+
+PROGRAMS = [LogitsConfig(1, 4, 4), LogitsConfig(4, 2, 8), LogitsConfig(16, 16, 2, True), LogitsConfig(8, 32, 4, True)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "features"), [(17, 5, 40), (40, 48, 200), (33, 16, 130)])
+@pytest.mark.parametrize("config", PROGRAMS)
+def test_logits_of_many_tokens(tokens, experts, features, config):
+    """One launch adds to the stream, norms and scores; the stream as it was stays whole while others read it."""
+    torch.manual_seed(tokens)
+    wide, weight, bias = torch.randn(tokens, features + 5), torch.randn(experts, features), torch.randn(experts)
+    x, others = wide[:, :features], torch.randn(tokens, features + 2)[:, 2:]
+    for offset, other, own in ((False, None, None), (True, others, bias), (False, others, bias)):
+        norm, before = Norm(torch.randn(features), 1e-6, offset), x.clone()
+        got = run_logits(x, norm, weight, own, other, program=config)
+        assert torch.equal(x, before)
+        for one, wanted in zip(got, norm_expert_logits.twin(x.clone(), norm, weight, own, other), strict=True):
+            torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)
+
+
+LAUNCHES = [
+    (torch.bfloat16, 2048, 128, [(17, False), (32, False), (33, True), (128, True), (129, None)]),
+    (torch.bfloat16, 2880, 32, [(17, False), (128, False), (129, None)]),
+    (torch.bfloat16, 7168, 256, [(16, False), (17, None)]),
+    (torch.float32, 2048, 64, [(16, False), (64, False), (65, None)]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "features", "experts", "wanted"), LAUNCHES)
+def test_the_norm_is_part_of_the_logits_kernel_up_to_128_tokens(dtype, features, experts, wanted):
+    """A program has one token where there are few logits, and a tile where matrix units serve; otherwise cuBLAS multiplies."""
+    for tokens, tile in wanted:
+        program = moe_routing.logits_config(tokens, features, experts, dtype)
+        assert (None if program is None else program.tile) is tile, tokens
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_padding_goes_nowhere(at_once, monkeypatch):
+    """Its experts are none, its weights are 0, and nobody's pairs are its pairs."""
+    if not at_once:
+        monkeypatch.setattr(moe_routing, "_MOST_AT_ONCE", 64)
+        monkeypatch.setattr(moe_routing, "_FEWEST", 64)
+    logits, routing = torch.randn(13, 6), Routing(2, normalise=True)
+    row = torch.tensor([0, 0, 1, 2, 3, 3, 3, -1, -1, -1, -1, -1, -1], dtype=torch.int32)
+    got, want = (op(logits, routing, None, None, row) for op in (route.kernel, route.twin))
+    alone = route.twin(logits[:7], routing)
+    for one in (got, want):
+        torch.testing.assert_close(one.weights_TA, torch.cat([alone.weights_TA, torch.zeros(6, 2)]))
+        assert torch.equal(one.experts_TA.long(), torch.cat([alone.experts_TA, torch.full((6, 2), -1)]))
+    flat = alone.experts_TA.flatten()
+    assert torch.equal(got.order_P[:14].long(), flat.argsort(stable=True))
+    assert torch.equal(got.starts_E1.long(), torch.searchsorted(flat.sort().values, torch.arange(7)))
+    order, starts = moe_routing.order_pairs(got.experts_TA, 6)
+    assert torch.equal(order[:14], got.order_P[:14])
+    assert torch.equal(starts, got.starts_E1)
 
 
 def test_experts_that_were_read_are_counted():

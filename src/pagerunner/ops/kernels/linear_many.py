@@ -22,7 +22,7 @@ from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import ROUNDED_TOKENS, quantize, silu_quantize
+from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
@@ -45,10 +45,11 @@ def _in_tiles(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> bool:
 
 def rounds(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
     """Whether the product rounds its input."""
-    return _rounding(x_TI, weight_OI) is not None
+    return rounding_of(x_TI, weight_OI) is not None
 
 
-def _rounding(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
+def rounding_of(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
+    """How the product rounds its input; None if it doesn't."""
     return _rounding_of(x_TI.shape[0], x_TI.dtype, weight_OI)
 
 
@@ -77,7 +78,7 @@ def linear_add_(
     x_TI: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
-    if (how := _rounding(x_TI, weight_OI)) is not None:
+    if (how := rounding_of(x_TI, weight_OI)) is not None:
         x = quantize(x_TI, how.dtype, grouped=how.grouped)
         product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype, residual_TO)
         return
@@ -88,15 +89,20 @@ def silu_linear_add_(
     gate_up_T2I: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
-    if (how := _rounding(gate_up_T2I, weight_OI)) is not None:
+    if (how := rounding_of(gate_up_T2I, weight_OI)) is not None:
         x = silu_quantize(gate_up_T2I, how.dtype, grouped=how.grouped)
         product(x, _of_8_bits(weight_OI), bias_O, gate_up_T2I.dtype, residual_TO)
         return
     _product(gate_up_T2I, weight_OI, bias_O, residual_TO, gated=True, add=True)
 
 
+def product_of(x: Quantized, weight_OI: Stored, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """`linear` in `dtype` of an input that is rounded as `rounding_of` says."""
+    return product(x, _of_8_bits(weight_OI), bias_O, dtype)
+
+
 def _of_8_bits(weight_OI: Stored) -> Stored8:
-    """The matrix, which `_rounding` has found to be of 8 bits."""
+    """The matrix, which `rounding_of` has found to be of 8 bits."""
     assert isinstance(weight_OI, Stored8)
     return weight_OI
 
@@ -105,7 +111,7 @@ def norm_linear(
     x_TI: torch.Tensor, norm: Norm | None, weight_OI: Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    if (how := _rounding(x_TI, weight_OI)) is not None:
+    if (how := rounding_of(x_TI, weight_OI)) is not None:
         x = quantize(x_TI, how.dtype, grouped=how.grouped, norm=norm)
         return product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype)
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])

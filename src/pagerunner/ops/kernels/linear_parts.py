@@ -35,6 +35,15 @@ def silu_gate(y, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def normed(x, weight, eps, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """The norm of all K features of a token, float32, with the twins' casts."""
+    x *= 1.0 / tl.sqrt_rn(tl.sum(x * x) * (1.0 / K) + eps)
+    if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
+        x = rounded(x, dtype)
+    return rounded(x * weight, dtype)
+
+
+@triton.jit
 def token_inputs(x_ptr, weight, cols, inside, eps, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
     """A token's inputs in float32, with the twins' casts: themselves, their norm, or `silu(gate) * up` of 2 K numbers.
 
@@ -43,10 +52,7 @@ def token_inputs(x_ptr, weight, cols, inside, eps, K: tl.constexpr, NORM: tl.con
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if NORM != NO_NORM:
-        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x) * (1.0 / K) + eps)
-        if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
-            x = rounded(x, dtype)
-        x = rounded(x * weight, dtype)
+        x = normed(x, weight, eps, K, NORM, dtype)
     if GATED:
         up = tl.load(x_ptr + K + cols, mask=inside, other=0.0).to(tl.float32)
         x = rounded(silu_gate(x, up, dtype), dtype)

@@ -34,8 +34,10 @@ from pagerunner.ops.kernels.moe_tiles import (
     serves,
     stored_args,
 )
+from pagerunner.ops.kernels.pair_sums import sum_pairs
 from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.moe import STEP
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
@@ -101,33 +103,6 @@ def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_
                    BIAS, GATED, KIND, WEIGH)  # fmt: skip
         target = (rows if GATED else pairs).to(tl.int64)
         tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
-
-
-@triton.jit
-def _sum_kernel(pairs_ptr, experts_ptr, out_ptr, features, out_stride, A: tl.constexpr, BA: tl.constexpr,
-                BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add up a token's pairs in the order of their experts. ADD: to what `out` holds."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < features
-    index = tl.arange(0, BA)
-    ids = tl.load(experts_ptr + token * A + index, mask=index < A, other=2147483647).to(tl.int64) * BA + index
-    place = out_ptr + token * out_stride + cols
-    if ADD:
-        old = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(A):
-        lowest = tl.min(ids, 0)
-        pair = token * A + lowest % BA
-        acc += tl.load(pairs_ptr + pair * features + cols, mask=mask, other=0.0).to(tl.float32)
-        ids = tl.where(ids == lowest, 9223372036854775807, ids)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if ADD:
-        acc = acc.to(dtype).to(tl.float32) + old
-    tl.store(place, acc.to(dtype), mask=mask)
 
 
 def _most_pairs(pairs: int, experts: int) -> int:
@@ -243,10 +218,49 @@ def moe_experts(
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops/moe.py`."""
-    tokens = x_TD.shape[0]
+    add = residual_TD is not None
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
+    weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
+    pairs = _run(x_TD, routes, *weights, out_TD, weigh_inputs=weigh_inputs, add=add)
+    if pairs is not None:
+        sum_pairs(out_TD, pairs, add=add)
+    return out_TD
+
+
+def moe_experts_then(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor | Stored,
+    down_EDI: torch.Tensor | Stored,
+    activation: GatedActivation,
+    gate_up_bias_E2I: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    *,
+    residual_TD: torch.Tensor,
+    weigh_inputs: bool = False,
+) -> PairSums | None:
+    """See `ops/moe.py`."""
+    weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
+    return _run(x_TD, routes, *weights, residual_TD, weigh_inputs=weigh_inputs, add=True)
+
+
+def _run(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor | Stored,
+    down_EDI: torch.Tensor | Stored,
+    activation: GatedActivation,
+    gate_up_bias_E2I: torch.Tensor | None,
+    down_bias_ED: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    *,
+    weigh_inputs: bool,
+    add: bool,
+) -> PairSums | None:
+    """Write the experts' sums into `out`, or add them; or return what is to be added up."""
+    tokens = x_TD.shape[0]
     if not tokens:
-        return out_TD
+        return None
     if out_TD.stride(1) != 1:
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
@@ -257,12 +271,13 @@ def moe_experts(
         assert isinstance(gate_up_E2ID, Stored4) and isinstance(down_EDI, Stored4)
         routes = _dense(routes)
         own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
-        return pairs_products(*own, weigh_inputs=weigh_inputs, add=residual_TD is not None)
+        pairs_products(*own, weigh_inputs=weigh_inputs, add=add)
+        return None
     routes = _ordered(routes, gate_up_E2ID.shape[0])
     if tokens == 1:
-        biases, add = (gate_up_bias_E2I, down_bias_ED), residual_TD is not None
-        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, *biases, out_TD
-        return one_token(*own, weigh_inputs=weigh_inputs, add=add)
+        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
+        one_token(*own, weigh_inputs=weigh_inputs, add=add)
+        return None
     out_PD = _products(
         x_TD,
         routes,
@@ -271,13 +286,7 @@ def moe_experts(
         activation,
         weigh_inputs=weigh_inputs,
     )
-    features, active = x_TD.shape[1], routes.experts_TA.shape[1]
-    block = min(1024, padded(features))
-    _sum_kernel[(tokens, blocks(features, block))](
-        out_PD, routes.experts_TA, out_TD, features, out_TD.stride(0), A=active, BA=padded(active), BLOCK=block,
-        ADD=residual_TD is not None, **dependent(x_TD.device),
-    )  # fmt: skip
-    return out_TD
+    return PairSums(out_PD, routes.experts_TA)
 
 
 def _readable(weights: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor | Stored:

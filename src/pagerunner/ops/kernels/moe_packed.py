@@ -69,6 +69,14 @@ def _up_rows(tile, local, features, F: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _expert(experts_ptr, token, slot, mask, A: tl.constexpr):
+    """A token's expert; for padding, which has none, and whose weights are 0, the first token's, which is read anyway."""
+    first = tl.load(experts_ptr + slot, mask=mask, other=0)
+    own = tl.load(experts_ptr + token * A + slot, mask=mask, other=0)
+    return tl.maximum(tl.where(own < 0, first, own), 0).to(tl.int64)
+
+
+@triton.jit
 def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, out_ptr, limit,
                A: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
                BN: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr,
@@ -80,7 +88,7 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_ex
         gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
     F: tl.constexpr = BN // PIECES // 2
     tile, pair = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    expert = _expert(experts_ptr, pair // A, pair % A, True, A)
     w_ptr += expert * w_expert
     s_ptr += expert * s_expert
     z_ptr += expert * s_expert
@@ -143,7 +151,6 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     ALL: tl.constexpr = STEPS * (A // B)
     F: tl.constexpr = BN // PIECES
     tile, token = tl.program_id(0), tl.program_id(1)
-    experts_ptr += token * A
     weights_ptr += token * A
     rows = tl.minimum(tile * F + tl.arange(0, BN) // PIECES, N - 1)
     own = tl.minimum(tile * F + tl.arange(0, BN // 8), N - 1)
@@ -151,7 +158,7 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     some = tl.arange(0, B)
     first_rows = ()
     for turn in tl.static_range(A // B):
-        first_rows = first_rows + (tl.load(experts_ptr + turn * B + some).to(tl.int64) * N,)
+        first_rows = first_rows + (_expert(experts_ptr, token, turn * B + some, True, A) * N,)
     steps = ()  # all of the first B experts, then those of the next B
     for i in tl.static_range(min(AHEAD, ALL)):
         steps = steps + (_experts_step(matrix, first_rows[i // STEPS], i % STEPS, K, G, FORM, WORDS, ZEROS),)
@@ -160,7 +167,7 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     biases = tl.zeros((F,), tl.float32)
     if BIAS:
         index = tl.arange(0, BA)
-        ids = tl.load(experts_ptr + index, mask=index < A, other=0).to(tl.int64)
+        ids = _expert(experts_ptr, token, index, index < A, A)
         there = (index < A)[:, None] & inside[None, :]
         values = tl.load(bias_ptr + ids[:, None] * N + features[None, :], mask=there, other=0.0).to(tl.float32)
         if WEIGH:

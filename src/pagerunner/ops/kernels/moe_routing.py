@@ -16,15 +16,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
+from pagerunner.ops.kernels.linear_parts import NO_NORM, PLAIN_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import Routes, Routing, counts_experts, logits_take_norm, touched_experts
+from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, counts_experts, few_tokens, touched_experts
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
 _MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
 _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
-TAKEN = tl.constexpr(-(2**63))
+_FEW_LOGITS = 4096  # up to which each token has programs of its own, as its experts' weights are little to read again
+_MOST_FEATURES = 2048  # of which a program holds 16 experts' weights and 8 tokens at a time
+_FEW_BLOCKS = (
+    256  # tokens up to which a program has fewer scores, as there are few programs then whose counts all others read
+)
+TAKEN = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -48,22 +53,28 @@ def _score(logits, inside, KIND: tl.constexpr):
 
 
 @triton.jit
-def _keys(choice, experts, inside, BE: tl.constexpr):
-    """64-bit keys that are ordered as the float32 numbers are, and differ: of equal numbers the first expert's is the largest.
+def _keys(choice, inside):
+    """32-bit keys that are ordered as the float32 numbers are. Experts that there aren't have the least key, TAKEN.
 
-    Experts that there aren't have the least key, TAKEN. NaN counts as a number, so that there are always enough experts to choose from.
+    NaN counts as a number, so that there are always enough experts to choose from.
     """
     bits = choice.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (bits.to(tl.int64) << 32) | (BE - 1 - experts)[None, :].to(tl.int64)
-    return tl.where(inside[None, :], keys, TAKEN)
+    return tl.where(inside[None, :], tl.maximum(bits, TAKEN + 1), TAKEN)
 
 
 @triton.jit
 def _number(keys):
     """The float32 number of a key."""
-    bits = (keys >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_best(keys, experts):
+    """Where each token's largest key stands, and that key; of equal keys the first expert's. Two reductions of 32 bits, as the device has for a warp."""
+    best = tl.max(keys, 1)
+    first = tl.min(tl.where(keys == best[:, None], experts[None, :], 2147483647), 1)
+    return experts[None, :] == first[:, None], best
 
 
 @triton.jit
@@ -72,17 +83,17 @@ def _of_kept_groups(
 ):
     """The keys, TAKEN for experts outside each token's KEPT best groups, which count with the sum of their BEST best experts."""
     groups = tl.arange(0, BG)
-    best = tl.full((keys.shape[0], BG), TAKEN, tl.int64)
+    best = tl.full((keys.shape[0], BG), TAKEN, tl.int32)
     for g in tl.static_range(GROUPS):
         own = tl.where((experts // SIZE == g)[None, :], keys, TAKEN)
-        first = tl.max(own, 1)
+        is_best, first = _is_best(own, experts)
         number = _number(first)
         if BEST == 2:
-            number += _number(tl.max(tl.where(own == first[:, None], TAKEN, own), 1))
-        best = tl.where((groups == g)[None, :], _keys(number[:, None], groups, groups < GROUPS, BG), best)
+            number += _number(tl.max(tl.where(is_best, TAKEN, own), 1))
+        best = tl.where((groups == g)[None, :], _keys(number[:, None], groups < GROUPS), best)
     kept = tl.zeros((keys.shape[0], BG), tl.int32)
     for _ in tl.static_range(KEPT):
-        own = best == tl.max(best, 1)[:, None]
+        own, _first = _is_best(best, groups)
         kept = tl.where(own, 1, kept)
         best = tl.where(own, TAKEN, best)
     for g in tl.static_range(GROUPS):
@@ -100,12 +111,12 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
     choice = logits
     if BIAS:
         choice = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)[None, :]
-    keys = _keys(choice, experts, inside, BE)
+    keys = _keys(choice, inside)
     if KEPT < GROUPS:
         keys = _of_kept_groups(keys, experts, GROUPS, KEPT, E // GROUPS, BG, 2 if BIAS else 1)
     slots = tl.full(logits.shape, -1, tl.int32)
     for a in range(A):
-        own = keys == tl.max(keys, 1)[:, None]
+        own, _best = _is_best(keys, experts)
         slots = tl.where(own, a, slots)
         keys = tl.where(own, TAKEN, keys)
     total = tl.full((logits.shape[0],), 1.0, tl.float32)
@@ -115,11 +126,15 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor,
+def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor,
                   A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
                   NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-                  BG: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted."""
+                  BG: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, PADS: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted.
+
+    PADS: tokens whose `row` is negative are padding, and go to no expert.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -131,8 +146,14 @@ def _route_kernel(logits_ptr, bias_ptr, weights_ptr, experts_ptr, order_ptr, sta
     scores, slots, total = choose(logits, bias_ptr, experts, A, E, BE, KIND, NORMALISE, BIAS, GROUPS, KEPT, BG)
     chosen = (slots >= 0) & valid[:, None]
     pairs = tokens[:, None] * A + slots
-    tl.store(weights_ptr + pairs, scores / total[:, None] * factor, mask=chosen)
-    tl.store(experts_ptr + pairs, tl.broadcast_to(experts[None, :], slots.shape), mask=chosen)
+    weights, ids = scores / total[:, None] * factor, tl.broadcast_to(experts[None, :], slots.shape)
+    if PADS:
+        there = (tl.load(row_ptr + tokens, mask=valid, other=-1) >= 0)[:, None]
+        weights, ids = tl.where(there, weights, 0.0), tl.where(there, ids, -1)
+    tl.store(weights_ptr + pairs, weights, mask=chosen)
+    tl.store(experts_ptr + pairs, ids, mask=chosen)
+    if PADS:
+        chosen = chosen & there
     own = chosen.to(tl.int32)
     counts = tl.sum(own, 0)
     if not ORDER:
@@ -213,8 +234,8 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
     smaller = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_pairs, BLOCK):
         mask = first + index < num_pairs
-        ids = tl.load(experts_ptr + first + index, mask=mask, other=0).to(tl.int32)
-        smaller += (mask & (ids < expert)).to(tl.int32)
+        ids = tl.load(experts_ptr + first + index, mask=mask, other=-1).to(tl.int32)
+        smaller += ((ids >= 0) & (ids < expert)).to(tl.int32)
     place = tl.sum(smaller, 0)
     first_place = place
     tl.store(starts_ptr + expert, place)
@@ -232,15 +253,20 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
         tl.atomic_add(touched_ptr + 1, (expert == 0).to(tl.int64))
 
 
-@triton.jit
-def _logits_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, normed_ptr, logits_ptr, num_experts, x_stride, eps, K: tl.constexpr,
-                   BK: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN experts of one token. The first program of a token stores what the norm makes of it."""
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr, normed_ptr, logits_ptr, num_tokens, num_experts, x_stride,
+                   other_stride, eps, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+                   NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN experts of BT tokens. A token's first program stores what the norm makes of it.
+
+    ADD: `other` is added to the residual stream. The first program stores the sum too. It has a place of its own, as other programs still read
+    what it is made of.
+    """
     if PDL:
         gdc_launch_dependents()
     experts = tl.program_id(0) * BN + tl.arange(0, BN)
-    token = tl.program_id(1).to(tl.int64)
-    live = experts < num_experts
+    tokens = tl.program_id(1) * BT + tl.arange(0, BT)
+    live, valid = experts < num_experts, tokens < num_tokens
     cols = tl.arange(0, BK)
     inside = cols < K
     w = tl.load(w_ptr + experts[:, None] * K + cols[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -251,15 +277,69 @@ def _logits_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, normed_ptr, logits_ptr, num
         bias = tl.load(bias_ptr + experts, mask=live, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM != NO_NORM:
-        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / K) + eps)
-        x = (x * weight).to(normed_ptr.dtype.element_ty)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows = tokens.to(tl.int64)[:, None]
+    there = valid[:, None] & inside[None, :]
+    x = tl.load(x_ptr + rows * x_stride + cols[None, :], mask=there, other=0.0)
+    if ADD:
+        other = tl.load(other_ptr + rows * other_stride + cols[None, :], mask=there, other=0.0)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         if tl.program_id(0) == 0:
-            tl.store(normed_ptr + token * K + cols, x, mask=inside)
-        x = x.to(tl.float32)
-    logits = tl.sum(w.to(tl.float32) * x[None, :], 1) + bias
-    tl.store(logits_ptr + token * num_experts + experts, logits, mask=live)
+            tl.store(stream_ptr + rows * K + cols[None, :], x, mask=there)
+    x = x.to(tl.float32)
+    if NORM != NO_NORM:
+        x *= (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / K) + eps))[:, None]
+        if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
+            x = x.to(dtype).to(tl.float32)
+        normed = (x * weight[None, :]).to(dtype)
+        if tl.program_id(0) == 0:
+            tl.store(normed_ptr + rows * K + cols[None, :], normed, mask=there)
+        x = normed.to(tl.float32)
+    logits = tl.sum(w.to(tl.float32)[None, :, :] * x[:, None, :], 2) + bias[None, :]
+    tl.store(logits_ptr + rows * num_experts + experts[None, :], logits, mask=valid[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tile_logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr, normed_ptr, logits_ptr, num_tokens, num_experts, x_stride,
+                        other_stride, eps, K: tl.constexpr, BK: tl.constexpr, S: tl.constexpr, BT: tl.constexpr,
+                        BN: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """As `_logits_kernel`, by the matrix units: the S warps divide the features between them, BK each."""
+    if PDL:
+        gdc_launch_dependents()
+    experts = tl.program_id(0) * BN + tl.arange(0, BN)
+    tokens = tl.program_id(1) * BT + tl.arange(0, BT)
+    live, valid = experts < num_experts, tokens < num_tokens
+    cols = tl.arange(0, S)[:, None] * BK + tl.arange(0, BK)[None, :]
+    inside = cols < K
+    w = tl.load(
+        w_ptr + experts[None, :, None] * K + cols[:, None, :], mask=live[None, :, None] & inside[:, None, :], other=0.0
+    )
+    weight = norm_weight(norm_ptr, cols, inside, NORM)
+    bias = tl.zeros((BN,), tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + experts, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows = tokens.to(tl.int64)[None, None, :]
+    there = inside[:, :, None] & valid[None, None, :]
+    x = tl.load(x_ptr + rows * x_stride + cols[:, :, None], mask=there, other=0.0)
+    mine = there & ((cols // 128 % tl.num_programs(0)) == tl.program_id(0))[:, :, None]
+    if ADD:
+        other = tl.load(other_ptr + rows * other_stride + cols[:, :, None], mask=there, other=0.0)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        tl.store(stream_ptr + rows * K + cols[:, :, None], x, mask=mine)
+    y = x.to(tl.float32)
+    factors = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(y * y, 1), 0) * (1.0 / K) + eps)
+    y *= factors[None, None, :]
+    if NORM == PLAIN_NORM:  # it rounds before it multiplies by its weight (kernels/norm.py)
+        y = y.to(dtype).to(tl.float32)
+    y = (y * weight[:, :, None]).to(dtype)
+    tl.store(normed_ptr + rows * K + cols[:, :, None], y, mask=mine)
+    logits = tl.sum(tl.dot(w, y, input_precision="ieee"), 0) + bias[:, None]
+    place = logits_ptr + tokens.to(tl.int64)[None, :] * num_experts + experts[:, None]
+    tl.store(place, logits, mask=live[:, None] & valid[None, :])
 
 
 def kind_of_scores(routing: Routing) -> int:
@@ -280,7 +360,8 @@ def route_config(tokens: int, experts: int) -> RouteConfig:
     """The launch of `_route_kernel`, by measurement (docs/performance.md)."""
     wide = padded(experts)
     at_once = tokens * wide <= _MOST_AT_ONCE
-    scores = max(_FEWEST, min(_MOST, padded(tokens * wide // _BLOCKS)))
+    few = tokens <= _FEW_BLOCKS
+    scores = max(_FEWEST // 2 if few else _FEWEST, min(_MOST, padded(tokens * wide // (32 if few else _BLOCKS))))
     rows = padded(max(tokens, 1)) if at_once else max(1, scores // wide)
     return RouteConfig(at_once, rows, 1 if rows == 1 and at_once else 8 if rows > 8 else 4)
 
@@ -291,7 +372,9 @@ def _order_block(pairs: int) -> int:
 
 def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, int, bool]:
     """See `Op.kernels_for`."""
-    return route_config(tokens, experts), _order_block(tokens * active), logits_take_norm(tokens)
+    few = few_tokens(tokens) or tokens <= MOST_TOKENS and tokens * experts <= _FEW_LOGITS
+    ranges = tokens == 1, few, tokens <= MOST_TOKENS, tokens <= _FEW_BLOCKS
+    return route_config(tokens, experts), _order_block(tokens * active), ranges
 
 
 def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -317,40 +400,77 @@ def _meter(other: torch.Tensor) -> torch.Tensor:
     return touched_experts(other.device) if counts_experts() else other
 
 
-def _few_logits(
-    x_TD: torch.Tensor, norm: Norm | None, weight_ED: torch.Tensor, bias_E: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+class LogitsConfig(NamedTuple):
+    """Tokens and experts of a program, its warps, and whether the matrix units multiply."""
+
+    tokens: int
+    experts: int
+    warps: int
+    tile: bool = False
+
+
+@functools.cache
+def logits_config(tokens: int, features: int, experts: int, dtype: torch.dtype) -> LogitsConfig | None:
+    """The program of the logits' kernel, by measurement (docs/performance.md). None: a norm and cuBLAS are faster."""
+    if 0 < tokens and few_tokens(tokens) or tokens <= MOST_TOKENS and 0 < tokens * experts <= _FEW_LOGITS:
+        return LogitsConfig(1, 2 if tokens == 1 else 4, 4)
+    if 0 < tokens <= MOST_TOKENS and dtype.itemsize == 2 and features <= _MOST_FEATURES:
+        return LogitsConfig(8, 16, 8, True)
+    return None
+
+
+def run_logits(
+    x_TD: torch.Tensor,
+    norm: Norm | None,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    other_TD: torch.Tensor | None = None,
+    *,
+    program: LogitsConfig,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch `_logits_kernel`: the stream, its norm, and the logits."""
     (tokens, features), experts = x_TD.shape, weight_ED.shape[0]
     normed_TD = x_TD if norm is None else torch.empty(tokens, features, dtype=x_TD.dtype, device=x_TD.device)
+    stream_TD = x_TD if other_TD is None else torch.empty_like(normed_TD)
+    other = x_TD if other_TD is None else other_TD
     logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
-    block = 2 if tokens == 1 else 4
-    _logits_kernel[(blocks(experts, block), tokens)](
-        x_TD, x_TD if norm is None else norm.weight_I, weight_ED, x_TD if bias_E is None else bias_E, normed_TD, logits_TE,
-        experts, x_TD.stride(0), 0.0 if norm is None else norm.eps, K=features, BK=padded(features), BN=block,
-        NORM=norm_kind(norm), BIAS=bias_E is not None,
-        num_warps=4, **dependent(x_TD.device),
+    kernel, how = _logits_kernel, {"BK": padded(features)}
+    if program.tile:
+        kernel, how = _tile_logits_kernel, {"S": program.warps, "BK": max(16, padded(features) // program.warps)}
+    kernel[(blocks(experts, program.experts), blocks(tokens, program.tokens))](
+        x_TD, other, x_TD if norm is None else norm.weight_I, weight_ED, x_TD if bias_E is None else bias_E, stream_TD,
+        normed_TD, logits_TE, tokens, experts, x_TD.stride(0), other.stride(0), 0.0 if norm is None else norm.eps,
+        K=features, BT=program.tokens, BN=program.experts, NORM=norm_kind(norm), ADD=other_TD is not None,
+        BIAS=bias_E is not None, num_warps=program.warps, **how, **dependent(x_TD.device),
     )  # fmt: skip
-    return normed_TD, logits_TE
+    return stream_TD, normed_TD, logits_TE
 
 
-def _few(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
-    return x_TD.shape[0] > 0 and logits_take_norm(x_TD.shape[0]) and x_TD.stride(1) == 1 and weight_ED.is_contiguous()
+def _program(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> LogitsConfig | None:
+    if x_TD.stride(1) != 1 or x_TD.dtype != weight_ED.dtype or not weight_ED.is_contiguous():
+        return None
+    return logits_config(*x_TD.shape, weight_ED.shape[0], x_TD.dtype)
 
 
 def norm_expert_logits(
-    x_TD: torch.Tensor, norm: Norm, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD: torch.Tensor,
+    norm: Norm,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+    other_TD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops/routing.py`."""
-    if _few(x_TD, weight_ED):
-        return _few_logits(x_TD, norm, weight_ED, bias_E)
-    normed_TD = norm(x_TD)
-    return normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
+    program = _program(x_TD, weight_ED)
+    if program is not None and (other_TD is None or other_TD.stride(1) == 1):
+        return run_logits(x_TD, norm, weight_ED, bias_E, other_TD, program=program)
+    normed_TD = norm(x_TD) if other_TD is None else norm.add_(other_TD, x_TD)
+    return x_TD, normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
 
 
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/routing.py`."""
-    if _few(x_TD, weight_ED):
-        return _few_logits(x_TD, None, weight_ED, bias_E)[1]
+    if few_tokens(x_TD.shape[0]) and (program := _program(x_TD, weight_ED)) is not None:
+        return run_logits(x_TD, None, weight_ED, bias_E, program=program)[2]
     if x_TD.dtype == torch.float32:
         return F.linear(x_TD, weight_ED, bias_E)
     logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
@@ -362,6 +482,7 @@ def route(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
+    row_T: torch.Tensor | None = None,
 ) -> Routes:
     """See `ops/routing.py`."""
     tokens, experts = logits_TE.shape
@@ -371,6 +492,7 @@ def route(
     own = {"E": experts, "BE": padded(experts), "KIND": kind_of_scores(routing), "NORMALISE": routing.normalise}
     own |= dependent(device)
     if chosen_TA is not None:
+        assert row_T is None, "experts of padding are given"
         chosen_TA = chosen_TA.contiguous()
         if tokens:
             _weigh_kernel[(tokens,)](
@@ -385,9 +507,9 @@ def route(
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
     _route_kernel[(count,)](
-        logits_TE, logits_TE if bias_E is None else bias_E, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
+        logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if row_T is None else row_T, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
         routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
-        BG=padded(routing.groups), ORDER=at_once, COUNT=counting, num_warps=warps, **own,
+        BG=padded(routing.groups), ORDER=at_once, COUNT=counting, PADS=row_T is not None, num_warps=warps, **own,
     )  # fmt: skip
     if not at_once:
         _place_kernel[(count,)](

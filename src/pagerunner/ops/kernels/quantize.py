@@ -19,6 +19,22 @@ ROWS, SHORT = 4, 1024
 """Tokens of a program where there are many, of up to so many features. Otherwise starting programs takes the time."""
 
 
+@triton.jit
+def store_numbers(x, tokens, there, groups, cols, inside, codes_ptr, scales_ptr, scale_column, K: tl.constexpr, WIDE: tl.constexpr,
+                  MOST: tl.constexpr):  # fmt: skip
+    """Store the features [tokens, groups, WIDE] of tokens that are `there` in the codes' dtype, and the groups' scales."""
+    # as whole numbers the bits of magnitudes are in order, and NaN is the largest; a maximum of floats would lose it
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
+    scale = largest / MOST
+    scale = tl.where(largest == 0.0, 1.0, tl.where(scale < LEAST, LEAST, scale))
+    scales = scales_ptr + groups.to(tl.int64)[None, :] * scale_column + tokens[:, None]
+    tl.store(scales, scale, mask=(groups * WIDE < K)[None, :] & there[:, None])
+    numbers = x * (1.0 / scale)[:, :, None]
+    if codes_ptr.dtype.element_ty == tl.int8:
+        numbers = tl.minimum(tl.maximum((numbers + ROUNDING) - ROUNDING, -MOST), MOST)
+    tl.store(codes_ptr + tokens[:, None, None] * K + cols, numbers.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["scale_column", "num_tokens"])
 def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, num_tokens, x_row, scale_column, eps, K: tl.constexpr,
                      ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, NORM: tl.constexpr,
@@ -37,16 +53,7 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, num_tokens, x_row, 
     if PDL:
         gdc_wait()
     x = token_inputs(x_ptr + tokens[:, None, None] * x_row, weight, cols, inside, eps, K, NORM, GATED)
-    # as whole numbers the bits of magnitudes are in order, and NaN is the largest; a maximum of floats would lose it
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
-    scale = largest / MOST
-    scale = tl.where(largest == 0.0, 1.0, tl.where(scale < LEAST, LEAST, scale))
-    scales = scales_ptr + groups.to(tl.int64)[None, :] * scale_column + tokens[:, None]
-    tl.store(scales, scale, mask=(groups * WIDE < K)[None, :] & there[:, None])
-    numbers = x * (1.0 / scale)[:, :, None]
-    if codes_ptr.dtype.element_ty == tl.int8:
-        numbers = tl.minimum(tl.maximum((numbers + ROUNDING) - ROUNDING, -MOST), MOST)
-    tl.store(codes_ptr + tokens[:, None, None] * K + cols, numbers.to(codes_ptr.dtype.element_ty), mask=inside)
+    store_numbers(x, tokens, there, groups, cols, inside, codes_ptr, scales_ptr, scale_column, K, WIDE, MOST)
 
 
 def _run(
