@@ -40,7 +40,7 @@ KERNEL_TESTS = [
     )
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
-BYTES_PER_SECOND = 4.35e12  # what a copy reaches on an H200, for the floors of mixtures
+CEILINGS = 4.35e12, 790e12  # bytes and operations a second that an H200 reaches, for the floors of mixtures
 WORKLOADS = ("decode1", "decode64", "prefill8k", "prefix2k", "mixed256")
 COMPARED = ("decode1", "decode64", "prefill8k", "mixed256")
 PUBLISHED = {  # bench shapes in the forms in which people run them
@@ -178,6 +178,7 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
     from pagerunner import LLM, EngineArgs
     from pagerunner.bench import runner
     from pagerunner.bench.experts import experts_read
+    from pagerunner.bench.floors import Ceilings
     from pagerunner.bench.shapes import QUANTIZED, SHAPES
     from pagerunner.bench.workloads import workload, write_model
     from pagerunner.engine.startup.mixture import Mixture, touched_so_far
@@ -192,15 +193,20 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
         mixture = Mixture.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
         print(llm.startup.text(), flush=True)
         for name in names:
+            make = functools.partial(workload, name, SHAPES[shape].get("vocab_size", 151_936))
             report = runner.throughput(
                 llm,
-                lambda salt, name=name: workload(name, SHAPES[shape].get("vocab_size", 151_936), salt),
+                make,
                 label=name,
                 repetitions=repetitions,
                 warmups=1,
                 touched=functools.partial(touched_so_far, llm.device),
             )
-            read = experts_read(mixture, *report.touched, BYTES_PER_SECOND).text() if mixture else ""
+            read = ""
+            if mixture:
+                specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
+                own = specs, make(0), report.cached_tokens
+                read = experts_read(mixture, *report.touched, Ceilings(*CEILINGS), *own).text().replace("\n", ";")
             print(
                 f"{RESULT}{shape} {quantization or ''}, kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
                 f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)}){read}",

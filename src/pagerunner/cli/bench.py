@@ -173,15 +173,19 @@ def _measured(
         draws=draws,
     )
     if isinstance(report, ThroughputReport):
-        report = _with_experts(namespace, args, llm, report)
+        report = _with_experts(namespace, args, llm, report, source(vocab_size, 0))
         return _with_floor(namespace, args, llm, report, source(vocab_size, 0))
     return report
 
 
 def _with_experts(
-    namespace: argparse.Namespace, args: EngineArgs, llm: LLM, report: ThroughputReport
+    namespace: argparse.Namespace,
+    args: EngineArgs,
+    llm: LLM,
+    report: ThroughputReport,
+    requests: Sequence[BenchRequest],
 ) -> ThroughputReport:
-    """The report with the share of experts that a mixture's steps touched, and the time that reading them takes at least."""
+    """The report with the share of experts that a mixture's steps touched, and the time that bytes and operations take at least."""
     from pagerunner.engine.startup.mixture import Mixture
 
     touched, calls = report.touched
@@ -191,8 +195,8 @@ def _with_experts(
     ceilings = None
     if namespace.ceilings is not None or llm.device == "cuda":
         ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
-    bandwidth = None if ceilings is None else ceilings.bytes_per_second
-    return msgspec.structs.replace(report, experts=experts_read(mixture, touched, calls, bandwidth))
+    specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
+    return msgspec.structs.replace(report, experts=experts_read(mixture, touched, calls, ceilings, specs, requests))
 
 
 def _draws(namespace: argparse.Namespace) -> Draws:

@@ -9,31 +9,50 @@ from typing import cast
 import torch
 
 from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.linear import Linear
+from pagerunner.layers.moe import Experts, Router
 from pagerunner.models.checkpoint.loader import Model, build_model, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.routing import counting_experts, touched_experts
+from pagerunner.ops.stored import Stored8
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Bytes of a mixture's weights as they are stored: of an expert, and of all that every step reads; layers and their experts."""
+    """Bytes of a mixture's weights as they are stored: of an expert, and of all that every step reads; layers and their experts.
+
+    `token_weights` are multiplied with each token, `head_weights` with each that is sampled from. Products whose input is rounded to 8
+    bits have twice the rate of bfloat16's: `operation_rate` is 2 if those of experts are such products.
+    """
 
     expert_bytes: int
     other_bytes: int
     layers: int
     experts: int
+    token_weights: int = 0
+    head_weights: int = 0
+    operation_rate: int = 1
 
     @classmethod
     def read(cls, args: EngineArgs, dtype: str, device: str) -> Mixture | None:
         """Of the model that `args` name; None if it isn't a mixture."""
         model, size = _model(args, dtype, device)
-        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        modules = list(model.modules())
+        layers = [module for module in modules if isinstance(module, Experts)]
         if not layers:
             return None
         own = sum(tensor.nbytes for module in layers for tensor in module.weights.values())
         experts = layers[0].sizes.experts
-        return cls(own // (len(layers) * experts), size - own, len(layers), experts)
+        config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
+        head = config.vocab_size * config.hidden_size
+        weights = sum(one.in_features * one.out_features for one in modules if isinstance(one, Linear))
+        weights -= 0 if config.tie_word_embeddings else head
+        active = (one.routing.active for one in modules if isinstance(one, Router))
+        for module, chosen in zip(layers, active, strict=False):
+            weights += chosen * 3 * module.sizes.features * module.sizes.inner
+        rounds = all(isinstance(one, Stored8) and one.activations != "none" for one in layers[0].stored)
+        rate = 2 if layers[0].stored and rounds else 1
+        return cls(own // (len(layers) * experts), size - own, len(layers), experts, weights, head, rate)
 
 
 def step_bytes(args: EngineArgs, dtype: str, device: str) -> int:
