@@ -11,6 +11,7 @@ from helpers.compiler import needs_compiler
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.native import mixture
+from pagerunner.ops.native.calls import record
 from pagerunner.ops.panels import Layout, panel_width, put_rows
 from pagerunner.ops.routing import Routes, Routing, counting_experts, expert_logits, route, touched_experts
 
@@ -65,9 +66,14 @@ def test_routes_of_odd_logits_name_experts(value: float) -> None:
 def test_a_measurement_counts_experts_that_few_tokens_touch() -> None:
     device = torch.device("cpu")
     with counting_experts():
-        before = touched_experts(device).clone()
-        route(torch.eye(3, 8), Routing(1))
+        before, logits_TE = touched_experts(device).clone(), torch.eye(3, 8)
+        route(logits_TE, Routing(1))
         assert (touched_experts(device) - before).tolist() == [3, 1]
+        recording, _ = record(torch.empty(1 << 16, dtype=torch.uint8), lambda: route(logits_TE, Routing(1)))
+        again = recording.finish(2)
+        again()
+        again()
+        assert (touched_experts(device) - before).tolist() == [9, 3]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

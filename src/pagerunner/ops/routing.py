@@ -171,9 +171,10 @@ def _route_on_cpu(
 ) -> Routes:
     # a recorded step's rows aren't read here; a CPU's steps have no padding, as each number of rows has a recording
     few = chosen_TA is None and logits_TE.shape[0] <= mixture.FEW_TOKENS and logits_TE.is_contiguous()
-    if not few or counts_experts() or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
+    if not few or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
         return NotImplemented
-    return Routes(*mixture.route(logits_TE, routing, bias_E))
+    touched = touched_experts(logits_TE.device) if counts_experts() else None
+    return Routes(*mixture.route(logits_TE, routing, bias_E, touched))
 
 
 def _scores(logits_TE: torch.Tensor, kind: str) -> torch.Tensor:

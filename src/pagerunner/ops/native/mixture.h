@@ -42,6 +42,7 @@ typedef struct {
     const float *logits, *bias; // [T, E]; [E], which counts for the choice alone, or NULL
     float *weights;             // [T, A]
     int64_t *chosen;            // [T, A]
+    int64_t *touched;           // [2]: experts that any token chose, and calls, are added there; or NULL
     long tokens, experts, active, groups, kept_groups;
     float factor;
     int scores, normalise;
@@ -104,6 +105,17 @@ static void keep_groups(const Route *call, float *choice, float *groups)
     }
 }
 
+// Add what a call touched. `seen` has room for E numbers.
+static void count_touched(const Route *call, float *seen)
+{
+    memset(seen, 0, call->experts * sizeof(float));
+    for (long p = 0; p < call->tokens * call->active; p++) {
+        call->touched[0] += seen[call->chosen[p]] == 0.0f;
+        seen[call->chosen[p]] = 1.0f;
+    }
+    call->touched[1]++;
+}
+
 static void route(const void *argument, const Worker *worker)
 {
     const Route *call = argument;
@@ -122,6 +134,9 @@ static void route(const void *argument, const Worker *worker)
         }
         for (long a = 0; a < call->active; a++) weights[a] = (call->normalise ? weights[a] / sum : weights[a]) * call->factor;
     }
+    meet(worker);
+    if (!call->touched) return;
+    if (worker->thread == 0) count_touched(call, scores);
     meet(worker);
 }
 

@@ -22,7 +22,7 @@ FEW_TOKENS = 64
 """Tokens up to which these kernels serve. With more, torch's products of routers are faster, and pairs need much memory."""
 
 _LOGITS = struct.Struct("4P5q")  # Logits in native/mixture.h
-_ROUTE = struct.Struct("4P5qf2i4x")  # Route
+_ROUTE = struct.Struct("5P5qf2i4x")  # Route
 _EXPERTS = struct.Struct("8P7qf3i")  # Experts
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _ACTIVATIONS = {"silu": 0, "clamped_swiglu": 1, "limited_silu": 2}
@@ -66,8 +66,13 @@ def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Ten
     return logits_TE
 
 
-def route(logits_TE: torch.Tensor, routing: Routing, bias_E: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts of `ops.routing.route`, float32 and int64 [T, A]."""
+def route(
+    logits_TE: torch.Tensor, routing: Routing, bias_E: torch.Tensor | None, touched: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts of `ops.routing.route`, float32 and int64 [T, A].
+
+    To `touched` [2], int64, the number of experts that any token chose is added, and 1.
+    """
     tokens, experts = logits_TE.shape
     if not 0 < routing.active <= experts or experts % routing.groups or not 0 < routing.kept_groups <= routing.groups:
         raise ValueError(f"{routing} doesn't fit {experts} experts")
@@ -77,6 +82,7 @@ def route(logits_TE: torch.Tensor, routing: Routing, bias_E: torch.Tensor | None
         _row("the choice's bias", bias_E, experts),
         weights_TA.data_ptr(),
         experts_TA.data_ptr(),
+        0 if touched is None else address("counts of experts", touched, _I64, 1),
         tokens,
         experts,
         routing.active,
@@ -86,7 +92,7 @@ def route(logits_TE: torch.Tensor, routing: Routing, bias_E: torch.Tensor | None
         _SCORES[routing.scores],
         routing.normalise,
     )
-    call(ROUTE, packed, (logits_TE, bias_E, weights_TA, experts_TA))
+    call(ROUTE, packed, (logits_TE, bias_E, weights_TA, experts_TA, touched))
     return weights_TA, experts_TA
 
 
