@@ -116,7 +116,9 @@ def test_two_devices_with_half_of_the_heads_are_the_whole_mixer(case: str) -> No
         tensor.sink.put(tensors[name], lambda target, source: target.copy_(source))
     norm = RMSNorm(HIDDEN, 1e-6, torch.float32)
     norm.weights = {"weight": torch.rand(HIDDEN)}
-    x, angles = torch.randn(TOKENS, HIDDEN), RopeAngles(torch.ones(TOKENS, 1, 1), torch.zeros(TOKENS, 1, 1))
+    rotated = int(own.head_dim * own.rope.partial) if mixer is qwen3_next.Attention else 1
+    x = torch.randn(TOKENS, HIDDEN)
+    angles = RopeAngles(torch.ones(TOKENS, 1, rotated), torch.zeros(TOKENS, 1, rotated))
 
     def out(one: Any) -> torch.Tensor:
         return one.o_proj(one.mix(ResidualStream(x), norm, angles, None, None))
