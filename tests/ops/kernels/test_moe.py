@@ -8,6 +8,7 @@ import torch
 from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
@@ -83,6 +84,23 @@ def test_stored_experts(form, sizes):
         got = moe_experts.kernel(x, routes, gate_up, down, activation, *biases)
         want = moe_experts.twin(x, routes, gate_up, down, activation, *biases)
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["e2m1 e8m0 32", "e2m1 e4m3 16 rows", "int4 bf16 128", "int4 f16 128 zeros"])
+def test_halves_of_a_step_may_be_one_product_or_two(form):
+    torch.manual_seed(0)
+    features, inner = (256, 128) if "128" in form else (160, 96)
+    gate_up, down = stored(form, 2 * inner, features, experts=3), stored(form, features, inner, experts=3)
+    assert isinstance(gate_up, Stored4)
+    assert isinstance(down, Stored4)
+    first = CodesProduct.of(gate_up, torch.randn(3, 2 * inner), torch.float32)
+    second = CodesProduct.of(down, torch.randn(3, features), torch.float32)
+    x, routes = torch.randn(20, features), route.kernel(torch.randn(20, 3), Routing(2, normalise=True))
+    results = []
+    for joint in (False, True):
+        config = CodesConfig(16, 64, 4, 2, joint)
+        results.append(codes_products(x, first, second, routes, SILU, weigh_inputs=False, configs=(config, config)))
+    torch.testing.assert_close(*results, atol=1e-5 * float(results[0].abs().max()), rtol=1e-5)
 
 
 BLOCKS = PairsConfig(64, 2, 1), PairsConfig(16, 2, 3)

@@ -303,7 +303,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW
     ways = *few, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
-    return *ways, _most_pairs(pairs, experts), codes_config(pairs, experts), *many
+    codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
+    return *ways, _most_pairs(pairs, experts), *codes, *many
 
 
 def _dense(routes: Routes) -> Routes:

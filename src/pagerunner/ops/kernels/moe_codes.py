@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
-from pagerunner.ops.kernels.codes import GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, spread, uses_words
+from pagerunner.ops.kernels.codes import E2M1, GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, spread, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, has_dependent_launch, padded
 from pagerunner.ops.kernels.moe_tiles import find_tile, finish, kind_of, stored_args
 from pagerunner.ops.kernels.operands import (
@@ -73,22 +73,25 @@ def _finished(numbers, scales, zeros, dtype: tl.constexpr, FORM: tl.constexpr, Z
 
 
 @triton.jit
-def _add(acc, x, x_more, low, high, step_scales, SCALES: tl.constexpr, WARPS: tl.constexpr):
-    """`acc` and both products; these times the step's scales where there are such."""
-    if SCALES == STEP_SCALES:
-        product = tl.dot(operand(low, WARPS), x, input_precision="ieee")
-        product = tl.dot(operand(high, WARPS), x_more, product, input_precision="ieee")
-        acc += product * scale_numbers(step_scales)[:, None]
+def _add(acc, x_place, low, high, step_scales, SCALES: tl.constexpr, WARPS: tl.constexpr, JOINT: tl.constexpr):
+    """`acc` and the products of a step, both halves as one if JOINT; these times the step's scales where there are such."""
+    low, high = operand(low, WARPS), operand(high, WARPS)
+    product = tl.zeros(acc.shape, tl.float32) if SCALES == STEP_SCALES else acc
+    if JOINT:
+        both = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [low.shape[0], 128])
+        product = tl.dot(both, tl.load(x_place), product, input_precision="ieee")
     else:
-        acc = tl.dot(operand(low, WARPS), x, acc, input_precision="ieee")
-        acc = tl.dot(operand(high, WARPS), x_more, acc, input_precision="ieee")
-    return acc
+        product = tl.dot(low, tl.load(x_place), product, input_precision="ieee")
+        product = tl.dot(high, tl.load(x_place + 64), product, input_precision="ieee")
+    if SCALES == STEP_SCALES:
+        product = acc + product * scale_numbers(step_scales)[:, None]
+    return product
 
 
 @triton.jit
 def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, columns, K: tl.constexpr, G: tl.constexpr,
           FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, RAISED: tl.constexpr, WARPS: tl.constexpr,
-          WAIT: tl.constexpr):  # fmt: skip
+          JOINT: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
     """Rows of words of 4-bit codes times inputs, float32 [N, M]. Scales of the next step are read during this one.
 
     `rows` and `live` (whether there is such a row) are those of loaded rows, the others those of the result's. A row has `columns` scales.
@@ -98,6 +101,7 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
     s_place, z_place = s_ptr + rows.to(tl.int64) * columns, z_ptr + rows.to(tl.int64) * columns
     final_place = s_ptr + final_rows.to(tl.int64) * columns
     acc = tl.zeros((rows.shape[0], x_place.shape[1]), tl.float32)
+    dtype: tl.constexpr = x_place.dtype.element_ty
     scales = _group_values(s_place, live, 0, False, K, G) if SCALES == GROUP_SCALES else 0
     more_scales = _group_values(s_place, live, 0, True, K, G) if SCALES == GROUP_SCALES and G < 32 else scales
     zeros = _group_values(z_place, live, 0, False, K, G) if ZEROS else 0
@@ -105,7 +109,6 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
     step_scales = tl.load(final_place, mask=final_live, other=0.0) if SCALES == STEP_SCALES else 0
     for first in range(0, K, 128):
         codes = tl.load(w_place + first // 8, mask=live[:, None] & (at < (K - first) // 8)[None, :], other=0)
-        x, x_more = tl.load(x_place + first), tl.load(x_place + first + 64)
         now, more_now, zeros_now, more_zeros_now, step_now = scales, more_scales, zeros, more_zeros, step_scales
         ahead = first + 128
         if SCALES == GROUP_SCALES:
@@ -116,10 +119,10 @@ def _sums(x_place, w_ptr, s_ptr, z_ptr, rows, live, final_rows, final_live, colu
             more_zeros = _group_values(z_place, live, ahead, True, K, G) if G < 32 else zeros
         if SCALES == STEP_SCALES:
             step_scales = tl.load(final_place + ahead // G, mask=final_live & (ahead < K), other=0.0)
-        low, high = nibbles_numbers(codes, x.dtype, FORM)
-        low = _finished(low, now, zeros_now, x.dtype, FORM, ZEROS, SCALES, RAISED)
-        high = _finished(high, more_now, more_zeros_now, x.dtype, FORM, ZEROS, SCALES, RAISED)
-        acc = _add(acc, x, x_more, low, high, step_now, SCALES, WARPS)
+        low, high = nibbles_numbers(codes, dtype, FORM)
+        low = _finished(low, now, zeros_now, dtype, FORM, ZEROS, SCALES, RAISED)
+        high = _finished(high, more_now, more_zeros_now, dtype, FORM, ZEROS, SCALES, RAISED)
+        acc = _add(acc, x_place + first, low, high, step_now, SCALES, WARPS, JOINT)
         if WAIT:
             acc = ended(acc)
     return acc
@@ -153,8 +156,8 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
                   OUT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr,
                   G: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
                   RAISED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-                  WEIGH: tl.constexpr, LIFT: tl.constexpr, WARPS: tl.constexpr, WAIT: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  WEIGH: tl.constexpr, LIFT: tl.constexpr, WARPS: tl.constexpr, JOINT: tl.constexpr,
+                  WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN rows of weights times BM pairs of one expert, whose inputs are arranged. A row of weights has `columns` scales.
 
     The first product (GATED) reads tokens' rows and stores what the activation makes of BN / 2 gates and ups, in expert order and arranged.
@@ -181,7 +184,7 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
         final_live = features < N
         wide = expert.to(tl.int64)
         w, s, z = w_ptr + wide * w_expert, s_ptr + wide * s_expert, z_ptr + wide * s_expert
-        x_place = x_ptr + source[None, :] * WIDE + tl.arange(0, 64)[:, None]
+        x_place = x_ptr + source[None, :] * WIDE + tl.arange(0, 128 if JOINT else 64)[:, None]
         acc = _sums(
             x_place,
             w,
@@ -199,6 +202,7 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
             ZEROS,
             RAISED,
             WARPS,
+            JOINT,
             WAIT,
         )
         acc = _whole_factors(acc, s, r_ptr + expert * outputs, final_rows, final_live, SCALES, FACTORS, RAISED)
@@ -219,19 +223,28 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
 
 
 class CodesConfig(NamedTuple):
-    """A tile: pairs, rows of weights, its warps, and how many blocks of 128 columns are in flight."""
+    """A tile: pairs, rows of weights, its warps, how many blocks of 128 columns are in flight, and whether a block is one product or two.
+
+    One product for the high and one for the low nibbles let the second half's numbers be made beside the first half's product. One product for
+    both is waited for once. It is faster where tiles are full (docs/performance.md).
+    """
 
     pairs: int
     rows: int
     warps: int
     stages: int
+    joint: bool = False
 
 
-def codes_config(pairs: int, experts: int) -> CodesConfig:
-    """The tile for so many pairs, by measurement (docs/performance.md)."""
+def codes_config(pairs: int, experts: int, form: int) -> CodesConfig:
+    """The tile for so many pairs and codes of this format, by measurement (docs/performance.md)."""
     each = pairs / experts
     if each <= 10:
         return CodesConfig(16, 128, 8, 4)
+    if (
+        form == E2M1.value and each <= 96
+    ):  # where other choices change, too: the warm-up needs no further number of tokens
+        return CodesConfig(32, 128, 8, 4, joint=True)
     return CodesConfig(32, 128, 8, 4) if each <= 36 else CodesConfig(64, 256, 8, 3)
 
 
@@ -283,7 +296,10 @@ def codes_products(
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, features, inner = down.shape
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    first, second = configs or (codes_config(pairs, experts),) * 2
+    first, second = configs or (
+        codes_config(pairs, experts, gate_up.constants["FORM"]),
+        codes_config(pairs, experts, down.constants["FORM"]),
+    )
     inner_PI = x_TD.new_empty(pairs, blocks(inner, PIECE) * PIECE)
     out_PD = x_TD.new_empty(pairs, features)
     x_TD = arranged(x_TD, gate_up.constants["FORM"])
@@ -293,14 +309,14 @@ def codes_products(
     _codes_kernel[(_tiles(pairs, experts, first), blocks(inner_PI.shape[1], first.rows // 2))](
         x_TD, *gate_up.tensors, bias, *chosen, inner_PI, active, activation.limit, N=inner, K=features, BM=first.pairs,
         BN=first.rows, BIAS=gate_up.bias_EO is not None, GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs,
-        WIDE=x_TD.shape[1], OUT=inner_PI.shape[1], LIFT=down.constants["RAISED"], WARPS=first.warps, num_warps=first.warps, num_stages=first.stages,
+        WIDE=x_TD.shape[1], OUT=inner_PI.shape[1], LIFT=down.constants["RAISED"], WARPS=first.warps, num_warps=first.warps, num_stages=first.stages, JOINT=first.joint,
         **gate_up.constants, **common,
     )  # fmt: skip
     bias = x_TD if down.bias_EO is None else down.bias_EO
     _codes_kernel[(_tiles(pairs, experts, second), blocks(features, second.rows))](
         inner_PI, *down.tensors, bias, *chosen, out_PD, active, 0.0, N=features, K=inner, BM=second.pairs, BN=second.rows,
         BIAS=down.bias_EO is not None, GATED=False, KIND=0, WEIGH=not weigh_inputs, WIDE=inner_PI.shape[1], OUT=features, LIFT=0, WARPS=second.warps,
-        num_warps=second.warps, num_stages=second.stages, **down.constants, **common,
+        num_warps=second.warps, num_stages=second.stages, JOINT=second.joint, **down.constants, **common,
     )  # fmt: skip
     return out_PD
 
