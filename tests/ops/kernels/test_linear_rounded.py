@@ -41,10 +41,10 @@ def test_the_kernel_multiplies_what_the_numbers_stand_for(form, high, tokens, ou
     assert how is not None
     x = quantize(torch.randn(tokens, inputs), how.dtype, grouped=how.grouped)
     want, bias = dequantized(x) @ dense(matrix, torch.float32).t(), torch.randn(outputs)
-    for parts, add in ((1, False), (3, True)):
+    for parts, add, high, wide in ((1, False, 16, 32), (3, True, 24, 48)):
         got = torch.randn(tokens, outputs + 4)[:, :outputs]
         expected = want + bias + (got if add else 0)
-        run_rounded(x, matrix, bias, got, grouped=how.grouped, add=add, config=RoundedConfig(16, 32, 4, 2, parts))
+        run_rounded(x, matrix, bias, got, grouped=how.grouped, add=add, config=RoundedConfig(high, wide, 4, 2, parts))
         close(got, expected)
 
 
@@ -83,7 +83,7 @@ def test_what_cublas_is_given(monkeypatch, tokens):
 @pytest.mark.parametrize("form", ["fp8 row", "int8 row", "fp8 block"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form, bias):
-    monkeypatch.setattr(kernels, "rounded_config", lambda *shape: RoundedConfig(64, 64, 4, 2))
+    monkeypatch.setattr(kernels, "rounded_config", lambda *shape, **how: RoundedConfig(64, 64, 4, 2))
     matrix, norm = matrix_of(form, 96, 256), Norm(torch.rand(256).half(), 1e-6)
     bias_O = torch.randn(96).half() if bias else None
     how = rounding(matrix)
@@ -126,9 +126,8 @@ def test_the_gate_is_part_of_rounding():
 
 def test_bfloat16_goes_through_cublas(monkeypatch):
     monkeypatch.setattr(kernels, "run_rounded", None)
-    monkeypatch.setattr(kernels, "FEW_TILES", 0)
     matrix = matrix_of("fp8 row", 96, 256)
-    x = torch.randn(70, 256).bfloat16()
+    x = torch.randn(kernels.MOST_ALONE + 1, 256).bfloat16()
     rounded = quantize(x, E4M3)
     close(many.linear(x, matrix), dequantized(rounded) @ dense(matrix, torch.float32).t(), 4e-3)
 

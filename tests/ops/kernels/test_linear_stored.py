@@ -8,7 +8,7 @@ import torch
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_packed, linear_row
+from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
 from pagerunner.ops.kernels import linear_stored as kernels
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
@@ -24,6 +24,7 @@ FORMS = [
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
     monkeypatch.setattr(linear_packed, "fits", lambda *_: False)  # test_linear_packed.py
+    monkeypatch.setattr(linear_bytes, "fits", lambda *_: False)  # test_linear_bytes.py
     monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 128, 2, 2))
     monkeypatch.setattr(linear_row, "row_config", lambda *shape: linear_row.RowConfig(4, 128, 4))
     monkeypatch.setattr(kernels, "MAX_TOKENS", 64)

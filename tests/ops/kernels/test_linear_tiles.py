@@ -23,15 +23,16 @@ FORMS = [
 ADDED_AND_BIAS = [(False, True), (True, False), (True, True), (False, False)]
 
 
-@pytest.mark.parametrize(("form", "parts", "extras"), by_days(FORMS, [1, 3], ADDED_AND_BIAS))
-def test_tiles(form, parts, extras):
+@pytest.mark.parametrize(("form", "parts", "high", "extras"), by_days(FORMS, [1, 3], [32, 24], ADDED_AND_BIAS))
+def test_tiles(form, parts, high, extras):
+    """Tiles of 32 or of 16 + 8 tokens."""
     add, bias = extras
     matrix = stored(form, 200, 384)
     x, bias_O = torch.randn(40, 400)[:, 8:-8], torch.randn(200) if bias else None
     out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
     want = linear.twin(x, matrix, bias_O) + (out if add else 0)
     assert serves(matrix)
-    run_tiles(in_order(x, matrix), matrix, bias_O, out, TilesConfig(32, 2, 4, 2, parts), add=add)
+    run_tiles(in_order(x, matrix), matrix, bias_O, out, TilesConfig(high, 2, 4, 2, parts), add=add)
     assert float((out - want).norm() / want.norm()) < 1e-3  # scales of numbers are rounded to float32 alone
 
 

@@ -18,8 +18,10 @@ import torch
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_rounded
+from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
-from pagerunner.ops.kernels.linear_tiles import in_order, run_tiles, serves, tiles_config
+from pagerunner.ops.kernels.linear_shares import run_shares
+from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
@@ -65,7 +67,9 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
     if (how := _rounding_of(tokens, dtype, weight_OI)) is not None:
         return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
     if _in_tiles(tokens, dtype, weight_OI):
-        return tiles_config(tokens, weight_OI, device)
+        config = tiles_config(tokens, weight_OI, device)
+        # by their number, a tile is cut into shares or isn't; and large numbers of tokens have tiles that small ones have
+        return config, blocks(tokens, config.tokens) if config.shares else 0, tokens <= FITTED_TOKENS
     return _outputs_at_once(tokens, dtype, weight_OI)
 
 
@@ -142,7 +146,9 @@ def _product(
     tokens = x_TI.shape[0]
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
-        run_tiles(ordered, weight_OI, bias_O, out_TO, tiles_config(tokens, weight_OI, x_TI.device), add=add)
+        config = tiles_config(tokens, weight_OI, x_TI.device)
+        run = run_shares if config.shares else run_tiles
+        run(ordered, weight_OI, bias_O, out_TO, config, add=add)
         return
     if norm is not None:
         x_TI = norm(x_TI)

@@ -18,6 +18,12 @@ def norm_kind(norm: Norm | None) -> int:
     return int(kind.value)
 
 
+def halves(size: int) -> tuple[int, int]:
+    """A number as the sum of two powers of two, or of one and 0. Example: 160 = 128 + 32."""
+    first = 1 << (size.bit_length() - 1)
+    return first, size - first
+
+
 @triton.jit
 def norm_weight(norm_ptr, cols, mask, NORM: tl.constexpr):
     """A norm's weights, float32."""
@@ -60,10 +66,10 @@ def token_inputs(x_ptr, weight, cols, inside, eps, K: tl.constexpr, NORM: tl.con
 
 
 @triton.jit
-def tile_of(num_tokens, num_features, BT: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
-    """The tile of this program: HIGH tiles of output features take all tokens in turn, so that both stay in the cache."""
+def tile_of(number, num_tokens, num_features, BT: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
+    """Tokens' and features' numbers of a tile: HIGH tiles of output features take all tokens in turn, so that both stay in the cache."""
     token_tiles, feature_tiles = tl.cdiv(num_tokens, BT), tl.cdiv(num_features, BN)
-    first = tl.program_id(0) // (HIGH * token_tiles) * HIGH
-    inner = tl.program_id(0) % (HIGH * token_tiles)
+    first = number // (HIGH * token_tiles) * HIGH
+    inner = number % (HIGH * token_tiles)
     high = tl.minimum(feature_tiles - first, HIGH)
     return inner // high, first + inner % high

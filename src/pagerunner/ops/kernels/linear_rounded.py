@@ -8,6 +8,7 @@ Shape letters: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -18,61 +19,130 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
-from pagerunner.ops.kernels.linear_parts import tile_of
+from pagerunner.ops.kernels.linear_parts import halves, tile_of
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.quantize import Rounded as Rounded
 from pagerunner.ops.quantize import rounding as rounding
 from pagerunner.ops.stored import Stored8
 
-FEW_TOKENS, FEW_TILES = 32, 64  # with more of both, cuBLAS is faster where it has such a product
+FEW_TOKENS, FEW_TILES = 32, 64  # with more of both and scales of blocks, cuBLAS is faster where it has such a product
 _ROWS, _GROUPS, _BLOCKS = F.ScalingType.RowWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_features", "steps", "token_stride", "group_stride"])
-def _rounded_kernel(x_desc, w_desc, x_scales_ptr, w_scales_ptr, bias_ptr, y_ptr, num_tokens, num_features, steps, token_stride,
-                    group_stride, y_stride, K: tl.constexpr, BO: tl.constexpr, GROUPED: tl.constexpr, BT: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, DONE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+@triton.jit
+def _loaded(first_desc, more_desc, row, k, FIRST: tl.constexpr, MORE: tl.constexpr):
+    """Codes of FIRST rows, and of MORE behind them where there are such."""
+    blocks = (first_desc.load([row, k]),)
+    if MORE:
+        blocks = blocks + (more_desc.load([row + FIRST, k]),)
+    return blocks
+
+
+@triton.jit
+def _numbers(first, FIRST: tl.constexpr, MORE: tl.constexpr):
+    """The numbers of the rows that `_loaded` loads."""
+    found = (first + tl.arange(0, FIRST),)
+    if MORE:
+        found = found + (first + FIRST + tl.arange(0, MORE),)
+    return found
+
+
+@triton.jit
+def _scales(ptr, rows, most, stride, BLOCK: tl.constexpr):
+    """Scales of blocks of rows."""
+    found = ()
+    for i in tl.static_range(len(rows)):
+        found = found + (tl.load(ptr + (tl.where(rows[i] < most, rows[i], 0) // BLOCK).to(tl.int64) * stride),)
+    return found
+
+
+@triton.jit
+def rounded_sums(x_desc, more_desc, w_desc, w_more_desc, x_scales_ptr, w_scales_ptr, row, feature, num_tokens, num_features,
+                 first, last, token_stride, group_stride, K: tl.constexpr, BO: tl.constexpr, GROUPED: tl.constexpr, BT: tl.constexpr,
+                 MORE: tl.constexpr, BN: tl.constexpr, BN_MORE: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Sums [features, tokens] of the input features from `first` to before `last`, BK at a time, with all scales; float32.
+
+    One for each block of features and of tokens, the tokens' blocks in turn.
+    """
+    dtype: tl.constexpr = tl.int32 if x_desc.dtype == tl.int8 else tl.float32
+    COLUMNS: tl.constexpr = (K + BK - 1) // BK if GROUPED else 1
+    tokens, features = _numbers(row, BT, MORE), _numbers(feature, BN, BN_MORE)
+    if not GROUPED:
+        w_scales = _scales(w_scales_ptr, features, num_features, 1, BO)
+        x_scales = _scales(x_scales_ptr, tokens, num_tokens, token_stride, 1)
+    sums = ()
+    for i in tl.static_range(len(features)):
+        for j in tl.static_range(len(tokens)):
+            sums = sums + (tl.zeros((features[i].shape[0], tokens[j].shape[0]), tl.float32 if GROUPED else dtype),)
+    for k in range(first, last, BK):
+        xs = _loaded(x_desc, more_desc, row, k, BT, MORE)
+        ws = _loaded(w_desc, w_more_desc, feature, k, BN, BN_MORE)
+        if GROUPED:
+            x_scales = _scales(x_scales_ptr + k // BK * group_stride, tokens, num_tokens, token_stride, 1)
+            w_scales = _scales(w_scales_ptr + k // BK, features, num_features, COLUMNS, BO)
+        after = ()
+        for i in tl.static_range(len(features)):
+            for j in tl.static_range(len(tokens)):
+                acc = sums[i * len(tokens) + j]
+                if GROUPED:
+                    product = tl.dot(ws[i], xs[j].T, out_dtype=dtype).to(tl.float32)
+                    acc += product * (w_scales[i][:, None] * x_scales[j][None, :])
+                else:
+                    acc = tl.dot(ws[i], xs[j].T, acc, out_dtype=dtype)
+                after = after + (acc,)
+        sums = after
+    if not GROUPED:
+        after = ()
+        for i in tl.static_range(len(features)):
+            for j in tl.static_range(len(tokens)):
+                acc = sums[i * len(tokens) + j].to(tl.float32)
+                after = after + (acc * (w_scales[i][:, None] * x_scales[j][None, :]),)
+        sums = after
+    return sums
+
+
+@triton.jit
+def finish_tile(y, bias_ptr, y_ptr, tokens, features, num_tokens, num_features, y_stride, ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Store sums [features, tokens], with the bias, or add them."""
+    live = features < num_features
+    inside = live[:, None] & (tokens < num_tokens)[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[:, None]
+    y_ptr += tokens.to(tl.int64)[None, :] * y_stride + features[:, None]
+    out = y.to(y_ptr.dtype.element_ty)
+    if ADD:
+        out = (tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32) + out.to(tl.float32)).to(out.dtype)
+    tl.store(y_ptr, out, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "steps", "token_stride", "group_stride"])
+def _rounded_kernel(x_desc, more_desc, w_desc, w_more_desc, x_scales_ptr, w_scales_ptr, bias_ptr, y_ptr, num_tokens,
+                    num_features, steps, token_stride, group_stride, y_stride, K: tl.constexpr, BO: tl.constexpr,
+                    GROUPED: tl.constexpr, BT: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BN_MORE: tl.constexpr,
+                    BK: tl.constexpr, DONE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
                     PDL: tl.constexpr):  # fmt: skip
-    """BN output features of BT tokens. BK input features at a time; with GROUPED they share scales.
+    """BN + BN_MORE output features of BT + MORE tokens. BK input features at a time; with GROUPED they share scales.
 
     `steps` times BK input features. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32.
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    token_tile, feature_tile = tile_of(num_tokens, num_features, BT, BN, 8)
-    tokens = token_tile * BT + tl.arange(0, BT)
-    features = feature_tile * BN + tl.arange(0, BN)
-    valid, live = tokens < num_tokens, features < num_features
-    w_scales_ptr += (tl.where(live, features, 0) // BO) * ((K + BK - 1) // BK if GROUPED else 1)
-    x_scales_ptr += tl.where(valid, tokens, 0).to(tl.int64) * token_stride
-    dtype: tl.constexpr = tl.int32 if x_desc.dtype == tl.int8 else tl.float32
-    acc = tl.zeros((BT, BN), tl.float32 if GROUPED else dtype)
+    token_tile, feature_tile = tile_of(tl.program_id(0), num_tokens, num_features, BT + MORE, BN + BN_MORE, 8)
     first = tl.program_id(1) * steps * BK
-    for k in range(first, tl.minimum(first + steps * BK, K), BK):
-        x = x_desc.load([token_tile * BT, k])
-        w = w_desc.load([feature_tile * BN, k])
-        if GROUPED:
-            x_scales = tl.load(x_scales_ptr + k // BK * group_stride)
-            w_scales = tl.load(w_scales_ptr + k // BK)
-            acc += tl.dot(x, w.T, out_dtype=dtype).to(tl.float32) * (x_scales[:, None] * w_scales[None, :])
-        else:
-            acc = tl.dot(x, w.T, acc, out_dtype=dtype)
-    y = acc.to(tl.float32)
-    if not GROUPED:
-        y *= tl.load(x_scales_ptr)[:, None] * tl.load(w_scales_ptr)[None, :]
-    inside = valid[:, None] & live[None, :]
-    if DONE:
-        if BIAS:
-            y += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[None, :]
-    else:
+    last = tl.minimum(first + steps * BK, K)
+    row, feature = token_tile * (BT + MORE), feature_tile * (BN + BN_MORE)
+    tokens, features = _numbers(row, BT, MORE), _numbers(feature, BN, BN_MORE)
+    if PDL:
+        gdc_wait()
+    sums = rounded_sums(x_desc, more_desc, w_desc, w_more_desc, x_scales_ptr, w_scales_ptr, row, feature, num_tokens,
+                        num_features, first, last, token_stride, group_stride, K, BO, GROUPED, BT, MORE, BN, BN_MORE, BK)  # fmt: skip
+    if not DONE:
         y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
-    y_ptr += tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
-    y = y.to(y_ptr.dtype.element_ty)
-    if ADD:
-        y = (tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(y_ptr, y, mask=inside)
+    for i in tl.static_range(len(features)):
+        for j in tl.static_range(len(tokens)):
+            finish_tile(sums[i * len(tokens) + j], bias_ptr, y_ptr, tokens[j], features[i], num_tokens, num_features, y_stride,
+                        ADD, DONE and BIAS)  # fmt: skip
 
 
 def product(
@@ -98,11 +168,14 @@ def product(
 
 def _cublas_serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> bool:
     """Whether cuBLAS has such a product, and is faster than `_rounded_kernel` (docs/performance.md)."""
-    if weight_OI.codes.dtype != torch.float8_e4m3fn or weight_OI.shape[0] % 16 or dtype != torch.bfloat16:
+    features, inputs = weight_OI.shape
+    if weight_OI.codes.dtype != torch.float8_e4m3fn or features % 16 or dtype != torch.bfloat16:
         return False
-    if grouped and (weight_OI.block != (GROUP, GROUP) or weight_OI.shape[1] % GROUP):
+    if not grouped:
+        return tokens > (MOST_ALONE if features <= FEW_WIDE else 192)
+    if weight_OI.block != (GROUP, GROUP) or inputs % GROUP:
         return False
-    return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(weight_OI.shape[0], 128) > FEW_TILES
+    return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(features, 128) > FEW_TILES
 
 
 def cublas(x: Quantized, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> torch.Tensor:
@@ -132,7 +205,10 @@ def _scaled(
 
 
 class RoundedConfig(NamedTuple):
-    """Tokens and output features of a tile, its warps, how many blocks of 128 input features are in flight, and parts of the input features."""
+    """Tokens and output features of a tile, its warps, how many blocks of 128 input features are in flight, parts of the input features.
+
+    Sizes that aren't powers of two are sums of two: 160 = 128 + 32.
+    """
 
     tokens: int
     features: int
@@ -141,13 +217,37 @@ class RoundedConfig(NamedTuple):
     parts: int = 1
 
 
-def rounded_config(tokens: int, features: int, inputs: int, device: torch.device) -> RoundedConfig:
+MOST_ALONE = 256
+"""Up to so many tokens are one tile's, unless scales are those of blocks, whose sums take twice the registers."""
+STAGE_BYTES = 222 * 1024
+"""Of a multiprocessor's memory, for what is on its way."""
+FEW_WIDE = 8192
+"""Up to so many output features, each multiprocessor has at most one tile of 64 of them."""
+
+
+def rounded_config(tokens: int, features: int, inputs: int, device: torch.device, *, grouped: bool) -> RoundedConfig:
     """The tile, by measurement (docs/performance.md)."""
-    if blocks(tokens, 128) * blocks(features, 128) > 264:
-        return RoundedConfig(128, 128, 8, 4)
-    programs, places = blocks(tokens, 64) * blocks(features, 128), multiprocessors(device)
-    parts = (places if _alone(tokens, features, device) else 2 * places) // programs
-    return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // PART_INPUTS)))
+    places = multiprocessors(device)
+    if tokens > MOST_ALONE or grouped:
+        if blocks(tokens, 128) * blocks(features, 128) > 264:
+            return RoundedConfig(128, 128, 8, 4)
+        programs = blocks(tokens, 64) * blocks(features, 128)
+        parts = (places if _alone(tokens, features, device) else 2 * places) // programs
+        return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // PART_INPUTS)))
+    high = next(size for size in (64, 96, 128, 160, 192, MOST_ALONE) if tokens <= size)
+    widths = (64, 128, 192) if 128 < high < MOST_ALONE else (64,)
+    wide = min(widths, key=lambda wide: (_rounds(features, wide, places) * wide, -wide))
+    programs = blocks(features, wide)
+    parts = max(1, min(places // programs, inputs // PART_INPUTS))
+    if wide > 64:
+        return RoundedConfig(high, wide, 8, 4, parts)
+    each = min(3, blocks(programs * parts, places))  # programs that a multiprocessor has at a time
+    return RoundedConfig(high, wide, 4, min(8, STAGE_BYTES // each // ((high + wide) * GROUP)), parts)
+
+
+def _rounds(features: int, wide: int, places: int) -> int:
+    """How many tiles of so many features the busiest multiprocessor has."""
+    return blocks(blocks(features, wide), places)
 
 
 def _alone(tokens: int, features: int, device: torch.device) -> bool:
@@ -155,19 +255,18 @@ def _alone(tokens: int, features: int, device: torch.device) -> bool:
     return 2 * blocks(tokens, 64) * blocks(features, 128) <= multiprocessors(device)
 
 
-def kernels_of(
-    tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torch.device, *, grouped: bool
-) -> tuple[bool, RoundedConfig] | None:
+def kernels_of(tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torch.device, *, grouped: bool) -> Hashable:
     """What decides which kernels `product` launches for so many tokens; None where cuBLAS serves.
 
     With more tokens the parts become fewer, but once: from one program on a multiprocessor to two there may be more parts again. So a
     number of parts may come back, and `runner/kernel_counts.py` needs answers that don't: they say on which side the number stands.
-    Example: 1536 output features of 8960 inputs on 132 multiprocessors take 3 parts up to 192 tokens, 2 up to 320, 3 up to 448, and 2.
+    Example: 1536 output features of 8960 inputs in blocks on 132 multiprocessors take 3 parts up to 192 tokens, 2 up to 320, 3 up to 448, and 2.
     """
     if _cublas_serves(tokens, weight_OI, dtype, grouped):
         return None
     features, inputs = weight_OI.shape
-    return _alone(tokens, features, device), rounded_config(tokens, features, inputs, device)
+    config = rounded_config(tokens, features, inputs, device, grouped=grouped)
+    return tokens <= MOST_ALONE, _alone(tokens, features, device), config
 
 
 def run_rounded(
@@ -185,18 +284,28 @@ def run_rounded(
     features = weight_OI.shape[0]
     if not out_TO.numel():
         return
-    config = config or rounded_config(tokens, features, inputs, out_TO.device)
+    config = config or rounded_config(tokens, features, inputs, out_TO.device, grouped=grouped)
     steps = blocks(blocks(inputs, GROUP), config.parts)
     parts = blocks(inputs, steps * GROUP)
     done = parts == 1
     sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=out_TO.device)
+    descriptors, constants = tiles_of(x.codes, weight_OI.codes, config)
     _rounded_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
-        TensorDescriptor.from_tensor(x.codes, [config.tokens, GROUP]),
-        TensorDescriptor.from_tensor(weight_OI.codes, [config.features, GROUP]), x.scales, weight_OI.scales,
+        *descriptors, x.scales, weight_OI.scales,
         x.scales if bias_O is None else bias_O, sums_PTO, tokens, features, steps, x.scales.stride(0),
-        x.scales.stride(1), sums_PTO.stride(-2), K=inputs, BO=weight_OI.block[0], GROUPED=grouped, BT=config.tokens,
-        BN=config.features, BK=GROUP, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
-        num_warps=config.warps, num_stages=config.stages, **dependent(out_TO.device),
+        x.scales.stride(1), sums_PTO.stride(-2), K=inputs, BO=weight_OI.block[0], GROUPED=grouped, BK=GROUP,
+        DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
+        num_warps=config.warps, num_stages=config.stages, **constants, **dependent(out_TO.device),
     )  # fmt: skip
     if not done:
         add_parts(sums_PTO, bias_O, out_TO, add=add)
+
+
+def tiles_of(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, config: RoundedConfig
+) -> tuple[tuple[TensorDescriptor, ...], dict[str, int]]:
+    """Descriptors of a tile's blocks of tokens and of features, and their sizes."""
+    sizes = *halves(config.tokens), *halves(config.features)
+    codes = x_TI, x_TI, weight_OI, weight_OI
+    made = (TensorDescriptor.from_tensor(one, [size or 8, GROUP]) for one, size in zip(codes, sizes, strict=True))
+    return tuple(made), dict(zip(("BT", "MORE", "BN", "BN_MORE"), sizes, strict=True))

@@ -4,7 +4,8 @@
 segment's sums are multiplied by a row's scale once, in float32, and codes are converted exactly. Scales of whole rows multiply at the end.
 A zero point z of a group takes z - 8 times the sum of the segment's inputs off a segment's sums.
 
-One token and 8 bits are `kernels/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear.py`. The norm before a product
+In bfloat16, `kernels/linear_packed.py` serves most forms of 4 bits, and `kernels/linear_bytes.py` one token of e4m3 with scales of rows. One token of
+other 8 bits is `kernels/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear.py`. The norm before a product
 is a kernel of its own: inside, every program would repeat it, and that took longer (docs/performance.md).
 """
 
@@ -20,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_packed, linear_row
+from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
 from pagerunner.ops.kernels.codes import (
     GROUP_SCALES,
     INT4,
@@ -364,6 +365,10 @@ def run(
     add: bool = False,
 ) -> torch.Tensor:
     """Write the product into `out`, or add it, and return it."""
+    if isinstance(stored, Stored8) and linear_bytes.fits(x_TI, stored):
+        if norm is not None and not linear_bytes.takes_norm(x_TI.shape[1], out_TO.shape[1]):
+            x_TI, norm = norm(x_TI), None
+        return linear_bytes.run_bytes(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
     row = linear_row.fits(x_TI, stored, out_TO.shape[1])
     joined = row and linear_row.joins(x_TI, stored)
     if norm is not None and not joined:

@@ -15,7 +15,7 @@ are divided among several programs, whose sums `linear_sums.py` adds in their or
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,13 +33,22 @@ from pagerunner.ops.kernels.codes import (
     spread,
 )
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, tile_of, token_inputs
+from pagerunner.ops.kernels.linear_parts import (
+    NO_NORM,
+    halves,
+    norm_kind,
+    norm_weight,
+    tile_of,
+    token_inputs,
+)
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.kernels.operands import ended, must_end
 from pagerunner.ops.kernels.stored import HELD_BY, operands_of, scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
+FITTED_TOKENS = 256
+"""Up to so many tokens, tiles follow the number of tokens."""
 BYTES = 64
 """Bytes of a row that a step takes: 16 for each of four threads."""
 WORD = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
@@ -164,15 +173,21 @@ def _ahead(s_ptr, z_ptr, rows, outs, k, K: tl.constexpr, G: tl.constexpr, BO: tl
 
 
 @triton.jit
-def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
-             SCALES: tl.constexpr, HELD: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr):  # fmt: skip
-    """`acc` and the product of a step's codes [rows, 64] and inputs [tokens, columns]."""
+def _first_operand(codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+                   HELD: tl.constexpr, ZEROS: tl.constexpr, s_dtype: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Numbers of a step's codes [rows, 64]."""
     if FORM < INT4:
-        numbers = _operand8(numbers8(codes, x.dtype, FORM, WORDS), W)
+        numbers = _operand8(numbers8(codes, dtype, FORM, WORDS), W)
     else:
-        low = _numbers(codes, scale, zero, False, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, x.dtype)
-        high = _numbers(codes, scale, zero, True, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, x.dtype)
+        low = _numbers(codes, scale, zero, False, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, dtype)
+        high = _numbers(codes, scale, zero, True, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, dtype)
         numbers = _operand4(low, high, W)
+    return numbers
+
+
+@triton.jit
+def _add_product(acc, numbers, x, scale, SCALES: tl.constexpr):
+    """`acc` and the product of a step's numbers [rows, columns] and inputs [tokens, columns]."""
     if SCALES == STEP_SCALES:
         acc += tl.dot(numbers, x.T, input_precision="ieee") * scale[:, None]
     else:
@@ -180,45 +195,43 @@ def _product(acc, x, codes, scale, zero, W: tl.constexpr, G: tl.constexpr, FORM:
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_features", "steps"])
-def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, steps,
-                  K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
-                  W: tl.constexpr, DONE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-                  HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
-                  ADD: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """R times 16 W output features of BT tokens.
+@triton.jit
+def tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first, last, K: tl.constexpr,
+              G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, MORE: tl.constexpr, R: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr,
+              WORDS: tl.constexpr, SCALES: tl.constexpr, HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr,
+              ZEROS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """R sums [16 W, BT] of the tokens from `row` on, and R [16 W, MORE] of those behind them, where there are such.
 
-    `steps` steps of 64 bytes. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32. The R products of a step share its
-    inputs, and the codes of one are converted while another is multiplied.
+    They are over the input features from `first` to before `last`, in steps of 64 bytes. The R products of a step share its inputs, and the
+    codes of one are converted while another is multiplied. Before the first inputs it waits for the kernel before.
     """
-    if PDL:
-        gdc_launch_dependents()
     PER: tl.constexpr = 2 if FORM >= INT4 else 1
     BK: tl.constexpr = 64 * PER
     BN: tl.constexpr = 16 * W
     ROW: tl.constexpr = K // PER
+    dtype: tl.constexpr = x_desc.dtype
     w_ptr = w_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    token_tile, feature_tile = tile_of(num_tokens, num_features, BT, BN * R, 8)
-    tokens = token_tile * BT + tl.arange(0, BT)
     place = feature_tile * (BN * R) + tl.arange(0, BN)
     moved = feature_tile * (BN * R) + _features(tl.arange(0, BN), W)
     s_dtype: tl.constexpr = s_ptr.dtype.element_ty
-    first = tl.program_id(1) * steps * BK
-    last = tl.minimum(first + steps * BK, K)
-    codes_at, rows, outs, sums, ahead = (), (), (), (), ()
+    codes_at, rows, outs, sums, more_sums, ahead = (), (), (), (), (), ()
     for r in tl.static_range(R):
         own = tl.minimum(place + r * BN, num_features - 1).to(tl.int64)
         rows = rows + (own,)
         outs = outs + (tl.minimum(moved + r * BN, num_features - 1).to(tl.int64),)
         codes_at = codes_at + (w_ptr + own[:, None] * ROW + tl.arange(0, 64)[None, :],)
         sums = sums + (tl.zeros((BN, BT), tl.float32),)
+        if MORE:
+            more_sums = more_sums + (tl.zeros((BN, MORE), tl.float32),)
         ahead = ahead + (_ahead(s_ptr, z_ptr, own, outs[r], first, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),)
     if PDL:
         gdc_wait()
     for k in range(first, last, BK):
-        x = x_desc.load([token_tile * BT, k])
+        x = x_desc.load([row, k])
+        if MORE:
+            x_more = more_desc.load([row + BT, k])
         after = tl.minimum(k + BK, (K - 1) // BK * BK)
-        more, next_ahead = (), ()
+        next_sums, next_more, next_ahead = (), (), ()
         for r in tl.static_range(R):
             if K % BK == 0:
                 codes = tl.load(codes_at[r] + k // PER)
@@ -229,40 +242,92 @@ def _tiles_kernel(x_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num
             next_ahead = next_ahead + (
                 _ahead(s_ptr, z_ptr, rows[r], outs[r], after, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),
             )
-            more = more + (_product(sums[r], x, codes, scale, zero, W, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype),)
-        sums, ahead = more, next_ahead
+            numbers = _first_operand(codes, scale, zero, W, G, FORM, WORDS, SCALES, HELD, ZEROS, s_dtype, dtype)
+            next_sums = next_sums + (_add_product(sums[r], numbers, x, scale, SCALES),)
+            if MORE:
+                next_more = next_more + (_add_product(more_sums[r], numbers, x_more, scale, SCALES),)
+        sums, more_sums, ahead = next_sums, next_more, next_ahead
         if WAIT:
-            more = ()
+            next_sums, next_more = (), ()
             for r in tl.static_range(R):
-                more = more + (ended(sums[r]),)
-            sums = more
-    valid = tokens < num_tokens
+                next_sums = next_sums + (ended(sums[r]),)
+                if MORE:
+                    next_more = next_more + (ended(more_sums[r]),)
+            sums, more_sums = next_sums, next_more
+    return sums, more_sums
+
+
+@triton.jit
+def row_factors(acc, s_ptr, factors_ptr, outs, SCALES: tl.constexpr, FACTORS: tl.constexpr):
+    """Sums of the output features `outs` times what multiplies whole rows."""
+    if SCALES == ROW_SCALES:
+        acc *= scale_numbers(tl.load(s_ptr + outs))[:, None]
+    if FACTORS:
+        acc *= tl.load(factors_ptr + outs)[:, None]
+    return acc
+
+
+@triton.jit
+def store_sums(acc, s_ptr, factors_ptr, bias_ptr, y_ptr, tokens, features, num_tokens, num_features, y_stride, SCALES: tl.constexpr,
+               FACTORS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Store sums [features, tokens] times what multiplies whole rows, and the bias, or add them."""
+    outs = tl.minimum(features, num_features - 1).to(tl.int64)
+    acc = row_factors(acc, s_ptr, factors_ptr, outs, SCALES, FACTORS)
+    if BIAS:
+        acc += tl.load(bias_ptr + outs).to(tl.float32)[:, None]
+    inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
+    at = y_ptr + tokens.to(tl.int64)[None, :] * y_stride + features[:, None]
+    y = acc.to(y_ptr.dtype.element_ty)
+    if ADD:
+        y = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    tl.store(at, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "steps"])
+def _tiles_kernel(x_desc, more_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, steps,
+                  K: tl.constexpr, G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, MORE: tl.constexpr, R: tl.constexpr,
+                  W: tl.constexpr, DONE: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+                  HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
+                  ADD: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """R times 16 W output features of BT + MORE tokens.
+
+    `steps` steps of 64 bytes. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another,
+    [parts, T, O] float32.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    BK: tl.constexpr = 128 if FORM >= INT4 else 64
+    BN: tl.constexpr = 16 * W
+    token_tile, feature_tile = tile_of(tl.program_id(0), num_tokens, num_features, BT + MORE, BN * R, 8)
+    row = token_tile * (BT + MORE)
+    moved = feature_tile * (BN * R) + _features(tl.arange(0, BN), W)
+    first = tl.program_id(1) * steps * BK
+    sums, more = tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first,
+                           tl.minimum(first + steps * BK, K), K, G, BO, BT, MORE, R, W, FORM, WORDS, SCALES, HELD, S_WORD,
+                           Z_WORD, ZEROS, WAIT, PDL)  # fmt: skip
     if not DONE:
         y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
     for r in tl.static_range(R):
-        acc = sums[r]
-        if SCALES == ROW_SCALES:
-            acc *= scale_numbers(tl.load(s_ptr + outs[r]))[:, None]
-        if FACTORS:
-            acc *= tl.load(factors_ptr + outs[r])[:, None]
-        if DONE and BIAS:
-            acc += tl.load(bias_ptr + outs[r]).to(tl.float32)[:, None]
-        inside_y = (moved + r * BN < num_features)[:, None] & valid[None, :]
-        at = y_ptr + tokens.to(tl.int64)[None, :] * y_stride + (moved + r * BN)[:, None]
-        y = acc.to(y_ptr.dtype.element_ty)
-        if ADD:
-            y = (tl.load(at, mask=inside_y, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-        tl.store(at, y, mask=inside_y)
+        store_sums(sums[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + tl.arange(0, BT), moved + r * BN, num_tokens, num_features,
+                   y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
+        if MORE:
+            store_sums(more[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + BT + tl.arange(0, MORE), moved + r * BN, num_tokens,
+                       num_features, y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
 
 
 class TilesConfig(NamedTuple):
-    """Tokens of a tile; how many times 16 output features for each of its warps; its warps; how many steps are in flight; parts of the input features."""
+    """Tokens of a tile; how many times 16 output features for each of its warps; its warps; how many steps are in flight; parts of the input features.
+
+    A number of tokens that isn't a power of two is the sum of two: 160 = 128 + 32. With `shares`, tiles are dealt out in equal shares to so many
+    programs of each multiprocessor (`kernels/linear_shares.py`).
+    """
 
     tokens: int
     rows: int
     warps: int
     stages: int
     parts: int = 1
+    shares: int = 0
 
     @property
     def features(self) -> int:
@@ -279,10 +344,20 @@ def tiles_config(tokens: int, weight_OI: Stored, device: torch.device) -> TilesC
         tiles, each = TilesConfig(32, 2, 4, 3) if wide else TilesConfig(32, 1, 4, 5), 3
     elif tokens <= 64:
         tiles, each = (TilesConfig(64, 2, 4, 3), 3) if wide else (TilesConfig(64, 1, 4, 4), 2)
+    elif tokens <= 96:
+        tiles = TilesConfig(96, 2, 4, 3, shares=2) if wide else TilesConfig(96, 1, 4, 3)
     elif tokens <= 128:
         tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 1, 4, 3)
+    elif tokens <= 160:
+        tiles, each = TilesConfig(160, 1, 8, 4, shares=int(wide)), 1
+    elif tokens <= 192:
+        tiles, each = TilesConfig(192, 1, 8, 3, shares=int(wide)), 1
+    elif tokens <= FITTED_TOKENS:
+        tiles = TilesConfig(128, 1, 4, 3, shares=2) if features > 4096 else TilesConfig(128, 2, 4, 3)
     else:
         tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 2, 4, 3)
+    if tiles.shares:
+        return tiles
     programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
     return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // PART_INPUTS)))
 
@@ -331,6 +406,20 @@ def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *,
     return out_TI
 
 
+def constants_of(x_TI: torch.Tensor, weight_OI: Stored) -> tuple[dict[str, Any], int]:
+    """What `tile_sums` must know of the scales, and the input features of a step."""
+    eight = isinstance(weight_OI, Stored8)
+    high, group = weight_OI.block if eight else (1, weight_OI.group)
+    scales = _scales(weight_OI)
+    zeros = None if eight else weight_OI.zeros
+    found = {
+        "G": group, "BO": high, "SCALES": scales, "HELD": weight_OI.scales.dtype in HELD_BY.get(x_TI.dtype, ()),
+        "S_WORD": WORD[_word(weight_OI.scales, group)] if scales == GROUP_SCALES.value else tl.uint8,
+        "Z_WORD": tl.uint8 if zeros is None else WORD[_word(zeros, group)], "WAIT": must_end(),
+    }  # fmt: skip
+    return found, BYTES if eight else 2 * BYTES
+
+
 def run_tiles(
     x_TI: torch.Tensor,
     weight_OI: Stored,
@@ -343,24 +432,18 @@ def run_tiles(
     """Write `linear(x)` into `out`, or add it. `x` is in the order that `in_order` makes."""
     tokens = x_TI.shape[0]
     features, inputs = weight_OI.shape
-    eight = isinstance(weight_OI, Stored8)
-    high, group = weight_OI.block if eight else (1, weight_OI.group)
-    wide = BYTES if eight else 2 * BYTES
+    own, wide = constants_of(x_TI, weight_OI)
     steps = blocks(blocks(inputs, wide), config.parts)
     parts = blocks(inputs, steps * wide)
     done = parts == 1
     sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
-    scales = _scales(weight_OI)
     tensors, constants = operands_of(x_TI, weight_OI, bias_O if done else None)
-    words = {
-        "S_WORD": WORD[_word(weight_OI.scales, group)] if scales == GROUP_SCALES.value else tl.uint8,
-        "Z_WORD": WORD[_word(weight_OI.zeros, group)] if not eight and weight_OI.zeros is not None else tl.uint8,
-    }
+    high, more = halves(config.tokens)
     _tiles_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
-        TensorDescriptor.from_tensor(x_TI, [config.tokens, wide]), *tensors, sums_PTO, tokens, features,
-        sums_PTO.stride(-2), steps, K=inputs, G=group, BO=high, BT=config.tokens, R=config.rows, W=config.warps,
-        DONE=done, SCALES=scales, HELD=weight_OI.scales.dtype in HELD_BY.get(x_TI.dtype, ()), ADD=add and done,
-        WAIT=must_end(), num_warps=config.warps, num_stages=config.stages, **words, **constants,
+        TensorDescriptor.from_tensor(x_TI, [high, wide]), TensorDescriptor.from_tensor(x_TI, [more or 8, wide]), *tensors,
+        sums_PTO, tokens, features, sums_PTO.stride(-2), steps, K=inputs, BT=high, MORE=more, R=config.rows, W=config.warps,
+        DONE=done,
+        ADD=add and done, num_warps=config.warps, num_stages=config.stages, **own, **constants,
         **dependent(x_TI.device),
     )  # fmt: skip
     if not done:
