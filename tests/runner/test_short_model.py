@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.families import MAKERS
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
@@ -64,6 +65,12 @@ def test_every_kind_of_a_mixed_model_is_kept(tmp_path, family: str) -> None:
     numbers = kept(core)
     assert {type(memory[index]) for index in numbers} == {type(kv) for kv in memory}
     assert {memory[index].group for index in numbers} == {kv.group for kv in memory}
+
+
+def test_a_layer_behind_experts_is_kept(tmp_path) -> None:
+    """Layer 0 is dense, others are mixtures. Behind a mixture, a layer's first kernels also add up the outputs of its experts."""
+    core = build(str(make_latent_checkpoint(tmp_path, "deepseek_v2", num_hidden_layers=5)[0]))
+    assert kept(core) == [0, 1, 2]
 
 
 def test_the_model_is_whole_again_afterwards_whatever_happens(deep: str) -> None:

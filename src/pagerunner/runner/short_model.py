@@ -43,14 +43,17 @@ def first_of_each_kind(layers: tuple[Any, ...], memory: Sequence[LayerMemory]) -
     """The first layer of each kind, in order.
 
     Two layers are of one kind if all of these are equal: their classes; their settings; shapes, strides, dtypes and
-    alignment of their weights and pages; and whether a layer of the same memory group comes before them. The last counts
-    because a group's first layer launches kernels whose results the group's other layers only read. A value that can't be
-    compared makes its layer a kind of its own.
+    alignment of their weights and pages; whether a layer of the same memory group comes before them; and the class of the
+    feed-forward of the layer before. A group's first layer launches kernels whose results the group's other layers only
+    read. What a feed-forward has left to be added, the next layer's first kernels add. A value that can't be compared
+    makes its layer a kind of its own.
     """
     before: Counter[int] = Counter()
+    feed_forward: type | None = None
     found: dict[Any, Any] = {}
     for layer in layers:
-        found.setdefault(_kind(layer, _WEIGHTS_ALIGNMENT, memory, before), layer)
+        found.setdefault((feed_forward, _kind(layer, _WEIGHTS_ALIGNMENT, memory, before)), layer)
+        feed_forward = type(getattr(layer, "feed_forward", None))
     return tuple(found.values())
 
 
