@@ -139,6 +139,19 @@ def test_weights_that_the_dtype_can_not_hold_say_which_holds_them(tmp_path: Path
         loaded(path, dtype="float16")
 
 
+def test_weights_that_bfloat16_can_not_hold_are_said_to_fit_float32(tmp_path: Path) -> None:
+    path, name = make_checkpoint(tmp_path, "llama", tokenizer=False), "model.layers.1.mlp.down_proj.weight"
+    numbers = load_file(path / "model.safetensors")[name]
+    numbers[7, 2] = 3.4e38  # float32 ends at 3.403e38, bfloat16 at 3.390e38
+    rewritten(path, {name: numbers})
+    loaded(path, dtype="float32")
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(
+            CheckpointError, match=rf'holds 3.4e\+38, more than {dtype} can hold; dtype="float32" holds it'
+        ):
+            loaded(path, dtype=dtype)
+
+
 def test_a_missing_tensor_says_who_asks_for_it(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama", tokenizer=False)
     quantise(path, "fp8 block")

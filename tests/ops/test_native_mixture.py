@@ -129,6 +129,7 @@ def test_an_expert_that_is_not_there_is_refused(wrong: int) -> None:
 
 
 def test_routes_that_do_not_fit_are_refused() -> None:
-    for routing in (Routing(5), Routing(0), Routing(1, groups=3), Routing(1, groups=2, kept_groups=3)):
+    few = Routing(3, groups=2, kept_groups=1)  # one group has 2 experts
+    for routing in (Routing(5), Routing(0), Routing(1, groups=3), Routing(1, groups=2, kept_groups=3), few):
         with pytest.raises(ValueError, match="doesn't fit 4 experts"):
             mixture.route(torch.randn(1, 4), routing, None)

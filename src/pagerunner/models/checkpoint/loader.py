@@ -250,8 +250,10 @@ def _damage(place: _Place, dtype: torch.dtype) -> str:
     if len(wrong):
         first = tuple(wrong[0].tolist())
         return f"holds {numbers[first].item():g} at {list(first)}; weights must be finite. The file is damaged."
-    largest = numbers.abs().max().item()
-    return f'holds {largest:g}, more than {_dtype_name(dtype)} can hold; dtype="bfloat16" holds it.'
+    largest = numbers.abs().max()
+    better = next((one for one in (torch.bfloat16, torch.float32) if largest.to(one).isfinite()), None)
+    instead = f'dtype="{_dtype_name(better)}" holds it.' if better else "The file is damaged."
+    return f"holds {largest.item():g}, more than {_dtype_name(dtype)} can hold; {instead}"
 
 
 class _Copies:

@@ -74,7 +74,8 @@ def route(
     To `touched` [2], int64, the number of experts that any token chose is added, and 1.
     """
     tokens, experts = logits_TE.shape
-    if not 0 < routing.active <= experts or experts % routing.groups or not 0 < routing.kept_groups <= routing.groups:
+    kept = routing.kept_groups * (experts // routing.groups)  # experts to choose from
+    if experts % routing.groups or not 0 < routing.kept_groups <= routing.groups or not 0 < routing.active <= kept:
         raise ValueError(f"{routing} doesn't fit {experts} experts")
     weights_TA, experts_TA = empty(tokens, routing.active), empty_numbers(tokens, routing.active)
     packed = _ROUTE.pack(
