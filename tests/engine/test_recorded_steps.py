@@ -19,6 +19,7 @@ from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
 from pagerunner.ops.native import calls
 from pagerunner.ops.native.library import SWITCH
+from pagerunner.ops.native.mixture import FEW_TOKENS
 from pagerunner.runner import recorded as steps_recorded
 from pagerunner.runner.recorded import RecordedSteps
 
@@ -126,6 +127,27 @@ def test_few_recordings_are_tried_that_the_memory_is_too_small_for(
             steps = recorded(llm)
             assert steps is not None and steps.recorded > 0
             assert 5 < len(begun) - len(steps._held) < 15, "as many failed"
+    assert found[0] == found[1]
+
+
+def test_a_step_of_too_many_rows_for_a_kernel_leaves_smaller_ones_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(make_window_checkpoint(tmp_path, "qwen3_moe", tokenizer=False))
+    rows = FEW_TOKENS + 2
+    prompts = [{"prompt_token_ids": [3 + i, 7]} for i in range(rows)]
+    params = [SamplingParams(temperature=0, max_tokens=3 + i % 5, ignore_eos=True, detokenize=False) for i in range(rows)]
+    begun, found = attempts(monkeypatch), []
+    for eager in (False, True):
+        llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24, max_num_seqs=rows, enforce_eager=eager)
+        found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
+        if not eager:
+            steps = recorded(llm)
+            assert steps is not None and steps.recorded == steps.steps - 1 > 1
+            assert len(begun) == 1 + len(steps._held)
+            before = steps.recorded
+            assert tokens(llm)
+            assert steps.recorded > before
     assert found[0] == found[1]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.native.calls import CannotRecordError, Recording, RecordingTooLargeError, record
+from pagerunner.ops.native.mixture import FEW_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import StateSave
@@ -38,7 +39,8 @@ class RecordedSteps:
     that ran from a recording.
 
     A number of rows for which the memory is too small costs one attempt: then three quarters of the rows are the most. So from 256 rows
-    to none it takes 20 attempts, not 256. A model that computes with torch is tried once, and its memory given back.
+    to none it takes 20 attempts, not 256. A model that computes with torch is tried once, and its memory given back. Tried first with
+    more rows than every kernel takes, it is tried once more with as few: mixtures ask torch above `FEW_TOKENS` rows only.
     """
 
     def __init__(self) -> None:
@@ -72,10 +74,13 @@ class RecordedSteps:
             try:
                 held = self._record(builder.eager(step), logits_of, threads)
             except CannotRecordError as error:
-                too_large = isinstance(error, RecordingTooLargeError)
-                self._most_rows = where.rows - max(1, where.rows // 4) if too_large else 0
+                if isinstance(error, RecordingTooLargeError):
+                    self._most_rows = where.rows - max(1, where.rows // 4)
+                else:  # with more rows than some kernels take, torch computes, though it may not with fewer
+                    self._most_rows = FEW_TOKENS if where.rows > FEW_TOKENS else 0
+                more = f" of more than {self._most_rows} rows" if self._most_rows else ""
+                logger.info("Decode steps%s run operation by operation: %s.", more, error)
                 if not self._most_rows:
-                    logger.info("Decode steps run operation by operation: %s.", error)
                     self._memory = torch.empty(0, dtype=torch.uint8)
                     self._held.clear()
                 return None
