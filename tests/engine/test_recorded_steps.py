@@ -130,6 +130,24 @@ def test_few_recordings_are_tried_that_the_memory_is_too_small_for(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_steps_of_as_many_rows_as_kernels_take_are_recorded(tmp_path: Path, family: str) -> None:
+    path = str(make_window_checkpoint(tmp_path, family, tokenizer=False))
+    prompts = [{"prompt_token_ids": [3 + i, 7]} for i in range(FEW_TOKENS)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    found = []
+    for eager in (False, True):
+        llm = LLM(
+            path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24, max_num_seqs=FEW_TOKENS, enforce_eager=eager
+        )
+        found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
+        if not eager:
+            steps = recorded(llm)
+            assert steps is not None and steps.recorded == steps.steps > 1
+            assert FEW_TOKENS in steps._held
+    assert found[0] == found[1]
+
+
 def test_a_step_of_too_many_rows_for_a_kernel_leaves_smaller_ones_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,9 +123,7 @@ def norm_expert_logits(
 
     The sum may stand in the place of `x` afterwards.
     """
-    if other_TD is not None:
-        x_TD.add_(other_TD)
-    normed_TD = norm(x_TD)
+    normed_TD = norm(x_TD) if other_TD is None else norm.add_(other_TD, x_TD)
     return x_TD, normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
 
 
