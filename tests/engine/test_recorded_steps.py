@@ -154,8 +154,11 @@ def test_a_step_of_too_many_rows_for_a_kernel_leaves_smaller_ones_recorded(
     path = str(make_window_checkpoint(tmp_path, "qwen3_moe", tokenizer=False))
     rows = FEW_TOKENS + 2
     prompts = [{"prompt_token_ids": [3 + i, 7]} for i in range(rows)]
-    params = [SamplingParams(temperature=0, max_tokens=3 + i % 5, ignore_eos=True, detokenize=False) for i in range(rows)]
-    begun, found = attempts(monkeypatch), []
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + i % 5, ignore_eos=True, detokenize=False) for i in range(rows)
+    ]
+    begun = attempts(monkeypatch)
+    found = []
     for eager in (False, True):
         llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24, max_num_seqs=rows, enforce_eager=eager)
         found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
