@@ -122,6 +122,14 @@ def test_tokens_can_be_dropped_only_where_nothing_is_pending() -> None:
         stream.keep(torch.tensor([0]))
 
 
+def test_tokens_that_stay_keep_their_rows() -> None:
+    """Routers have other kernels without rows. First runs meet those of every number of tokens only with rows."""
+    stream = ResidualStream(torch.zeros(3, 4), torch.tensor([4, 5, 6], dtype=torch.int32))
+    stream.keep(torch.tensor([2, 0]))
+    assert stream.row_T is not None
+    assert stream.row_T.tolist() == [6, 4]
+
+
 def test_a_part_may_have_another_name_in_the_checkpoint() -> None:
     class Named(Module):
         def __init__(self) -> None:

@@ -60,7 +60,8 @@ class ResidualStream:
         """Drop all tokens but these, given by their places in T. Nothing may be pending."""
         assert self.is_whole, "a sublayer's output waits for tokens that are dropped"
         self.x_TD = self.x_TD.index_select(0, tokens_S)
-        self.row_T = None  # padding is not wanted
+        if self.row_T is not None:  # none is padding, but routers have other kernels without rows
+            self.row_T = self.row_T.index_select(0, tokens_S)
 
 
 class FeedForward(Module, ABC):
