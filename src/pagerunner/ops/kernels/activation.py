@@ -25,7 +25,7 @@ def rounded(x, dtype: tl.constexpr):
 
     Left to itself, the compiler rounds most numbers one by one, at a quarter of the rate, in the unit that exponentials need.
     """
-    if dtype == tl.bfloat16 and WORDS:
+    if dtype == tl.bfloat16 and WORDS and x.numel > 1:
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
