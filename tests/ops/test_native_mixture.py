@@ -118,7 +118,21 @@ def test_a_token_is_the_same_beside_others_and_on_any_number_of_threads() -> Non
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("wrong", [-1, 4, 2**40])
+@pytest.mark.parametrize("residual", [False, True])
+def test_padding_goes_to_no_expert(residual: bool) -> None:
+    gate_up_EOI, down_EOI = torch.randn(6, 32, 24), torch.randn(6, 24, 16)
+    matrices = mixture.Matrices(in_panels(gate_up_EOI, 2), in_panels(down_EOI, 1), None, None)
+    for padding in ([1, 3, 4], [0, 1, 2, 3, 4]):
+        x_TD, row_T = torch.randn(5, 24), torch.arange(5, dtype=torch.int32)
+        row_T[padding] = -1
+        routes = route.twin(torch.randn(5, 6), Routing(3), row_T=row_T)
+        held = [torch.ones(5, 24) if residual else None for _ in range(2)]
+        want = moe_experts.twin(x_TD, routes, gate_up_EOI, down_EOI, SILU, weigh_inputs=False, residual_TD=held[0])
+        got = mixture.experts(x_TD, routes, matrices, 16, SILU, weigh_inputs=False, residual_TD=held[1])
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("wrong", [-2, 4, 2**40])
 def test_an_expert_that_is_not_there_is_refused(wrong: int) -> None:
     matrices = mixture.Matrices(in_panels(torch.randn(4, 32, 16), 2), in_panels(torch.randn(4, 16, 16), 1), None, None)
     x_TD, residual_TD = torch.randn(2, 16), torch.ones(2, 16)

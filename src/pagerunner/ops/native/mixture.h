@@ -203,23 +203,26 @@ static long experts_amount(const void *argument)
     return pairs_of(call) * call->inner * call->features * 3;
 }
 
-// Sort the pairs by their experts; equal ones stay in their order. 0: a number names no expert.
+// Sort the pairs by their experts; equal ones stay in their order. Number -1 is padding: such a pair has no place. 0: a number names no expert.
 static int sort_pairs(const Experts *call, const Pairs *pairs)
 {
     long count = pairs_of(call), experts = call->experts;
     memset(pairs->starts, 0, (experts + 1) * sizeof(int32_t));
     for (long p = 0; p < count; p++)
-        if (call->chosen[p] < 0 || call->chosen[p] >= experts) {
+        if (call->chosen[p] < -1 || call->chosen[p] >= experts) {
             memset(pairs->starts, 0, (experts + 1) * sizeof(int32_t));
             return 0;
-        } else {
+        } else if (call->chosen[p] >= 0) {
             pairs->starts[call->chosen[p]]++;
         }
     for (long e = 0, before = 0; e <= experts; e++) {
         long own = pairs->starts[e];
         pairs->starts[e] = before, before += own;
     }
-    for (long p = 0; p < count; p++) pairs->places[p] = pairs->starts[call->chosen[p]]++, pairs->order[pairs->places[p]] = p;
+    for (long p = 0; p < count; p++) {
+        pairs->places[p] = call->chosen[p] < 0 ? -1 : pairs->starts[call->chosen[p]]++;
+        if (pairs->places[p] >= 0) pairs->order[pairs->places[p]] = p;
+    }
     for (long e = experts; e > 0; e--) pairs->starts[e] = pairs->starts[e - 1];
     pairs->starts[0] = 0;
     return 1;
@@ -307,7 +310,7 @@ static void expert_products(const Experts *call, const Pairs *pairs, int down, f
     meet(worker);
 }
 
-// A token's experts are added up in the order of their numbers.
+// A token's experts are added up in the order of their numbers. Padding has none.
 static void sum_pairs(const Experts *call, const Pairs *pairs, float *sum, const Worker *worker)
 {
     long used = pairs->starts[call->experts];
@@ -318,6 +321,7 @@ static void sum_pairs(const Experts *call, const Pairs *pairs, float *sum, const
             long next = used, pair = 0;
             for (long p = t * call->active; p < (t + 1) * call->active; p++)
                 if (pairs->places[p] > last && pairs->places[p] < next) next = pairs->places[p], pair = p;
+            if (next == used) break;
             const float *own = pairs->outs + next * call->features;
             float weight = call->weigh_inputs ? 1.0f : call->weights[pair];
             for (long d = 0; d < call->features; d++) sum[d] += own[d] * weight;

@@ -107,7 +107,7 @@ def experts(
     weigh_inputs: bool,
     residual_TD: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `ops.moe.moe_experts`. Raises IndexError for a number that names no expert; the sum is zero then."""
+    """See `ops.moe.moe_experts`. Raises IndexError for a number that names no expert and isn't padding's -1; the sum is zero then."""
     (tokens, features), (count, _, _, width) = x_TD.shape, matrices.gate_up.shape
     active = routes.experts_TA.shape[1]
     sized("gates and ups", matrices.gate_up, count, 2 * -(-inner // width), features, width)
