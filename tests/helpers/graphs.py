@@ -67,7 +67,7 @@ class RecordedGraph:
     def replay(self) -> None:
         """Every operation again, its results put where the capture's were."""
         self.replays += 1
-        # as in the capture, because a CPU's kernels know no padding
+        # as in the capture: routes of a CPU's kernels have no padding
         with patch.object(small, "serves", lambda *tensors: False):
             for func, args, kwargs, made in self._calls:
                 again = func(*args, **kwargs)
