@@ -350,7 +350,7 @@ class LLM:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"This LLM was made in process {self._process}, of which process {os.getpid()} is a fork. An engine's threads and its device "
-                "aren't there in a fork; make the LLM in the process that calls it."
+                "aren't there in a fork; make the LLM in a process that multiprocessing's spawn method starts."
             )
         thread = threading.get_ident()
         if self._worker not in (0, thread) and any(one.ident == self._worker for one in threading.enumerate()):

@@ -96,6 +96,13 @@ def test_generate_does_not_take_a_models_directory_for_a_prompt(stand_in, capsys
     (tmp_path / "config.json").write_text("{}")
     assert main(["generate", str(tmp_path), "hi"]) == 2
     assert f"error: {tmp_path} is a model's directory; name it with --model {tmp_path}.\n" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").touch()
+    for name in ("config.json", "model.safetensors"):
+        assert main(["generate", str(tmp_path / name), "hi"]) == 2
+        assert (
+            f"error: {tmp_path / name} is a file of a model; name it with --model {tmp_path}.\n"
+            in capsys.readouterr().err
+        )
     assert stand_in.made == []
     assert main(["generate", "--model", "demo", str(tmp_path)]) == 0  # where a model is named, a prompt is a prompt
     assert main(["generate", "a" * 5_000, ""]) == 0

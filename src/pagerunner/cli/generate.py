@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagerunner.cli.options import (
@@ -16,7 +17,7 @@ from pagerunner.cli.options import (
     add_common_options,
     add_engine_options,
     add_sampling_options,
-    is_checkpoint,
+    checkpoint_of,
     parse_number,
     reported,
     sampling_values,
@@ -49,8 +50,10 @@ def run(namespace: argparse.Namespace) -> int:
     """Generate, print each prompt with its text, then the summary on stderr."""
     params = SamplingParams(**sampling_values(namespace))
     prompts = _read_prompts(namespace.prompts)
-    if namespace.model is None and (given := next(filter(is_checkpoint, namespace.prompts), None)):
-        raise ConfigError(f"{given} is a model's directory; name it with --model {given}.")
+    if namespace.model is None and (given := next(filter(checkpoint_of, namespace.prompts), None)):
+        found = checkpoint_of(given)
+        what = "a model's directory" if Path(given).is_dir() else "a file of a model"
+        raise ConfigError(f"{given} is {what}; name it with --model {found}.")
     args, demo = resolve_model(namespace)
     builtin = not prompts
     prompts = prompts or builtin_prompts(demo is not None)

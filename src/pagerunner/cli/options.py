@@ -253,7 +253,8 @@ class Parser(argparse.ArgumentParser):
     def _explain(self, extra: Sequence[str]) -> str:
         flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
         if flag is None:
-            model = f"; name a model with --model {extra[0]}" if is_checkpoint(extra[0]) else ""
+            found = checkpoint_of(extra[0])
+            model = f"; name a model with --model {found}" if found else ""
             return f"unexpected argument {extra[0]!r}{model}"
         name = flag.split("=", 1)[0]
         known = [option for action in self._actions for option in action.option_strings]
@@ -261,12 +262,13 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def is_checkpoint(word: str) -> bool:
-    """Whether a word of a command line is the directory of a model."""
+def checkpoint_of(word: str) -> str | None:
+    """The directory of a model that a word of a command line names, or of whose files it names one. None if there is none."""
     try:
-        return bool(word) and (Path(word) / "config.json").is_file()
+        where = Path(word).parent if word.endswith((".json", ".safetensors")) and Path(word).is_file() else Path(word)
+        return str(where) if word and (where / "config.json").is_file() else None
     except (OSError, ValueError):  # a prompt may be longer than names of files, or hold a NUL
-        return False
+        return None
 
 
 def _dashed(word: str) -> str:
