@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,13 +16,13 @@ from pagerunner.ops.linear import linear
 
 interpreter_floats.install()
 FORMS = ["fp8 row", "fp8 block", "int4 bf16 128", "int4 f16 32 zeros", "e2m1 e8m0 32", "e2m1 e4m3 16 rows"]
-PLACES = [1, 2, 3, 4, 5, 7, 8, 13, 40]
+PLACES = list(itertools.product([1, 2, 3, 4, 5, 7, 8, 13, 40], [32, 24]))
 
 
-@pytest.mark.parametrize(("form", "places"), by_days(FORMS, PLACES, each=3))
-@pytest.mark.parametrize("high", [32, 24])
-def test_shares(form, places, high, monkeypatch):
+@pytest.mark.parametrize(("form", "shape"), by_days(FORMS, PLACES, each=3))
+def test_shares(form, shape, monkeypatch):
     """Eight tiles, of 32 or of 16 + 8 tokens and three or six steps: none, some or all of them are cut, at their beginning, at their end, or both."""
+    places, high = shape
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: places)
     matrix = stored(form, 200, 384)
     x, bias = torch.randn(40, 384), torch.randn(200)
