@@ -55,7 +55,6 @@ def test_prompt_forms_agree(llm: LLM) -> None:
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_of_the_process_hears_that_the_engine_is_not_there(llm: LLM) -> None:
     stream = llm.stream("The quick brown fox", GREEDY)
     next(stream)
