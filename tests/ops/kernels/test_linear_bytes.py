@@ -26,7 +26,7 @@ def test_products(block):
     tokens, *config = block
     matrix, x, bias = stored("fp8 row", 38, 1104), torch.randn(tokens, 1109)[:, 1:-4], torch.randn(38)
     assert isinstance(matrix, Stored8) and kernels.fits(x[:1], matrix)
-    how = {"config": kernels.BytesConfig(*config)}
+    how = {"config": kernels.PackedConfig(*config)}
     want = linear.twin(x, matrix, bias)
     close(kernels.run_bytes(x, matrix, bias, torch.full((tokens, 38), float("nan")), **how), want)
     residual = torch.randn(tokens, 39)[:, 1:]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E4M3, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
-from pagerunner.ops.kernels.linear_packed import _own_bytes, _own_inputs, _rows_of, own_pieces
+from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, own_pieces
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.kernels.stored import operands_of
 from pagerunner.ops.linear import Norm
@@ -183,14 +182,6 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
     tl.store(y_place, y, mask=inside_y)
 
 
-class BytesConfig(NamedTuple):
-    """A block: pieces of output features, warps, and steps in flight."""
-
-    rows: int
-    warps: int
-    ahead: int
-
-
 def fits(x_TI: torch.Tensor, stored: Stored) -> bool:
     """Whether `_bytes_kernel` serves this number of tokens, this dtype and this form."""
     if not isinstance(stored, Stored8) or x_TI.shape[0] != 1 or x_TI.shape[1] % RUN.value:
@@ -207,11 +198,11 @@ def takes_norm(inputs: int, features: int) -> bool:
 
 
 @functools.cache
-def bytes_config(inputs: int, gated: bool) -> BytesConfig:
+def bytes_config(inputs: int, gated: bool) -> PackedConfig:
     """The block for `_bytes_kernel`, by measurement (docs/performance.md)."""
     if inputs > 8192:
-        return BytesConfig(32, 4, 4)
-    return BytesConfig(32, 4, 2) if gated else BytesConfig(64, 2, 2)
+        return PackedConfig(32, 4, 4)
+    return PackedConfig(32, 4, 2) if gated else PackedConfig(64, 2, 2)
 
 
 def run_bytes(
@@ -223,7 +214,7 @@ def run_bytes(
     *,
     gated: bool = False,
     add: bool = False,
-    config: BytesConfig | None = None,
+    config: PackedConfig | None = None,
 ) -> torch.Tensor:
     """Launch `_bytes_kernel`."""
     tokens, inputs = x_TI.shape
