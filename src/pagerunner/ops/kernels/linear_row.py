@@ -130,10 +130,8 @@ def row_config(inputs: int, gated: bool) -> RowConfig:
     """The block for `_row_kernel`, by measurement (docs/performance.md)."""
     block = min(4096, max(16, padded(inputs)))
     features = 2 if gated or inputs > block else max(4, 4096 // block)
-    warps, registers = (
-        4,
-        (1 + features * (2 if gated else 1) / 4) * inputs / 32,
-    )  # of all inputs, and of all rows' codes
+    warps = 4
+    registers = (1 + features * (2 if gated else 1) / 4) * inputs / 32  # of all inputs, and of all rows' codes
     while registers / warps > 192:  # of a thread; with more, these don't fit beside scales and addresses
         warps *= 2
     return RowConfig(features, block, warps)

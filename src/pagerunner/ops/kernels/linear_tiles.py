@@ -3,14 +3,14 @@
 A program computes a tile of output features and tokens. The weights are the matrix units' first operand, which may lie in registers. So a code goes
 from memory through shared memory into the register that is multiplied, and is never written as a number.
 
-**The order of the inputs.** A thread reads 16 neighbouring bytes of a row. The matrix units want other columns of it: of 16 columns, thread q of four holds
-2 q, 2 q + 1, 2 q + 8 and 2 q + 9. A sum doesn't depend on its order. So codes stay where they are, and the inputs are put into the order
-in which codes come (`in_order`). Example: the first 16 columns that are multiplied are 0 to 3, 32 to 35, 64 to 67 and 96 to 99 of 4-bit codes.
-Output features change places too: `_features` says which.
+**The order of the inputs.** A thread reads 16 neighbouring bytes of a row. The matrix units want other columns of it: of 16 columns, thread
+q of four holds 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. A sum doesn't depend on its order. So codes stay where they are, and the inputs are put
+into the order in which codes come (`in_order`). Example: the first 16 columns that are multiplied are 0 to 3, 32 to 35, 64 to 67 and 96 to
+99 of 4-bit codes. Output features change places too: `_features` says which.
 
-Scales of rows and of blocks multiply sums, in float32. Scales of groups multiply numbers: in the activations' dtype if that holds every such scale, as
-bfloat16 holds those of bfloat16 and e8m0, else in float32. With few tiles the input features
-are divided among several programs, whose sums `linear_sums.py` adds in their order.
+Scales of rows and of blocks multiply sums, in float32. Scales of groups multiply numbers: in the activations' dtype if that holds every
+such scale, as bfloat16 holds those of bfloat16 and e8m0, else in float32. With few tiles the input features are divided among several
+programs, whose sums `linear_sums.py` adds in their order.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _tiles_kernel(x_desc, more_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr,
 
 
 class TilesConfig(NamedTuple):
-    """Tokens of a tile; how many times 16 output features for each of its warps; its warps; how many steps are in flight; parts of the input features.
+    """Tokens of a tile; how many times 16 output features for each of its warps; its warps; steps in flight; parts of the input features.
 
     A number of tokens that isn't a power of two is the sum of two: 160 = 128 + 32. With `shares`, tiles are dealt out in equal shares to so many
     programs of each multiprocessor (`kernels/linear_shares.py`).
