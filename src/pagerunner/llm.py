@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,6 +16,7 @@ from pagerunner import limits
 from pagerunner.config import engine_args
 from pagerunner.demo import find_model
 from pagerunner.engine.core.core import SleepMode
+from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.engine.core.messages import StartUp
@@ -64,7 +64,7 @@ class LLM:
         self._ids = count()
         self._streams: dict[str, deque[RequestOutput]] = {}
         self._worker = 0  # the thread that is changing them
-        self._process = os.getpid()
+        self._home = HomeProcess("LLM")
         self._halfway = False  # whether an interrupt has left requests and core halfway through a change
         self._arriving: list[RequestUpdate] = []  # the work that `_advance` is doing
         self._lost: set[str] = set()  # streams whose outputs an interrupt has left halfway
@@ -347,11 +347,7 @@ class LLM:
         interrupt raised by other means, isn't put off and leaves the work halfway. The next call then repairs it first, and
         only requests of streams survive that.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"This LLM was made in process {self._process}, of which process {os.getpid()} is a fork. An engine's threads and its device "
-                "aren't there in a fork; make the LLM in a process that multiprocessing's spawn method starts."
-            )
+        self._home.check()
         thread = threading.get_ident()
         if self._worker not in (0, thread) and any(one.ident == self._worker for one in threading.enumerate()):
             raise RuntimeError("An LLM serves one thread at a time, and another one is in a call; use AsyncEngine.")

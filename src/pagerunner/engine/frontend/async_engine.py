@@ -17,6 +17,7 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
+from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
@@ -50,10 +51,11 @@ class AsyncEngine:
     """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
 
     The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
-    All methods are for the event loop that made the engine. `dead` is set when the core has ended, whatever the reason.
+    All methods are for the event loop that made the engine; in a fork of its process they raise RuntimeError. `dead` is set when the core has ended, whatever the reason.
     """
 
     def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
+        self._home = HomeProcess("AsyncEngine")
         self._frontend = frontend
         self._observer = observer
         self._desk = OutputDesk(frontend.outputs, observer)
@@ -180,6 +182,7 @@ class AsyncEngine:
         The request runs to its end unless `abort(request_id)` ends it. (`generate` aborts by itself.) Arguments and errors
         are those of `generate`.
         """
+        self._home.check()
         arrival = time.monotonic()
         if (death := self._client.death) is not None:
             raise EngineDeadError(str(death))
@@ -237,6 +240,7 @@ class AsyncEngine:
         stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling)
         try:
             while True:
+                self._home.check()
                 output = await stream.get()
                 yield output
                 if output.finished:
@@ -265,6 +269,7 @@ class AsyncEngine:
             InvalidRequestError: it has too many messages, or the template refuses it or takes too long for it.
             ConfigError: there is no tokenizer or no template.
         """
+        self._home.check()
         self._frontend.require_tokenizer()
         if len(messages) > limits.MAX_MESSAGES:
             raise InvalidRequestError(
@@ -293,6 +298,7 @@ class AsyncEngine:
             InvalidRequestError: it is no valid Unicode, or has too many characters.
             ConfigError: the engine has no tokenizer.
         """
+        self._home.check()
         self._frontend.require_tokenizer()
         inputs = self._frontend.inputs
         return await self._text_work(len(text), lambda: inputs.encode(text, add_special_tokens, truncation))
@@ -304,6 +310,7 @@ class AsyncEngine:
             InvalidRequestError: an id is outside the vocabulary.
             ConfigError: the engine has no tokenizer.
         """
+        self._home.check()
         tokenizer = self._frontend.require_tokenizer()
         self._frontend.inputs.check_token_ids("tokens", token_ids)
         return await self._text_work(
@@ -312,6 +319,7 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request: its reader gets the text so far, with finish_reason "abort". Unknown ids are ignored."""
+        self._home.check()
         self._send_abort(self._desk.sequences(request_id))
 
     def stop(self, error: EngineDeadError | None = None) -> None:
@@ -319,6 +327,7 @@ class AsyncEngine:
 
         The readers get the text so far, with finish_reason "abort", or `error`.
         """
+        self._home.check()
         self._stopped = True
         running = self._desk.all_sequences()
         if error is not None:
@@ -333,6 +342,7 @@ class AsyncEngine:
         Raises:
             ConfigError: sleep mode is off, or an argument is wrong.
         """
+        self._home.check()
         await self._whole(self._sleep(level, mode))
 
     async def _sleep(self, level: int, mode: str) -> None:
@@ -343,6 +353,7 @@ class AsyncEngine:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None). A caller who is cancelled stops waiting only."""
+        self._home.check()
         await self._whole(self._wake_up(tags))
 
     async def _wake_up(self, tags: Sequence[str] | None) -> None:
@@ -372,23 +383,28 @@ class AsyncEngine:
 
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
+        self._home.check()
         return await self._client.sleep_level() is not None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. False when some belong to running requests."""
+        self._home.check()
         return bool(await self._client.call(wire.ResetPrefixCache))
 
     async def memory_state(self) -> dict[str, Any]:
         """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
+        self._home.check()
         state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
         return state
 
     async def watch(self, since: int) -> LiveState:
         """What the core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
+        self._home.check()
         return await self._client.watch(since)
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""
+        self._home.check()
         if (death := self._client.death) is not None:
             raise EngineDeadError(str(death))
         silent = self._stalled_seconds()
@@ -400,6 +416,7 @@ class AsyncEngine:
 
     async def shutdown(self) -> None:
         """End the core's process; readers that are still there get EngineDeadError. Idempotent."""
+        self._home.check()
         self._watchdog.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watchdog
@@ -452,6 +469,7 @@ class AsyncEngine:
 
     def _send_abort(self, sequence_ids: list[str]) -> None:
         if sequence_ids and self._client.death is None:
+            self._home.check()
             self._client.send(wire.Abort(sequence_ids))
 
     def _stalled_seconds(self) -> float:
