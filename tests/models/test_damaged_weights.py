@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import make_checkpoint
 from helpers.compiler import needs_compiler
 from helpers.families import MAKERS
-from helpers.quantise import quantise
+from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.moe import Experts
@@ -135,7 +135,9 @@ def test_weights_that_the_dtype_can_not_hold_say_which_holds_them(tmp_path: Path
     numbers[7, 2] = -98304
     rewritten(path, {name: numbers})
     loaded(path, dtype="bfloat16")
-    with pytest.raises(CheckpointError, match=rf'{name} holds 98304, more than float16 can hold; dtype="bfloat16"'):
+    with pytest.raises(
+        CheckpointError, match=rf'{name} holds 98304, more than float16 can hold \(65504\); dtype="bfloat16"'
+    ):
         loaded(path, dtype="float16")
 
 
@@ -147,9 +149,79 @@ def test_weights_that_bfloat16_can_not_hold_are_said_to_fit_float32(tmp_path: Pa
     loaded(path, dtype="float32")
     for dtype in ("bfloat16", "float16"):
         with pytest.raises(
-            CheckpointError, match=rf'holds 3.4e\+38, more than {dtype} can hold; dtype="float32" holds it'
+            CheckpointError, match=rf'holds 3.4e\+38, more than {dtype} can hold \(.*\); dtype="float32" holds it'
         ):
             loaded(path, dtype=dtype)
+
+
+def grown(scales: torch.Tensor) -> torch.Tensor:
+    """The scales, of which the last is so large that its largest codes stand for more than 65,504, and no more than 1e6."""
+    scales = scales.clone()
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scales.view(torch.uint8).view(-1)[-1] = 127 + 14
+    else:
+        scales.view(-1)[-1] = 15000
+    return scales
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [*CONFIGS, *PACKED])
+def test_scales_whose_numbers_the_dtype_can_not_hold_are_named_in_every_format(
+    tmp_path: Path, kind: str, keep: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, hidden_size=64, intermediate_size=64)
+    quantise(path, kind)
+    held = load_file(path / "model.safetensors")
+    scales = {name: tensor for name, tensor in held.items() if re.search("layers.1.mlp.down_proj.*scale", name)}
+    whole = next((name for name in scales if name.endswith(("weight_scale_2", "weight_global_scale"))), None)
+    name = whole or next(name for name in scales if "input" not in name)
+    if whole:  # with scales of groups in e4m3 beside it
+        scale = torch.full_like(scales[name], 0.01 if name.endswith("global_scale") else 100.0)
+    elif scales[name].dim() == 0 or kind.startswith(("fp8", "fbgemm", "modelopt", "compressed")):
+        scale = scales[name].clone()
+        scale.view(-1)[-1] = 1000.0
+    else:
+        scale = grown(scales[name])
+    rewritten(path, {name: scale})
+    loaded(path, keep=keep, dtype="bfloat16")
+    words = rf"{re.escape(name)} holds .* at .*, which (multiplies|divides) numbers up to \d+: [\d.e+]+ is more than float16 can hold"
+    with pytest.raises(CheckpointError, match=words + r' \(65504\); dtype="bfloat16" holds it'):
+        loaded(path, keep=keep, dtype="float16")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_scales_are_looked_at_with_their_codes_too(tmp_path: Path, keep: bool) -> None:
+    path = MAKERS["gpt_oss"](tmp_path)
+    quantise(path, "mxfp4")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(path / "model.safetensors")[name]
+    rewritten(path, {name: grown(scales)})
+    loaded(path, keep=keep, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=rf"{name} holds 16384 at .*: 98304 is more than float16 can hold"):
+        loaded(path, keep=keep, dtype="float16")
+    scales.view(-1)[-1] = 254  # 2 ** 127, and codes go up to 6
+    rewritten(path, {name: scales})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} holds 1.70141e\+38 .* than float32 can hold .*The file is damaged"
+    ):
+        loaded(path, keep=keep)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8_per_channel_weight_only"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_weights_that_are_rounded_while_loading_must_fit_the_models_dtype(
+    tmp_path: Path, family: str, quantization: str
+) -> None:
+    path = MAKERS[family](tmp_path)
+    name = f"model.layers.1.mlp.{'experts.down_proj' if family == 'gpt_oss' else 'down_proj.weight'}"
+    numbers = load_file(path / "model.safetensors")[name].bfloat16()
+    numbers.view(-1)[-1] = -98304
+    rewritten(path, {name: numbers})
+    loaded(path, quantization=quantization, keep=True, dtype="bfloat16")
+    with pytest.raises(
+        CheckpointError, match=rf'{name} holds 98304, more than float16 can hold .65504.; dtype="bfloat16"'
+    ):
+        loaded(path, quantization=quantization, keep=True, dtype="float16")
 
 
 def test_a_missing_tensor_says_who_asks_for_it(tmp_path: Path) -> None:

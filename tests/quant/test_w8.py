@@ -16,7 +16,7 @@ from pagerunner.layers.sublayer import ResidualStream
 from pagerunner.ops.stored import Stored8
 from pagerunner.quant.dequantized import Dequantized
 from pagerunner.quant.formats import Format, Names, Scheme
-from pagerunner.quant.sinks import ByteSink, SinkError, check_scales
+from pagerunner.quant.sinks import ByteSink, ScaleCheck, SinkError
 from pagerunner.quant.w8 import W8
 
 
@@ -250,16 +250,41 @@ def test_experts_together_and_scales_of_int8_are_checked_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
 @pytest.mark.parametrize("signed", [False, True])
 def test_no_scales_are_good_scales(dtype: torch.dtype, signed: bool) -> None:
-    check_scales(torch.empty(0, 4, dtype=dtype), signed=signed)
+    ScaleCheck(torch.float32, 8, signed=signed)(torch.empty(0, 4, dtype=dtype))
 
 
 def test_a_scale_of_e4m3_may_be_below_0_where_scales_are_signed() -> None:
     scales = torch.tensor([1.0, 0.0, -0.0, -2.0]).to(torch.float8_e4m3fn)
-    check_scales(scales, signed=True)
-    check_scales(scales[:3])
+    signed, unsigned = ScaleCheck(torch.float32, 8, signed=True), ScaleCheck(torch.float32, 8)
+    signed(scales)
+    unsigned(scales[:3])
     with pytest.raises(SinkError, match=r"holds -2 at \[3\]; scales must be finite and not negative\."):
-        check_scales(scales)
+        unsigned(scales)
     for code in (127, 255):
         broken = torch.tensor([0, code], dtype=torch.uint8).view(torch.float8_e4m3fn)
         with pytest.raises(SinkError, match=r"holds nan at \[1\]; scales must be finite\."):
-            check_scales(broken, signed=True)
+            signed(broken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_scale_may_reach_the_largest_number_of_the_models_dtype_with_its_largest_code(dtype: torch.dtype) -> None:
+    check = ScaleCheck(torch.float16, 8, signed=True)
+    check(torch.tensor([[1.0, -8188 if dtype != torch.bfloat16 else -8160]], dtype=dtype))  # 8 x 8188 = 65504
+    for scale in (8192, -8192):
+        words = rf"holds {scale} at \[1, 0\], which multiplies numbers up to 8: 65536 is more than float16 can hold \(65504\)"
+        with pytest.raises(SinkError, match=words):
+            check(torch.tensor([[1.0], [scale]], dtype=dtype))
+
+
+def test_a_number_that_divides_is_too_small_where_its_reciprocal_is_too_large() -> None:
+    check = ScaleCheck(torch.float16, 6 * 448, divides=True)
+    check(torch.tensor(2688 / 65504))
+    check(torch.tensor([1e30]))
+    with pytest.raises(
+        SinkError, match=r"holds 0.03125 at \[0\], which divides numbers up to 2688: 86016 is more than"
+    ):
+        check(torch.tensor([0.03125]))
+    with pytest.raises(SinkError, match="holds 0, and numbers are divided by it"):
+        check(torch.tensor(0.0))
+    with pytest.raises(SinkError, match="is more than float16 can hold .65504.. The file is damaged"):
+        check(torch.tensor(1e-44))

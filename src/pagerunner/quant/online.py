@@ -33,7 +33,7 @@ class Online(W8):
         def put(source: torch.Tensor) -> None:
             self._round(source, codes, first)
 
-        return {"weight": PackSink(tuple(codes.shape), FLOATS, put, codes.device, self._axes)}
+        return {"weight": PackSink(tuple(codes.shape), FLOATS, put, codes.device, self._axes, meant=self.dtype)}
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
@@ -46,7 +46,7 @@ class Online(W8):
         shape = (experts, inputs, outputs) if transposed else (experts, outputs, inputs)
         rows, columns = self._axes
         axes: Axes = ("experts", columns, rows) if transposed else ("experts", rows, columns)
-        return {"": SlicesSink(shape, FLOATS, put, codes.device, axes)}
+        return {"": SlicesSink(shape, FLOATS, put, codes.device, axes, meant=self.dtype)}
 
     def only_stacked(self, *, transposed: bool) -> bool:
         """See StoredMethod."""

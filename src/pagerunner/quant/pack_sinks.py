@@ -10,15 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.quant.sinks import Axes, CopyWeight, Sink, SinkError, check_scales, evidence
-
-Check = Callable[[torch.Tensor], None]
+from pagerunner.quant.sinks import Axes, CopyWeight, ScaleCheck, Sink, SinkError, evidence
 
 
 class PackSink(Sink):
     """Brings a tensor to `device` as it is, and lets `fill` put it where it belongs.
 
-    `check` looks at the host tensor before, and raises SinkError.
+    `check` looks at scales before. `meant`: floats stand for the model's weights in this dtype, which must hold them.
     """
 
     def __init__(
@@ -28,10 +26,11 @@ class PackSink(Sink):
         fill: Callable[[torch.Tensor], object],
         device: torch.device,
         axes: Axes | None = None,
-        check: Check | None = None,
+        check: ScaleCheck | None = None,
+        meant: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, dtype if isinstance(dtype, tuple) else (dtype,), axes)
-        self._fill, self._device, self._check = fill, device, check
+        self._fill, self._device, self._check, self._meant = fill, device, check, meant
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
@@ -39,7 +38,7 @@ class PackSink(Sink):
             self._check(source)
         staged = _staged(source, self._device, copy)
         self._fill(staged)
-        return None if self._check is not None else evidence(staged)
+        return None if self._check is not None else evidence(staged, self._meant)
 
 
 class SlicesSink(Sink):
@@ -52,10 +51,11 @@ class SlicesSink(Sink):
         fill: Callable[[int, torch.Tensor], object],
         device: torch.device,
         axes: Axes | None = None,
-        check: Check | None = None,
+        check: ScaleCheck | None = None,
+        meant: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, dtypes, axes)
-        self._fill, self._device, self._check = fill, device, check
+        self._fill, self._device, self._check, self._meant = fill, device, check, meant
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""
@@ -65,7 +65,7 @@ class SlicesSink(Sink):
         for number, part in enumerate(source):
             staged = _staged(part, self._device, copy)
             self._fill(number, staged)
-            found.append(evidence(staged))
+            found.append(evidence(staged, self._meant))
         shown = [one for one in found if one is not None]
         return torch.stack(shown) if shown else None
 
@@ -81,27 +81,20 @@ def _staged(source: torch.Tensor, device: torch.device, copy: CopyWeight) -> tor
 
 
 class NumberSink(PackSink):
-    """Takes one scale, which a checkpoint holds as [] or [1]. `divides`: it is one that numbers are divided by, so it isn't 0."""
+    """Takes one scale, which a checkpoint holds as [] or [1]."""
 
     def __init__(
         self,
         dtypes: tuple[torch.dtype, ...],
         fill: Callable[[torch.Tensor], object],
         device: torch.device,
-        *,
-        divides: bool = False,
+        check: ScaleCheck,
     ) -> None:
-        super().__init__((1,), dtypes, fill, device, check=_check_divisor if divides else check_scales)
+        super().__init__((1,), dtypes, fill, device, check=check)
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
         return shape in ((), (1,))
-
-
-def _check_divisor(source: torch.Tensor) -> None:
-    check_scales(source)
-    if not (1 / source.float()).isfinite().all():
-        raise SinkError(f"holds {source.item():g}, and numbers are divided by it.")
 
 
 class UnusedSink(Sink):

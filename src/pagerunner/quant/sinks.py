@@ -6,8 +6,10 @@ after that, such as packing, runs there too, in the order of the copies.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -93,15 +95,17 @@ _PIECE = 2**24  # codes that are looked at together, which bounds the memory tha
 _FLOATS_PIECE = 2**30  # torch's kernels count up to 2**31
 
 
-def evidence(numbers: torch.Tensor) -> torch.Tensor | None:
+def evidence(numbers: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """What shows whether some numbers are NaN or infinite, on their device; None for dtypes that hold neither.
 
-    Of floats they are the least and the largest of each piece. Of e4m3 it is a bool, true if a code is NaN: 0x7f or 0xff.
+    Of floats they are the least and the largest of each piece, in `dtype` if it is given. Of e4m3 it is a bool, true if a code is NaN: 0x7f
+    or 0xff.
     """
     if not numbers.numel():
         return None
     if numbers.dtype in FLOATS:  # torch says NaN of a piece that holds one
-        return torch.stack([x for piece in _pieces(numbers, _FLOATS_PIECE) for x in torch.aminmax(piece)])
+        found = torch.stack([x for piece in _pieces(numbers, _FLOATS_PIECE) for x in torch.aminmax(piece)])
+        return found if dtype is None else found.to(dtype)
     if numbers.dtype != torch.float8_e4m3fn:
         return None
     return torch.stack([(piece & 127).amax() for piece in _pieces(numbers.view(torch.uint8), _PIECE)]).amax() == 127
@@ -123,35 +127,71 @@ def _evidence_of_copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return evidence(source if held else target)
 
 
-def check_scales(source: torch.Tensor, *, signed: bool = False) -> None:
-    """Refuse scales that make numbers of none of their codes. Bytes are exponents (e8m0).
+def beyond(dtype: torch.dtype, number: float) -> str:
+    """What to say of a number that `dtype` can't hold: its end, and which dtype holds the number, if one does."""
+    exact = torch.tensor(number, dtype=torch.float64)
+    better = next((one for one in (torch.bfloat16, torch.float32) if exact.to(one).isfinite()), None)
+    instead = f'; dtype="{name_of(better)}" holds it.' if better else ". The file is damaged."
+    return f"more than {name_of(dtype)} can hold ({torch.finfo(dtype).max:g}){instead}"
 
-    A scale of 0 is taken, as groups of zeros have it. `signed`: so is one below 0, which some tools write beside whole numbers.
 
-    Raises:
-        SinkError: names the first scale that is NaN, infinite or negative.
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype as users write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCheck:
+    """Refuses scales that make numbers of none of their codes, or numbers that the model's `dtype` can't hold.
+
+    `most` is the largest number that a code, and further scales, can bring to the product. Example: 6 of e2m1, and 6 x 448 for the
+    scale of a matrix whose groups have scales in e4m3. A scale of 0 is taken, as groups of zeros have it. `signed`: so is one below 0,
+    which some tools write beside whole numbers. `divides`: numbers are divided by the one scale that is looked at.
     """
-    if not source.numel():
-        return
-    if source.dtype == torch.uint8:
-        source = source.view(torch.float8_e8m0fnu)
-    if source.dtype == torch.float8_e8m0fnu:
-        good = bool(source.view(torch.uint8).amax() < 255)
-    elif source.dtype == torch.float8_e4m3fn:
-        codes = source.view(torch.uint8)
-        if signed:
-            good = not bool(((codes & 127) == 127).any())
-        else:
-            good = not (bool(codes.amax() > 128) or bool((codes == 127).any()))  # 128 is -0
-    else:
-        least, most = torch.aminmax(source.float())  # NaN if one is
-        good = bool((least >= 0) | (least > -torch.inf) & signed) and bool(most < torch.inf)
-    if good:
-        return
-    numbers = source.float()
-    place = tuple((~(numbers.isfinite() & ((numbers >= 0) | signed))).nonzero()[0].tolist())
-    known = "finite" if signed else "finite and not negative"
-    raise SinkError(f"holds {numbers[place].item():g} at {list(place)}; scales must be {known}.")
+
+    dtype: torch.dtype
+    most: float
+    signed: bool = False
+    divides: bool = False
+
+    def __call__(self, source: torch.Tensor) -> None:
+        """Look at scales on the host. Bytes are exponents (e8m0).
+
+        Raises:
+            SinkError: names the first scale that is NaN, infinite or negative, or the largest.
+        """
+        if not source.numel():
+            return
+        source = source.view(torch.float8_e8m0fnu) if source.dtype == torch.uint8 else source
+        largest, below = _largest(source)
+        if not math.isfinite(largest) or (below and not self.signed):
+            numbers = source.float()
+            place = tuple((~(numbers.isfinite() & ((numbers >= 0) | self.signed))).nonzero()[0].tolist())
+            known = "finite" if self.signed else "finite and not negative"
+            raise SinkError(f"holds {numbers[place].item():g} at {list(place)}; scales must be {known}.")
+        if self.divides and not largest:
+            raise SinkError("holds 0, and numbers are divided by it.")
+        number = self.most / largest if self.divides else self.most * largest
+        if torch.tensor(number, dtype=torch.float64).to(self.dtype).isfinite():
+            return
+        numbers = source.float()
+        place = tuple((numbers.abs() == largest).nonzero()[0].tolist())
+        does = "divides" if self.divides else "multiplies"
+        raise SinkError(
+            f"holds {numbers[place].item():g} at {list(place)}, which {does} numbers up to {self.most:g}: "
+            f"{number:g} is {beyond(self.dtype, number)}"
+        )
+
+
+def _largest(scales: torch.Tensor) -> tuple[float, bool]:
+    """The largest absolute value, NaN if a scale is, and whether a scale is below 0."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        return scales.view(torch.uint8).amax().view(scales.dtype).float().item(), False
+    if scales.dtype == torch.float8_e4m3fn:
+        codes = scales.view(torch.uint8)
+        return (codes & 127).amax().view(scales.dtype).float().item(), bool(codes.amax() > 128)  # 128 is -0
+    least, most = torch.aminmax(scales.float())  # NaN if one is
+    return torch.maximum(-least, most).item(), bool(least < 0)
 
 
 class CopySink(Sink):

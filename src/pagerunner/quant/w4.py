@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from pagerunner.ops.stored import RUN, Stored, Stored4, pack4
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Layout
 from pagerunner.quant.pack_sinks import EqualSink, NumberSink, PackSink, SlicesSink, Sorting, UnusedSink
-from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, Sink, check_scales
+from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, ScaleCheck, Sink
 from pagerunner.quant.stored import StoredMethod
 from pagerunner.quant.words import AWQ_PLACES, numbers_of, words_for
 
@@ -45,7 +45,6 @@ SCALES: dict[Layout, torch.dtype] = {  # those whose dtype isn't the file's to c
     "compressed nvfp4": torch.float8_e4m3fn,
     "nvfp4": torch.float8_e4m3fn,
 }
-_CHECK = functools.partial(check_scales, signed=True)  # AutoRound has scales below 0 beside whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,13 @@ class Packing:
     def by_group(self) -> Along | None:
         """A dimension of scales or zero points, an element for each group. One for all input features is every part's."""
         return None if self.permuted or not self.group else Along("inputs", self.group)
+
+    @property
+    def most(self) -> float:
+        """The largest number that a code stands for, less its zero point."""
+        if self.is_float:
+            return 6.0
+        return (1 << self.bits) - 1 if self.zeros else 1 << self.bits - 1
 
     @property
     def has_rows(self) -> bool:
@@ -152,6 +158,8 @@ class PackedMethod(StoredMethod):
 
     def __init__(self, packing: Packing, dtype: torch.dtype) -> None:
         self.packing, self.dtype = packing, dtype
+        # AutoRound has scales below 0 beside whole numbers.
+        self.check_scale = ScaleCheck(dtype, packing.most, signed=not packing.is_float)
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
@@ -183,7 +191,7 @@ class PackedMethod(StoredMethod):
 
     def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
         """See WeightMethod."""
-        return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows))
+        return LAYOUTS[self.packing.layout](self.packing, Target.of(weights, rows), self.check_scale)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""
@@ -228,7 +236,7 @@ class W4(PackedMethod):
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
         """See StoredMethod."""
         if self.packing.layout == "nvfp4" and transposed:
-            return _nvfp4_stacked(self.packing, weights)
+            return _nvfp4_stacked(self.packing, weights, self.check_scale)
         if self.packing.layout != "gpt-oss":
             return {}
         packing, codes, scales = self.packing, weights["codes"], weights["scales"]
@@ -252,7 +260,7 @@ class W4(PackedMethod):
                 put_scales,
                 device,
                 ("experts", "outputs", packing.by_group),
-                check_scales,
+                self.check_scale,
             ),
         }
 
@@ -266,7 +274,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
+def _compressed(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
     (outputs, inputs), (groups, group), bits = target.shape, packing.groups(target.shape[1]), packing.bits
     device, take_codes = target.scales.device, target.put_codes
     found: dict[str, Sink] = {}
@@ -288,7 +296,7 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
             target.scales.copy_,
             device,
             ("outputs", packing.by_group),
-            _CHECK,
+            check,
         ),
         "weight_shape": EqualSink(torch.tensor([outputs, inputs]), INDICES, said),
     }
@@ -303,7 +311,7 @@ def _compressed(packing: Packing, target: Target) -> dict[str, Sink]:
     return found
 
 
-def _awq(packing: Packing, target: Target) -> dict[str, Sink]:
+def _awq(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
     (outputs, inputs), (groups, _) = target.shape, packing.groups(target.shape[1])
     device, zeros = target.scales.device, target.zeros
     assert zeros is not None, "AWQ has zero points"
@@ -318,11 +326,11 @@ def _awq(packing: Packing, target: Target) -> dict[str, Sink]:
     return {
         "qweight": PackSink((inputs, outputs // 8), torch.int32, put_words, device, (packing.inputs(1), words)),
         "qzeros": PackSink((groups, outputs // 8), torch.int32, put_zeros, device, (by_group, words)),
-        "scales": _transposed_scales(packing, target),
+        "scales": _transposed_scales(packing, target, check),
     }
 
 
-def _transposed_scales(packing: Packing, target: Target) -> Sink:
+def _transposed_scales(packing: Packing, target: Target, check: ScaleCheck) -> Sink:
     """Scales [G, O]."""
     outputs, groups = target.scales.shape
     axes: Axes = (packing.by_group, "outputs")
@@ -332,11 +340,11 @@ def _transposed_scales(packing: Packing, target: Target) -> Sink:
         lambda x: target.scales.copy_(x.T),
         target.scales.device,
         axes,
-        _CHECK,
+        check,
     )
 
 
-def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
+def _gptq(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
     (outputs, inputs), (groups, group), bits = target.shape, packing.groups(target.shape[1]), packing.bits
     device, take_codes, zeros = target.scales.device, target.put_codes, target.zeros
     found: dict[str, Sink] = {}
@@ -367,7 +375,7 @@ def _gptq(packing: Packing, target: Target) -> dict[str, Sink]:
     axes: Axes = (packing.inputs(count), Along("outputs", multiple=count))
     return found | {
         "qweight": PackSink((inputs // count, outputs), torch.int32, put_words, device, axes),
-        "scales": _transposed_scales(packing, target),
+        "scales": _transposed_scales(packing, target, check),
     }
 
 
@@ -402,7 +410,7 @@ def _bytes(packing: Packing, target: Target, name: str, dtype: torch.dtype = tor
     return {name: PackSink(shape, dtype, lambda x: _put_nibbles(target, x), target.scales.device, axes)}
 
 
-def _scales(packing: Packing, target: Target, dtype: torch.dtype) -> Sink:
+def _scales(packing: Packing, target: Target, dtype: torch.dtype, check: ScaleCheck) -> Sink:
     """Scales whose bytes are kept."""
     shape = target.scales.shape[0], target.scales.shape[1]
     return PackSink(
@@ -411,41 +419,50 @@ def _scales(packing: Packing, target: Target, dtype: torch.dtype) -> Sink:
         lambda x: target.scales.copy_(x.view(target.scales.dtype)),
         target.scales.device,
         ("outputs", packing.by_group),
-        check_scales,
+        check,
     )
 
 
-def _mxfp4(packing: Packing, target: Target) -> dict[str, Sink]:
-    return _bytes(packing, target, "weight_packed") | {"weight_scale": _scales(packing, target, torch.uint8)}
+def _mxfp4(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
+    return _bytes(packing, target, "weight_packed") | {"weight_scale": _scales(packing, target, torch.uint8, check)}
 
 
-def _deepseek(packing: Packing, target: Target) -> dict[str, Sink]:
-    return _bytes(packing, target, "weight", torch.int8) | {"scale": _scales(packing, target, torch.float8_e8m0fnu)}
+def _deepseek(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
+    return _bytes(packing, target, "weight", torch.int8) | {
+        "scale": _scales(packing, target, torch.float8_e8m0fnu, check)
+    }
 
 
-def _compressed_nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
+def _of_matrix(check: ScaleCheck, *, divides: bool = False) -> ScaleCheck:
+    """What looks at the scale of a whole matrix, beside scales of groups in e4m3 that `check` looks at."""
+    return replace(check, most=check.most * torch.finfo(torch.float8_e4m3fn).max, divides=divides)
+
+
+def _compressed_nvfp4(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
     rows = target.rows
     assert rows is not None
     return _bytes(packing, target, "weight_packed") | {
-        "weight_scale": _scales(packing, target, torch.float8_e4m3fn),
+        "weight_scale": _scales(packing, target, torch.float8_e4m3fn, check),
         "weight_global_scale": NumberSink(
-            FLOATS, lambda x: rows.copy_(1 / x.float().reshape(1)), rows.device, divides=True
+            FLOATS, lambda x: rows.copy_(1 / x.float().reshape(1)), rows.device, _of_matrix(check, divides=True)
         ),
         "input_global_scale": UnusedSink(FLOATS),
     }
 
 
-def _nvfp4(packing: Packing, target: Target) -> dict[str, Sink]:
+def _nvfp4(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:
     rows = target.rows
     assert rows is not None
     return _bytes(packing, target, "weight") | {
-        "weight_scale": _scales(packing, target, torch.float8_e4m3fn),
-        "weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), rows.device),
+        "weight_scale": _scales(packing, target, torch.float8_e4m3fn, check),
+        "weight_scale_2": NumberSink(
+            FLOATS, lambda x: rows.copy_(x.float().reshape(1)), rows.device, _of_matrix(check)
+        ),
         "input_scale": UnusedSink(FLOATS),
     }
 
 
-def _nvfp4_stacked(packing: Packing, weights: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+def _nvfp4_stacked(packing: Packing, weights: Mapping[str, torch.Tensor], check: ScaleCheck) -> dict[str, Sink]:
     """All experts' matrices in one tensor, input features before output features, as Llama 4 has them."""
     codes, scales, rows = weights["codes"], weights["scales"], weights["rows"]
     experts, outputs, half = codes.shape
@@ -462,9 +479,9 @@ def _nvfp4_stacked(packing: Packing, weights: Mapping[str, torch.Tensor]) -> dic
     return {
         "": SlicesSink((experts, half, outputs), (torch.uint8,), put_codes, device, codes_axes),
         "_weight_scale": SlicesSink(
-            (experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, scales_axes, check_scales
+            (experts, scales.shape[2], outputs), (scales.dtype,), put_scales, device, scales_axes, check
         ),
-        "_weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), device),
+        "_weight_scale_2": NumberSink(FLOATS, lambda x: rows.copy_(x.float().reshape(1)), device, _of_matrix(check)),
         "_input_scale": UnusedSink(FLOATS),
     }
 

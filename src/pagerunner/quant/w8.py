@@ -28,7 +28,7 @@ from pagerunner.ops.stored import Stored, Stored8
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Format, Scheme
 from pagerunner.quant.pack_sinks import NumberSink, PackSink, SlicesSink, UnusedSink
-from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, ByteSink, CopyWeight, Sink, check_scales
+from pagerunner.quant.sinks import FLOATS, INDICES, Along, Axes, ByteSink, CopyWeight, ScaleCheck, Sink
 from pagerunner.quant.stored import StoredMethod
 
 _STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -56,6 +56,8 @@ class W8(StoredMethod):
         self.high = math.gcd(self.block[0], *starts) if self.block else 1
         self.by_tensor = scheme.scales == "tensor"
         self.writer = checkpoint.writer
+        whole = scheme.number == "int8"
+        self.check_scale = ScaleCheck(dtype, 128 if whole else 448, signed=whole)
         self.unused = ("input_scale",) if scheme.rounding == "static" else scheme.unused
         rounds = checkpoint.rounds and scheme.rounding != ""
         self.activations = "none" if not rounds else "block" if self.block else "token"
@@ -81,7 +83,9 @@ class W8(StoredMethod):
             )
         own = scales[rows.start // high : -(-rows.stop // high) : rows.step]
         found: dict[str, Sink] = {"weight": ByteSink(codes, ("outputs", "inputs"))}
-        found[self.scale_name] = ScalarSink(own) if self.by_tensor else self._scale_sink(own, codes.shape[0])
+        found[self.scale_name] = (
+            ScalarSink(own, self.check_scale) if self.by_tensor else self._scale_sink(own, codes.shape[0])
+        )
         return found | {name: UnusedSink(_UNUSED[name]) for name in self.unused}
 
     def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool = False) -> dict[str, Sink]:
@@ -97,10 +101,12 @@ class W8(StoredMethod):
         axes: Axes = ("experts", "inputs", "outputs")
         found: dict[str, Sink] = {"": SlicesSink((experts, inputs, outputs), (codes.dtype,), put, device, axes)}
         if self.by_tensor:
-            found["_weight_scale"] = NumberSink(FLOATS, lambda x: scales.copy_(x.float().reshape(1)), device)
+            found["_weight_scale"] = NumberSink(
+                FLOATS, lambda x: scales.copy_(x.float().reshape(1)), device, self.check_scale
+            )
             found["_input_scale"] = UnusedSink(FLOATS)
         else:
-            found["_scale"] = _RowsSink(scales)
+            found["_scale"] = _RowsSink(scales, self.check_scale)
         return found
 
     def stored(self, weights: Mapping[str, torch.Tensor]) -> Stored:
@@ -110,12 +116,11 @@ class W8(StoredMethod):
         return Stored8(codes, weights["weight_scale"], block, self.activations)
 
     def _scale_sink(self, scales: torch.Tensor, outputs: int) -> Sink:
-        signed = self.numbers == torch.int8
         if self.block is None:
-            return ScaleSink(scales, (outputs, 1), (Along("outputs"), None), signed=signed)
+            return ScaleSink(scales, (outputs, 1), (Along("outputs"), None), self.check_scale)
         rows, columns = self.block
         axes = (Along("outputs", rows), Along("inputs", columns))
-        return ScaleSink(scales, (-(-outputs // rows), rows // self.high), axes, signed=signed)
+        return ScaleSink(scales, (-(-outputs // rows), rows // self.high), axes, self.check_scale)
 
     def randomize(self, weights: Weights, generator: torch.Generator) -> None:
         """See WeightMethod."""
@@ -133,7 +138,7 @@ class W8(StoredMethod):
 class ScaleSink(Sink):
     """Fills float32 scales from those of any float dtype; e8m0 is a power of two. Dimensions of 1 may be left out.
 
-    `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes. `signed`: see check_scales.
+    `rows` are those of the checkpoint's scales, and how many of the target's rows each of them becomes.
     """
 
     def __init__(
@@ -141,11 +146,10 @@ class ScaleSink(Sink):
         target: torch.Tensor,
         rows: tuple[int, int],
         axes: tuple[Along, Along | None],
-        *,
-        signed: bool = False,
+        check: ScaleCheck,
     ) -> None:
         super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, axes)
-        self.target, self.times, self.signed = target, rows[1], signed
+        self.target, self.times, self.check = target, rows[1], check
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
@@ -153,7 +157,7 @@ class ScaleSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
-        check_scales(source, signed=self.signed)
+        self.check(source)
         scales = source.float().reshape(self.shape)
         copy(self.target, scales.repeat_interleave(self.times, 0)[: self.target.shape[0]])
 
@@ -161,13 +165,11 @@ class ScaleSink(Sink):
 class _RowsSink(PackSink):
     """Fills a float32 scale of each output feature of each expert, [E, O, 1], from [E, 1, O] or [E, O, 1]."""
 
-    def __init__(self, target: torch.Tensor) -> None:
+    def __init__(self, target: torch.Tensor, check: ScaleCheck) -> None:
         experts, outputs, _ = target.shape
         shape = (experts, 1, outputs)
         axes: Axes = ("experts", None, "outputs")
-        super().__init__(
-            shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, axes, check_scales
-        )
+        super().__init__(shape, FLOATS, lambda x: target.copy_(x.reshape(target.shape)), target.device, axes, check)
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
@@ -178,9 +180,9 @@ class _RowsSink(PackSink):
 class ScalarSink(Sink):
     """Fills every one of `target`'s numbers with the same, which a checkpoint holds as [] or [1]."""
 
-    def __init__(self, target: torch.Tensor) -> None:
+    def __init__(self, target: torch.Tensor, check: ScaleCheck) -> None:
         super().__init__((1,), FLOATS)
-        self.target = target
+        self.target, self.check = target, check
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """See Sink."""
@@ -188,5 +190,5 @@ class ScalarSink(Sink):
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> None:
         """See Sink."""
-        check_scales(source)
+        self.check(source)
         copy(self.target, source.float().reshape(1, 1).expand(self.target.shape))

@@ -35,7 +35,7 @@ from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_json
 from pagerunner.models.registry import FAMILIES
-from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, is_damage
+from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, beyond, is_damage, name_of
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
@@ -250,10 +250,8 @@ def _damage(place: _Place, dtype: torch.dtype) -> str:
     if len(wrong):
         first = tuple(wrong[0].tolist())
         return f"holds {numbers[first].item():g} at {list(first)}; weights must be finite. The file is damaged."
-    largest = numbers.abs().max()
-    better = next((one for one in (torch.bfloat16, torch.float32) if largest.to(one).isfinite()), None)
-    instead = f'dtype="{_dtype_name(better)}" holds it.' if better else "The file is damaged."
-    return f"holds {largest.item():g}, more than {_dtype_name(dtype)} can hold; {instead}"
+    largest = numbers.abs().max().item()
+    return f"holds {largest:g}, {beyond(dtype, largest)}"
 
 
 class _Copies:
@@ -354,18 +352,14 @@ def _take(pending: set[str], tensor: CheckpointTensor | None) -> Sink | None:
 def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink, asked_by: str) -> None:
     if sink.dtypes == FLOATS and tensor.dtype not in FLOATS:  # packed numbers have other shapes, too
         raise CheckpointError(
-            f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}, as quantised weights have; {asked_by} asks for floats. How a module is "
+            f"{file}: {name} has dtype {name_of(tensor.dtype)}, as quantised weights have; {asked_by} asks for floats. How a module is "
             "quantised is said in quantization_config (quant_method, with quant_algo or config_groups), and it says nothing of this one."
         )
     if not sink.takes(tuple(tensor.shape)):
         raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}; {asked_by} asks for {list(sink.shape)}.")
     if tensor.dtype not in sink.dtypes:
-        taken = ", ".join(_dtype_name(dtype) for dtype in sink.dtypes)
-        raise CheckpointError(f"{file}: {name} has dtype {_dtype_name(tensor.dtype)}; {asked_by} asks for {taken}.")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        taken = ", ".join(name_of(dtype) for dtype in sink.dtypes)
+        raise CheckpointError(f"{file}: {name} has dtype {name_of(tensor.dtype)}; {asked_by} asks for {taken}.")
 
 
 def _is_derived(name: str) -> bool:
