@@ -7,8 +7,10 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.families import MAKERS
+from helpers.graphs import RecordedGraphs
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup import build as build_module
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.ops.paged_attention import Scores
@@ -20,7 +22,7 @@ ODD = {"kv_cache_dtype": "fp8"}  # a layer's scales move the next one's pages by
 
 def build(folder: str, **settings) -> EngineCore:
     limits = {"max_num_seqs": 4, "max_model_len": 128, "kv_cache_memory_bytes": 2**24}
-    return build_from(resolve(EngineArgs(model=folder, **limits, **settings)))
+    return build_from(resolve(EngineArgs(model=folder, **limits | settings)))
 
 
 def kept(core: EngineCore) -> list[int]:
@@ -115,3 +117,42 @@ def test_the_whole_model_runs_in_the_largest_steps_and_the_extreme_shapes(deep: 
     monkeypatch.setattr(runner_module, "MANY_TOKENS", 200)
     runner.warm_up()
     assert tokens == [512, 512, 199, {"extremes": True}]
+
+
+FEW = {"max_model_len": 400, "max_num_batched_tokens": 300}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "limits"), [(False, {}), (False, {"max_num_seqs": 600}), (False, FEW), (True, {}), (True, FEW)]
+)
+def test_first_runs_meet_the_kernels_of_every_number_of_tokens_sampled_tokens_and_scored_tokens(
+    deep: str, monkeypatch: pytest.MonkeyPatch, graphs: bool, limits: dict[str, int]
+) -> None:
+    """The kernels of this test change behind each power of two."""
+    monkeypatch.setattr(build_module, "graph_engine", lambda device: RecordedGraphs() if graphs else None)
+    backend = {"attention_backend": "triton"} if graphs else {}
+    runner = build(deep, enforce_eager=not graphs, **backend, **limits)._executor._runner
+    assert bool(runner.num_graphs) is graphs
+    monkeypatch.setattr(runner._graphs, "find", lambda *_, **__: None)  # graphs are captured after the warm-up
+    runner._kernels = [int.bit_length]
+    tokens, logits = set(), set()
+    model = runner._model
+
+    class Noted:
+        def __call__(self, batch):
+            tokens.add(batch.rows.num_tokens)
+            return model(batch)
+
+        def compute_logits(self, hidden):
+            logits.add(hidden.shape[0])
+            return model.compute_logits(hidden)
+
+    runner._model = Noted()
+    runner._init_slots()
+    runner._first_runs()
+    rows = runner._builder.max_rows
+    most = min(runner._builder.max_tokens, rows * runner._max_model_len)
+    scored = min(256, runner._max_model_len, most)
+    assert {n.bit_length() for n in tokens} == set(range(1, most.bit_length() + 1))
+    assert {n.bit_length() for n in logits} == set(range(1, max(rows, scored).bit_length() + 1))
+    assert max(logits) <= max(rows, scored)

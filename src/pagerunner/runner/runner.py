@@ -202,8 +202,9 @@ class ModelRunner:
             self._sampler.init_slot(SlotInit(slot, _first_request(everything), []))
 
     def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
-        for rows in (*self._first_steps(), *self._steps_of_more_kernels()):
+        for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._run_more_kernels()
         self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
@@ -211,11 +212,14 @@ class ModelRunner:
         self._graphs.warm_up(self._work, progress, rehearsal=rehearsal)
 
     def _run_largest_steps(self) -> None:
-        """With a prompt to be scored in the first row."""
-        scored = _first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
         for rows in self._largest_steps():
-            self._scorer.init_slot(SlotInit(0, scored, []))
-            self.run(StepPlan(step_id=-1, rows=rows)).result()
+            self._run_scored(rows)
+
+    def _run_scored(self, rows: list[StepRow]) -> None:
+        """Run a step with a prompt to be scored in the first row."""
+        scored = _first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
+        self._scorer.init_slot(SlotInit(0, scored, []))
+        self.run(StepPlan(step_id=-1, rows=rows)).result()
         self._scorer.clear()
 
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
@@ -258,14 +262,27 @@ class ModelRunner:
         if self._unpacks and most >= MANY_TOKENS:
             yield self._long_rows(MANY_TOKENS - 1)
 
-    def _steps_of_more_kernels(self) -> Iterator[list[StepRow]]:
-        """Steps for kernels that no other step of the warm-up needs."""
+    def _run_more_kernels(self) -> None:
+        """Run steps for kernels that no other step of the warm-up needs.
+
+        In eager steps the last layer and the output weights run for sampled tokens alone, and the output weights for tokens that
+        are scored. So numbers of these are looked at beside numbers of tokens.
+        """
         if not self._kernels:
             return
-        steps = (*self._first_steps(), *self._largest_steps())
-        met = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in self._graphs.keys}
-        for tokens in more_counts(self._kernels, met, self._builder.max_tokens):
-            yield self._long_rows(tokens)
+        longest, most = self._max_model_len, self._builder.max_tokens
+        steps, graphs = (*self._first_steps(), *self._largest_steps()), self._graphs.keys
+        sampled = {len(rows) for rows in steps} | {key.rows for key in graphs if key.decode}
+        tokens = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in graphs}
+        for count in more_counts(self._kernels, sampled, min(self._builder.max_rows, most)):
+            self.run(StepPlan(step_id=-1, rows=_even_rows(count, count, longest, past=True))).result()
+            sampled.add(count)
+            tokens.add(count)
+        for count in more_counts(self._kernels, sampled, min(CHUNK, longest, most)):
+            self._run_scored(_even_rows(1, count, longest, past=False))
+            tokens.add(count)
+        for count in more_counts(self._kernels, tokens, most):
+            self.run(StepPlan(step_id=-1, rows=self._long_rows(count))).result()
 
     def _long_rows(self, tokens: int) -> list[StepRow]:
         """A step of so many tokens at the end of long sequences."""
