@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,20 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gpt_oss", "gemma3_text"])
-def test_tokens_are_those_of_single_calls(tmp_path: Path, family: str) -> None:
-    make = make_window_checkpoint if family in ("qwen3_moe", "gpt_oss", "gemma3_text") else make_checkpoint
-    path = str(make(tmp_path, family, tokenizer=False))
+CAPS = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    **{name: partial(make_checkpoint, family=name, tokenizer=False) for name in ("qwen3", "llama", "mistral", "qwen2")},
+    **{
+        name: partial(make_window_checkpoint, family=name, tokenizer=False)
+        for name in ("qwen3_moe", "gpt_oss", "gemma3_text")
+    },
+    "gemma3_text with soft caps": partial(make_window_checkpoint, family="gemma3_text", tokenizer=False, **CAPS),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_those_of_single_calls(tmp_path: Path, model: str) -> None:
+    path = str(MODELS[model](tmp_path))
     llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
     plain = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, enforce_eager=True)
     assert recorded(plain) is None

@@ -19,7 +19,7 @@ from helpers.compiler import needs_compiler
 from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops import panels as ops_panels
-from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul, softcap_
 from pagerunner.ops.batch import StepTensors, TableSet, build_rows
 from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
@@ -84,6 +84,17 @@ def test_activations_equal_their_twins(op, tokens: int, inner: int) -> None:
     odd = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 1.0, 1.0, 1.0, 1.0]])
     torch.testing.assert_close(op(odd), op.twin(odd), equal_nan=True)
     assert torch.equal(scaled(gate_up_T2I, 1.7), gate_up_T2I * 1.7)
+
+
+@pytest.mark.parametrize("features", [1, 7, 40, 515])
+def test_soft_caps_equal_their_twin(features: int) -> None:
+    for cap in (0.5, 30.0):
+        sizes = torch.logspace(-9, 4, 3 * features).view(3, features) * torch.tensor([1.0, -1.0, 1.0])[:, None]
+        sizes[0, 0], sizes[1, 0], sizes[2, 0] = torch.inf, -torch.inf, torch.nan
+        found = sizes.clone()
+        assert softcap_(found, cap) is found
+        want = cap * torch.tanh(sizes.double() / cap)
+        torch.testing.assert_close(found.double(), want, atol=0, rtol=5e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])

@@ -63,6 +63,20 @@ def test_routes_of_odd_logits_name_experts(value: float) -> None:
         assert bool(((found >= 0) & (found < 12)).all())
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_token_goes_to_an_expert_twice(routing: Routing, bias: bool) -> None:
+    """Experts that a router rules out with -inf are chosen only after all others, each of them once."""
+    rows = [torch.full((12,), -torch.inf) for _ in range(5)]
+    rows[1][7], rows[2][0], rows[3][[4, 11]], rows[4][5] = 1.0, -3.0, torch.tensor([2.0, 1.0]), torch.nan
+    for logits_TE in (torch.stack(rows), torch.full((2, 12), torch.nan), torch.full((2, 12), torch.inf)):
+        found = route(logits_TE, routing, torch.full((12,), -torch.inf) if bias else None).experts_TA
+        assert all(len(set(chosen)) == routing.active for chosen in found.tolist())
+    if not bias and routing.active > 1:
+        chosen = route(torch.stack(rows), routing).experts_TA.tolist()
+        assert 7 in chosen[1] and 0 in chosen[2] and 5 in chosen[4]
+
+
 def test_a_measurement_counts_experts_that_few_tokens_touch() -> None:
     device = torch.device("cpu")
     with counting_experts():

@@ -63,6 +63,14 @@ def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     return x.div_(cap).tanh_().mul_(cap)
 
 
+@softcap_.on_cpu
+def _softcap_on_cpu(x: torch.Tensor, cap: float) -> torch.Tensor:
+    if x.dim() != 2 or not x.is_contiguous() or not small.serves(x):
+        return NotImplemented
+    small.softcap_(x, cap)
+    return x
+
+
 class GatedActivation(NamedTuple):
     """A gated activation as a value, so that a product can apply it itself.
 

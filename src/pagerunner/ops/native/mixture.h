@@ -54,7 +54,7 @@ static long route_amount(const void *argument)
     return call->tokens * call->experts * (call->active + 32);
 }
 
-INLINE long route_floats(const Route *call) { return (2 * call->experts + call->groups + 15) & ~15; }
+INLINE long route_floats(const Route *call) { return (3 * call->experts + 2 * call->groups + 15) & ~15; }
 
 static long route_scratch(const void *argument, long threads) { return threads * route_floats(argument); }
 
@@ -73,36 +73,31 @@ static void scores_of(const Route *call, const float *logits, float *scores)
     }
 }
 
-// The place of the largest of `count` numbers, the first of equal ones; a NaN counts as larger than any number, as it does in torch.
-static long largest(const float *x, long count)
+// The place of the largest of those of `count` numbers that aren't `taken`, the first of equal ones, or -1; a NaN counts as larger than any
+// number, as it does in torch. -INFINITY is a number like others: taken ones are told by their flag.
+static long largest(const float *x, const float *taken, long count)
 {
-    long best = 0;
-    for (long i = 1; i < count; i++)
-        if (x[i] > x[best] || (x[i] != x[i] && x[best] == x[best])) best = i;
+    long best = -1;
+    for (long i = 0; i < count; i++)
+        if (taken[i] == 0.0f && (best < 0 || x[i] > x[best] || (x[i] != x[i] && x[best] == x[best]))) best = i;
     return best;
 }
 
-// Leave the experts of the best groups. A group counts with its best expert, or with a bias with the sum of its two best ones.
-static void keep_groups(const Route *call, float *choice, float *groups)
+// Leave the experts of the best groups: the others' are `taken`. A group counts with its best expert, or with a bias with the sum of its
+// two best ones. `groups` has room for two numbers a group.
+static void keep_groups(const Route *call, const float *choice, float *taken, float *groups)
 {
     long size = call->experts / call->groups;
+    float *kept = groups + call->groups;
     for (long g = 0; g < call->groups; g++) {
-        float *own = choice + g * size;
-        long best = largest(own, size);
-        groups[g] = own[best];
-        if (!call->bias) continue;
-        float first = own[best];
-        own[best] = -INFINITY;
-        groups[g] += own[largest(own, size)];
-        own[best] = first;
+        const float *own = choice + g * size;
+        long best = largest(own, taken + g * size, size), next;
+        groups[g] = own[best], kept[g] = 0.0f;
+        taken[g * size + best] = 1.0f;
+        if (call->bias && (next = largest(own, taken + g * size, size)) >= 0) groups[g] += own[next];
     }
-    for (long dropped = call->groups - call->kept_groups; dropped > 0; dropped--) {
-        long worst = call->groups - 1; // the last of equal ones
-        for (long g = worst - 1; g >= 0; g--)
-            if (groups[g] < groups[worst]) worst = g;
-        groups[worst] = INFINITY;
-        for (long e = 0; e < size; e++) choice[worst * size + e] = -INFINITY;
-    }
+    for (long i = 0; i < call->kept_groups; i++) kept[largest(groups, kept, call->groups)] = 1.0f;
+    for (long e = 0; e < call->experts; e++) taken[e] = kept[e / size] == 0.0f;
 }
 
 // Add what a call touched. `seen` has room for E numbers.
@@ -120,17 +115,19 @@ static void route(const void *argument, const Worker *worker)
 {
     const Route *call = argument;
     float *scores = worker->scratch + worker->thread * route_floats(call), *choice = scores + call->experts;
+    float *taken = choice + call->experts;
     for (long t; (t = take(worker)) < call->tokens;) {
         const float *own = call->logits + t * call->experts;
         float *weights = call->weights + t * call->active, sum = 1e-20f;
         scores_of(call, own, scores);
         for (long e = 0; e < call->experts; e++) choice[e] = call->bias ? scores[e] + call->bias[e] : own[e];
-        if (call->kept_groups < call->groups) keep_groups(call, choice, choice + call->experts);
+        memset(taken, 0, call->experts * sizeof(float));
+        if (call->kept_groups < call->groups) keep_groups(call, choice, taken, taken + call->experts);
         for (long a = 0; a < call->active; a++) {
-            long best = largest(choice, call->experts);
+            long best = largest(choice, taken, call->experts);
             call->chosen[t * call->active + a] = best;
             sum += weights[a] = scores[best];
-            choice[best] = -INFINITY;
+            taken[best] = 1.0f;
         }
         for (long a = 0; a < call->active; a++) weights[a] = (call->normalise ? weights[a] / sum : weights[a]) * call->factor;
     }

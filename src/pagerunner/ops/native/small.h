@@ -118,7 +118,7 @@ static void rotate(const void *argument, const Worker *worker)
     meet(worker);
 }
 
-enum { SILU_TIMES, GELU_TANH_TIMES, SCALE }; // as in native/small.py
+enum { SILU_TIMES, GELU_TANH_TIMES, SCALE, CAP }; // as in native/small.py
 
 typedef struct {
     const float *x; // [T, D]; with a gate [T, 2 D]: gates, then ups
@@ -134,9 +134,12 @@ static long map_amount(const void *argument)
     return call->tokens * call->features * (call->kind == SCALE ? 1 : 16);
 }
 
+INLINE int has_gate(const Map *call) { return call->kind == SILU_TIMES || call->kind == GELU_TANH_TIMES; }
+
 INLINE Vector mapped(const Map *call, Vector x, Vector up)
 {
     if (call->kind == SCALE) return x * call->factor;
+    if (call->kind == CAP) return tanh_of(x / call->factor) * call->factor;
     // gelu's tanh form is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
     Vector inner = call->kind == SILU_TIMES ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp_of(-inner)) * up;
@@ -146,7 +149,7 @@ static void map(const void *argument, const Worker *worker)
 {
     const Map *call = argument;
     for (long t; (t = take(worker)) < call->tokens;) {
-        const float *x = call->x + t * call->x_stride, *up = call->kind == SCALE ? x : x + call->features;
+        const float *x = call->x + t * call->x_stride, *up = has_gate(call) ? x + call->features : x;
         float *out = call->out + t * call->features;
         long d = 0;
         for (; d + LANES <= call->features; d += LANES) store(out + d, mapped(call, load(x + d), load(up + d)));

@@ -18,7 +18,7 @@ _GREEDY = struct.Struct("3P3q")  # Greedy
 _NORM = struct.Struct("4P6qfi")  # Norm
 _ROTATE = struct.Struct("3P5q")  # Rotate
 _MAP = struct.Struct("2P3qfi")  # Map
-_SILU, _GELU_TANH, _SCALE = range(3)
+_SILU, _GELU_TANH, _SCALE, _CAP = range(4)
 
 
 def serves(*tensors: torch.Tensor) -> bool:
@@ -135,8 +135,16 @@ def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     return _map(_SCALE, x_TD, x_TD.shape[1], factor)
 
 
-def _map(kind: int, x_TD: torch.Tensor, features: int, factor: float = 1.0) -> torch.Tensor:
-    out_TD = empty(x_TD.shape[0], features)
+def softcap_(x_TD: torch.Tensor, cap: float) -> None:
+    """`cap * tanh(x / cap)` in place, of x [T, D] without gaps."""
+    _map(_CAP, x_TD, x_TD.shape[1], cap, x_TD)
+
+
+def _map(
+    kind: int, x_TD: torch.Tensor, features: int, factor: float = 1.0, out_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`out`: rows without gaps; it may be `x`."""
+    out_TD = empty(x_TD.shape[0], features) if out_TD is None else out_TD
     place = address("x", x_TD, torch.float32, 1)
     call(
         MAP,
