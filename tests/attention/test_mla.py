@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import mla, paged_mla
 from pagerunner.attention.calls import UpProjection
+from pagerunner.attention.cpu import CpuLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.memory import specs
@@ -41,6 +43,15 @@ cases = st.builds(
 @given(cases)
 def test_equals_attention_row_by_row(case: Case) -> None:
     got, want = run(case, LatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@needs_compiler
+@settings(max_examples=effort(40, 300), deadline=None)
+@given(cases, st.booleans(), st.booleans(), st.sampled_from([1, 3, 8, 17]))
+def test_cpu_kernels_equal_attention_row_by_row(case: Case, raw: bool, pairs: bool, heads: int) -> None:
+    rows = tuple(replace(row, queries=min(row.queries, 20)) for row in case.rows)  # up to 16 they run by the kernels
+    got, want = run(replace(case, rows=rows, raw=raw, pairs=pairs, heads=heads), CpuLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 

@@ -13,8 +13,10 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
+from helpers.engine_oracle import check, engine, prompt, run
 from helpers.programs import run_python
 from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
@@ -56,6 +58,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         for name in ("qwen3_moe", "gpt_oss", "gemma3_text")
     },
     "gemma3_text with soft caps": partial(make_window_checkpoint, family="gemma3_text", tokenizer=False, **CAPS),
+    **{name: lambda path, name=name: make_latent_checkpoint(path, name)[0] for name in ("deepseek_v2", "deepseek_v3")},
 }
 
 
@@ -68,6 +71,20 @@ def test_tokens_are_those_of_single_calls(tmp_path: Path, model: str) -> None:
     assert tokens(llm) == tokens(plain)
     steps = recorded(llm)
     assert steps is not None and steps.recorded == steps.steps > 10
+
+
+ORACLES = {name: partial(make_latent_checkpoint, family=name) for name in ("deepseek_v2", "deepseek_v3")}
+
+
+@pytest.mark.parametrize("model", ORACLES)
+def test_recorded_tokens_and_logprobs_are_those_of_transformers(tmp_path: Path, model: str) -> None:
+    """Rows begin and end at different steps, and pages are NaN when fresh."""
+    path, reference = ORACLES[model](tmp_path)
+    llm = engine(path)
+    check(reference, run(llm, [prompt(seed, 3 + 7 * seed) for seed in range(5)]))
+    check(reference, run(llm, [prompt(9, 300)], n=3))
+    steps = recorded(llm)
+    assert steps is not None and steps.recorded == steps.steps > 5
 
 
 def test_the_first_step_imports_no_compiler() -> None:

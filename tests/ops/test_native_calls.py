@@ -23,12 +23,12 @@ from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul, softcap_
 from pagerunner.ops.batch import StepTensors, TableSet, build_rows
 from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native import batch, calls, mixture, paged, small
+from pagerunner.ops.native import batch, calls, latent, mixture, paged, small
 from pagerunner.ops.native.calls import CannotRecordError, Commands, record
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
-from pagerunner.ops.rope import RopeAngles, rope_, rope_angles
+from pagerunner.ops.rope import RopeAngles, rope_, rope_angles, rope_pairs_
 from pagerunner.ops.sample import greedy
 
 pytestmark = needs_compiler
@@ -65,14 +65,19 @@ def test_norms_of_sums_equal_their_twins(op, tokens: int, features: int) -> None
 
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 2, 8), (1, 3, 6), (7, 4, 64), (40, 1, 34)])
 @pytest.mark.parametrize("op", [rms_norm, offset_rms_norm])
-def test_norms_and_rotations_of_heads_equal_their_twins(op, tokens: int, heads: int, size: int) -> None:
+def test_norms_of_heads_equal_their_twins(op, tokens: int, heads: int, size: int) -> None:
     x_TND, weight_D = torch.randn(tokens, heads + 2, size)[:, 1:-1], torch.rand(size)
     torch.testing.assert_close(op(x_TND, weight_D, 1e-6), op.twin(x_TND, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 2, 8), (1, 3, 6), (7, 4, 64), (40, 1, 34)])
+@pytest.mark.parametrize("turn", [rope_, rope_pairs_])
+def test_rotations_of_heads_equal_their_twins(turn, tokens: int, heads: int, size: int) -> None:
     angles = rope_angles(torch.arange(tokens) * 7, torch.rand(size // 2), 1.0, torch.float32)
     ours, theirs = torch.randn(tokens, heads + 2, size)[:, 1:-1], torch.empty(tokens, heads, size)
     theirs.copy_(ours)
-    rope_(ours, angles)
-    rope_.twin(theirs, angles)
+    turn(ours, angles)
+    turn.twin(theirs, angles)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -142,6 +147,8 @@ def test_python_and_c_have_the_same_structures() -> None:
         calls.LOGITS: mixture._LOGITS,
         calls.ROUTE: mixture._ROUTE,
         calls.EXPERTS: mixture._EXPERTS,
+        calls.HEAD_PRODUCT: latent._PRODUCT,
+        calls.LATENT_HEADS: latent._HEADS,
     }
     size = calls.kernels().bytes
     assert {kind: size(kind) for kind in structures} == {kind: one.size for kind, one in structures.items()}

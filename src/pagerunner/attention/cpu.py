@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.attention.calls import LatentCall
 from pagerunner.attention.capability import HEADS, Capabilities
+from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend, PagedOps
-from pagerunner.ops.native import paged
+from pagerunner.attention.torch_ref import TorchPlan
+from pagerunner.batch import KVPages
+from pagerunner.ops.native import latent, paged
+from pagerunner.ops.paged_attention import PagedPlan, Scores
+
+MAX_SHORT_QUERIES = 16
+"""Tokens of a row up to which queries are carried into the latent space. Keys of longer rows are expanded, see `attention.mla`."""
 
 
 class CpuBackend(PagedBackend):
@@ -23,3 +32,50 @@ class CpuBackend(PagedBackend):
         cpu_kernels=True,
     )
     ops = PagedOps(paged.store_kv_, paged.prepare_heads_, paged.paged_attention, paged.projected_attention)
+
+
+class CpuLatentBackend:
+    """Latent attention. Steps whose rows are short run by the CPU kernels, others by torch (`LatentBackend`).
+
+    Queries in the latent space have one key and value head, the vectors in pages: so their attention is that of `CpuBackend`.
+    """
+
+    name = "cpu_mla"
+    capabilities = Capabilities(
+        forms=frozenset({"latent"}),
+        compute_dtypes=frozenset({torch.float32}),
+        page_dtypes=frozenset({"float32"}),
+        projection=True,
+        devices=frozenset({"cpu"}),
+        cpu_kernels=True,
+    )
+
+    def __init__(self) -> None:
+        self._torch = LatentBackend()
+
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it keeps nothing of a step."""
+
+    def plan(self, inputs: PlanInputs, state: None) -> TorchPlan | None:
+        """None: all rows are short. Such a plan holds nothing of the step, so a recorded step can run again."""
+        return self._torch.plan(inputs, state) if inputs.rows.max_query_len > MAX_SHORT_QUERIES else None
+
+    def run(self, call: LatentCall) -> torch.Tensor:
+        """See LatentCall."""
+        q_THD, vectors_TL, up, memory, group, rows, scale, prep = call
+        if group.plan is not None:
+            if prep is not None:
+                prep.apply_(q_THD, vectors_TL)
+            return self._torch.run(call)
+        pages, write = memory.latent, (group.write_entry, group.write_offset)
+        q_THL = latent.absorbed_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, *write)
+        vectors_T1L, kv = vectors_TL.unsqueeze(1), up.latent_dim
+        held = KVPages(memory.group, pages.unsqueeze(2), pages.unsqueeze(2)[..., :kv])
+        latents_THC = paged.paged_attention(
+            q_THL, vectors_T1L, vectors_T1L[..., :kv], held, group.page_table, rows, PagedPlan(), Scores(scale)
+        )
+        return latent.values(latents_THC, up.values_HVC)
+
+
+CPU_KINDS: dict[str, type[CpuLatentBackend]] = {"latent": CpuLatentBackend}
+"""Backends of kinds of memory that are not keys and values by head."""

@@ -11,7 +11,7 @@ import torch
 from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.compressed import CompressedBackend
-from pagerunner.attention.cpu import CpuBackend
+from pagerunner.attention.cpu import CPU_KINDS, CpuBackend
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
@@ -38,7 +38,7 @@ ANYWHERE = ("torch_ref",)
 # FlashInfer builds its kernels for a minute or more, so it must be asked for by name. Triton serves the groups that it can't.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
 # Groups of these kinds have backends of their own, two for each kind. Graphs can capture the first, which serves CUDA devices
-# and serves elsewhere when it is asked for by name. Graphs can't capture the second.
+# and serves elsewhere when it is asked for by name. Graphs can't capture the second. CPU kernels serve before it (CPU_KINDS).
 KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
     "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
@@ -87,6 +87,8 @@ def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
         return made
     graphs = any(backend.capabilities.graphs for backend in made)
     first = FLASHINFER_KINDS.get(kind, ()) if wanted == "flashinfer" else ()
+    if any(backend.capabilities.cpu_kernels for backend in made):
+        first = (CPU_KINDS[kind],) if kind in CPU_KINDS else ()
     return [make() for make in (*first, *KIND_BACKENDS[kind][0 if graphs else 1 :])]
 
 

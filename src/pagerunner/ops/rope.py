@@ -55,14 +55,15 @@ def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
 
 @rope_.on_cpu
 def _rope_on_cpu(x_TND: torch.Tensor, angles: RopeAngles) -> None:
-    if x_TND.dim() != 3 or x_TND.shape[2] % 2 or not small.serves(x_TND, *angles) or not _is_dense(angles):
+    return _rotate_on_cpu(x_TND, angles, adjacent=False)
+
+
+def _rotate_on_cpu(x_TND: torch.Tensor, angles: RopeAngles, *, adjacent: bool) -> None:
+    dense = angles.cos_T1D.is_contiguous() and angles.sin_T1D.is_contiguous()
+    if x_TND.dim() != 3 or x_TND.shape[2] % 2 or not dense or not small.serves(x_TND, *angles):
         return NotImplemented  # type: ignore[return-value]
-    small.rope_(x_TND, *angles)
+    small.rope_(x_TND, *angles, adjacent=adjacent)
     return None
-
-
-def _is_dense(angles: RopeAngles) -> bool:
-    return angles.cos_T1D.is_contiguous() and angles.sin_T1D.is_contiguous()
 
 
 @gpu_kernel("rope")
@@ -74,3 +75,8 @@ def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     turned = even * cos - odd * sin
     odd.mul_(cos).addcmul_(even, sin)
     even.copy_(turned)
+
+
+@rope_pairs_.on_cpu
+def _rope_pairs_on_cpu(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    return _rotate_on_cpu(x_TND, angles, adjacent=True)

@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from pagerunner.attention.base import AttentionBackend
-from pagerunner.attention.cpu import CpuBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
@@ -299,7 +298,7 @@ def _make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mo
 
 def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]]) -> bool:
     """Whether decode steps may be made of commands of the CPU kernels alone."""
-    return not config.enforce_eager and all(isinstance(backend, CpuBackend) for backend in backends)
+    return not config.enforce_eager and all(backend.capabilities.cpu_kernels for backend in backends)
 
 
 def _step_threads(model: Model, plan: MemoryPlan) -> StepThreads:

@@ -8,16 +8,27 @@ enum { MANY = 8 }; // queries for which keys are worth putting in panels
 
 typedef struct {
     float *q, *k, *v;          // [T, H, D], [T, K, D], [T, K, V]; tokens `q_stride`, `k_stride`, `v_stride` apart
-    float *k_pages, *v_pages;  // slot s of entry e: k_pages + e * k_entry + s * K * D
+    float *k_pages, *v_pages;  // slot s of entry e: k_pages + e * k_entry + s * k_slot
     float *out;                // [T, H, V]
     const float *q_norm, *k_norm, *cos, *sin, *sinks; // [D], [D], [T, D], [T, D], [H]; NULL: none
     const int64_t *write_entry, *write_offset;        // [T]
     const int64_t *table;                             // [slots, width]
     const int32_t *slots, *query_start, *seq_lens;    // [R], [R + 1], [R]
-    long q_stride, k_stride, v_stride, k_entry, v_entry, page_tokens, table_stride, table_width;
-    long tokens, rows, heads, kv_heads, head_dim, value_dim, window, chunk;
+    long q_stride, k_stride, v_stride, k_entry, v_entry, k_slot, v_slot, page_tokens, table_stride, table_width;
+    long tokens, rows, row_tokens, heads, kv_heads, head_dim, value_dim, window, chunk; // row_tokens: a row has at most so many
     float eps, scale, softcap;
 } Attention;
+
+// Turn pairs by their angles: halves of x, or with `adjacent` neighbours.
+INLINE void turn(float *x, const float *cos, const float *sin, long size, int adjacent)
+{
+    long half = size / 2, first = adjacent ? 2 : 1, second = adjacent ? 1 : half;
+    for (long i = 0; i < half; i++) {
+        float *a = x + i * first, *b = a + second, even = *a, odd = *b;
+        *a = even * cos[i] + odd * sin[i];
+        *b = odd * cos[i + half] + even * sin[i + half];
+    }
+}
 
 static void prepare_head(float *x, const float *norm, float eps, const float *cos, const float *sin, long size)
 {
@@ -25,12 +36,7 @@ static void prepare_head(float *x, const float *norm, float eps, const float *co
         float scale = inverse_rms(x, size, eps);
         for (long i = 0; i < size; i++) x[i] = x[i] * scale * norm[i];
     }
-    if (cos)
-        for (long i = 0, half = size / 2; i < half; i++) {
-            float a = x[i], b = x[i + half];
-            x[i] = a * cos[i] + b * sin[i];
-            x[i + half] = b * cos[i + half] + a * sin[i + half];
-        }
+    if (cos) turn(x, cos, sin, size, 0);
 }
 
 static void prepare_token(const Attention *call, long t)
@@ -44,8 +50,8 @@ static void prepare_token(const Attention *call, long t)
     }
     int64_t entry = call->write_entry[t], slot = call->write_offset[t];
     if (entry < 0) return;
-    memcpy(call->k_pages + entry * call->k_entry + slot * k_size, k, k_size * sizeof(float));
-    memcpy(call->v_pages + entry * call->v_entry + slot * v_size, call->v + t * call->v_stride, v_size * sizeof(float));
+    memcpy(call->k_pages + entry * call->k_entry + slot * call->k_slot, k, k_size * sizeof(float));
+    memcpy(call->v_pages + entry * call->v_entry + slot * call->v_slot, call->v + t * call->v_stride, v_size * sizeof(float));
 }
 
 static long prepare_amount(const void *argument)
@@ -251,11 +257,12 @@ typedef struct {
 } Piece;
 
 INLINE long group_of(const Attention *call) { return call->heads / call->kv_heads; }
+INLINE long most_tokens(const Attention *call) { return max(1, min(QUERIES, call->row_tokens)); } // of a piece
 
 // Floats that `attend` takes: many queries of one head, or few of all heads.
 INLINE long attend_floats(const Attention *call)
 {
-    long queries = max(group_of(call) * min(QUERIES, call->tokens), (MANY - 1) * call->kv_heads);
+    long queries = max(group_of(call) * most_tokens(call), (MANY - 1) * call->kv_heads);
     long floats = queries * (call->head_dim + KEYS + call->value_dim + 2) + PANEL * call->head_dim;
     return (floats + 15) & ~15;
 }
@@ -289,10 +296,10 @@ static void find_slots(const Piece *piece, long start, long block, long count, c
         if (at < start) {
             long page = at / call->page_tokens, slot = at - page * call->page_tokens, entry = table[page % call->table_width];
             own = min(min(own, start - at), call->page_tokens - slot);
-            k = call->k_pages + entry * call->k_entry + (slot * call->kv_heads + piece->head) * size;
-            v = call->v_pages + entry * call->v_entry + (slot * call->kv_heads + piece->head) * value_size;
-            k_step = call->kv_heads * size;
-            v_step = call->kv_heads * value_size;
+            k = call->k_pages + entry * call->k_entry + slot * call->k_slot + piece->head * size;
+            v = call->v_pages + entry * call->v_entry + slot * call->v_slot + piece->head * value_size;
+            k_step = call->k_slot;
+            v_step = call->v_slot;
         }
         for (long i = 0; i < own; i++, j++) keys[j] = k + i * k_step, values[j] = v + i * v_step;
     }
@@ -361,20 +368,20 @@ static void attention(const void *argument, const Worker *worker)
     const Attention *call = argument;
     float *scratch = worker->scratch + worker->thread * attend_floats(call);
     long together = worker->threads == 1 ? call->kv_heads : min(max(call->kv_heads * call->rows / (2 * worker->threads), 1), call->kv_heads);
-    long row = 0, row_piece = 0; // a thread's pieces come in ascending order
+    long row = 0, row_piece = 0, most = most_tokens(call); // a thread's pieces come in ascending order
     for (long number; row < call->rows && (number = take(worker), 1);) {
         long heads = 1, cuts = 1;
         for (; row < call->rows; row++) {
             long queries = call->query_start[row + 1] - call->query_start[row];
             heads = queries * group_of(call) < MANY ? together : 1;
             cuts = (call->kv_heads + heads - 1) / heads;
-            long pieces = (queries + QUERIES - 1) / QUERIES * cuts;
+            long pieces = (queries + most - 1) / most * cuts;
             if (number < row_piece + pieces) break;
             row_piece += pieces;
         }
         if (row == call->rows) break;
-        long first = call->query_start[row] + (number - row_piece) / cuts * QUERIES, head = (number - row_piece) % cuts * heads;
-        Piece piece = {call, row, head, min(heads, call->kv_heads - head), first, min(first + QUERIES, call->query_start[row + 1])};
+        long first = call->query_start[row] + (number - row_piece) / cuts * most, head = (number - row_piece) % cuts * heads;
+        Piece piece = {call, row, head, min(heads, call->kv_heads - head), first, min(first + most, call->query_start[row + 1])};
         attend(&piece, scratch);
     }
     if (worker->thread == 0) {

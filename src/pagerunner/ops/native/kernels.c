@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "small.h"
 #include "mixture.h"
+#include "latent.h"
 
 // Commands stand one behind another: a header, then the command's structure. Sizes are multiples of 8.
 typedef struct {
@@ -30,6 +31,8 @@ static const Kind kinds[] = { // in the order of the numbers in calls.py
     {sizeof(Logits), logits, logits_amount, NULL},
     {sizeof(Route), route, route_amount, route_scratch},
     {sizeof(Experts), experts, experts_amount, experts_scratch},
+    {sizeof(HeadProduct), head_product, head_product_amount, NULL},
+    {sizeof(LatentHeads), latent_heads, latent_heads_amount, NULL},
 };
 
 typedef struct {

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import KVPages, StepRows
-from pagerunner.memory.specs import FullKV
 from pagerunner.ops.native.calls import ATTENTION, PREPARE, address, call, empty, memory_of, sized
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
-_CALL = struct.Struct("17P16q3f4x")  # Attention in native/attention.h
+_CALL = struct.Struct("17P19q3f4x")  # Attention in native/attention.h
 _NO_SCORES = Scores(0.0)
 _NO_PLAN = PagedPlan()
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
@@ -63,8 +62,8 @@ class _Inputs(NamedTuple):
             address("q", q_THD, _F32, 2),
             address("k", k_TKD, _F32, 2),
             address("v", v_TKV, _F32, 2),
-            address("pages of keys", k_pages, _F32, 3),
-            address("pages of values", v_pages, _F32, 3),
+            address("pages of keys", k_pages, _F32, 2),
+            address("pages of values", v_pages, _F32, 2),
             0 if self.out_THV is None else self.out_THV.data_ptr(),
             *self._prep_addresses(tokens, size),
             _optional("sinks", self.scores.sinks_H, _F32, num_heads),
@@ -76,11 +75,14 @@ class _Inputs(NamedTuple):
             v_TKV.stride(0),
             k_pages.stride(0),
             v_pages.stride(0),
+            k_pages.stride(1),
+            v_pages.stride(1),
             k_pages.shape[1],
             0 if table is None else table.stride(0),
             1 if table is None else table.shape[1],
             tokens,
             0 if rows is None else rows.slots_R.shape[0],
+            0 if rows is None else rows.max_query_len,
             num_heads,
             kv_heads,
             size,
@@ -130,16 +132,17 @@ def _row_addresses(rows: StepRows | None) -> tuple[int, int, int]:
     )
 
 
-def attention_memory(tokens: int, heads: int, spec: FullKV) -> int:
-    """Bytes that attention of a step of so many tokens works in."""
-    nowhere, strides = (0,) * 17, (0,) * 8
-    sizes = tokens, 1, heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, 0, 0
+def attention_memory(row_tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> int:
+    """Bytes that attention works in, of rows of up to so many tokens."""
+    nowhere, strides = (0,) * 17, (0,) * 10
+    sizes = row_tokens, 1, row_tokens, heads, kv_heads, head_dim, value_dim, 0, 0
     return memory_of(ATTENTION, _CALL.pack(*nowhere, *strides, *sizes, 0.0, 0.0, 0.0))
 
 
 def _dense(x_TND: torch.Tensor) -> torch.Tensor:
     """A view whose heads lie one behind another within a token, or a copy."""
-    return x_TND if x_TND.stride(2) == 1 and x_TND.stride(1) == x_TND.shape[2] else x_TND.contiguous()
+    dense = x_TND.stride(2) == 1 and (x_TND.shape[1] == 1 or x_TND.stride(1) == x_TND.shape[2])
+    return x_TND if dense else x_TND.contiguous()
 
 
 def store_kv_(

@@ -98,6 +98,7 @@ typedef struct {
     float *x;               // [T, H, D]
     const float *cos, *sin; // [T, D], as `angles` makes them
     long tokens, heads, features, x_stride, head_stride;
+    int adjacent, unused; // pairs are neighbours, not halves
 } Rotate;
 
 static long rotate_amount(const void *argument)
@@ -106,14 +107,14 @@ static long rotate_amount(const void *argument)
     return call->tokens * call->heads * call->features * 4;
 }
 
-// Halves of a head are the pairs.
 static void rotate(const void *argument, const Worker *worker)
 {
     const Rotate *call = argument;
     for (long t; (t = take(worker)) < call->tokens;)
         for (long h = 0; h < call->heads; h++) {
             float *x = call->x + t * call->x_stride + h * call->head_stride;
-            prepare_head(x, NULL, 0.0f, call->cos + t * call->features, call->sin + t * call->features, call->features);
+            const float *cos = call->cos + t * call->features, *sin = call->sin + t * call->features;
+            call->adjacent ? turn(x, cos, sin, call->features, 1) : turn(x, cos, sin, call->features, 0);
         }
     meet(worker);
 }

@@ -16,7 +16,7 @@ _ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
 _ANGLES = struct.Struct("4P2qf4x")  # Angles
 _GREEDY = struct.Struct("3P3q")  # Greedy
 _NORM = struct.Struct("4P6qfi")  # Norm
-_ROTATE = struct.Struct("3P5q")  # Rotate
+_ROTATE = struct.Struct("3P5qi4x")  # Rotate
 _MAP = struct.Struct("2P3qfi")  # Map
 _SILU, _GELU_TANH, _SCALE, _CAP = range(4)
 
@@ -102,8 +102,8 @@ def rms_norm(
     return out
 
 
-def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> None:
-    """See `ops.rope.rope_`."""
+def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, *, adjacent: bool = False) -> None:
+    """See `ops.rope.rope_`; with `adjacent` see `ops.rope.rope_pairs_`."""
     tokens, heads, features = x_TND.shape
     sized("cosines", cos_T1D, tokens, 1, features)
     sized("sines", sin_T1D, tokens, 1, features)
@@ -116,6 +116,7 @@ def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> 
         features,
         x_TND.stride(0),
         x_TND.stride(1),
+        adjacent,
     )
     call(ROTATE, packed, (x_TND, cos_T1D, sin_T1D))
 
