@@ -28,7 +28,7 @@ from pagerunner.ops.native.calls import CannotRecordError, Commands, record
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
-from pagerunner.ops.rope import RopeAngles, rope_, rope_angles, rope_pairs_
+from pagerunner.ops.rope import RopeAngles, rope_, rope_angles, rope_pairs_, temper
 from pagerunner.ops.sample import greedy
 
 pytestmark = needs_compiler
@@ -79,6 +79,15 @@ def test_rotations_of_heads_equal_their_twins(turn, tokens: int, heads: int, siz
     turn(ours, angles)
     turn.twin(theirs, angles)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_queries_grow_with_their_position() -> None:
+    x_THD, positions_T = torch.randn(5, 6, 7)[:, 1:4], torch.tensor([0, 8189, 8190, 100_000, 9_999_999])
+    growth_T = torch.log(1 + ((positions_T + 1.0) / 8192).floor()).double() * 0.1 + 1
+    want = x_THD.double() * growth_T[:, None, None]
+    torch.testing.assert_close(temper(x_THD.clone(), positions_T, 8192.0, 0.1).double(), want, atol=1e-6, rtol=1e-6)
+    apart = x_THD.repeat_interleave(2, -1)[..., ::2]
+    torch.testing.assert_close(temper(apart, positions_T, 8192.0, 0.1).double(), want, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(0, 8), (1, 5), (3, 64), (40, 301)])
@@ -149,6 +158,7 @@ def test_python_and_c_have_the_same_structures() -> None:
         calls.EXPERTS: mixture._EXPERTS,
         calls.HEAD_PRODUCT: latent._PRODUCT,
         calls.LATENT_HEADS: latent._HEADS,
+        calls.TEMPER: small._TEMPER,
     }
     size = calls.kernels().bytes
     assert {kind: size(kind) for kind in structures} == {kind: one.size for kind, one in structures.items()}

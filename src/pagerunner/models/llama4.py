@@ -19,16 +19,17 @@ from pagerunner.models.configs.llama4 import Llama4Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm
-from pagerunner.ops.rope import RopeAngles, rope_pairs_
+from pagerunner.ops.rope import RopeAngles, rope_pairs_, temper
 from pagerunner.ops.routing import Routing
 
 
 class Attention(GroupedQueryAttention):
     """Grouped-query attention, with rotary positions or with queries that grow with their position."""
 
-    def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Llama4Config, layer_index: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         self.rotary, self.eps = config.rotary[layer_index], config.rms_norm_eps
+        self.ones_d = torch.ones(self.head_dim, dtype=dtype, device=device)  # the heads' norm has no weight
         self.head_norm = config.head_norm and self.rotary
         self.floor, self.scale = config.temperature_floor, 0.0 if self.rotary else config.temperature_scale
 
@@ -45,11 +46,10 @@ class Attention(GroupedQueryAttention):
         if self.rotary:
             rope_pairs_(qk_TNd, angles)
         if self.head_norm:
-            qk_TNd = rms_norm(qk_TNd, torch.ones_like(qk_TNd[0, 0]), self.eps)
+            qk_TNd = rms_norm(qk_TNd, self.ones_d, self.eps)
         q_THd, k_TKd = qk_TNd[:, : self.num_heads], qk_TNd[:, self.num_heads :]
         if self.scale:
-            steps_T = torch.floor((batch.positions.float() + 1) / self.floor)
-            q_THd = (q_THd * (torch.log1p(steps_T) * self.scale + 1)[:, None, None]).to(q_THd.dtype)
+            q_THd = temper(q_THd, batch.positions, self.floor, self.scale)
         return self.attend(q_THd, k_TKd, v_TKd, batch, wanted=wanted_S).flatten(1)
 
 
@@ -65,14 +65,14 @@ def _sparse_mlp(config: Llama4Config, dtype: torch.dtype) -> SparseMLP:
     )
 
 
-def _layer(config: Llama4Config, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
+def _layer(config: Llama4Config, layer_index: int, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
     feed_forward: FeedForward
     if layer_index in config.expert_layers:
         feed_forward = _sparse_mlp(config, dtype)
     else:
         feed_forward = GatedMLP(config.hidden_size, config.dense_size, dtype)
     names = {"feed_forward": "feed_forward"}
-    return DecoderLayer(config, Attention(config, layer_index, dtype), feed_forward, dtype, names=names)
+    return DecoderLayer(config, Attention(config, layer_index, dtype, device), feed_forward, dtype, names=names)
 
 
 class Llama4ForCausalLM(CausalLM):
@@ -84,7 +84,7 @@ class Llama4ForCausalLM(CausalLM):
     unused_tensors = ("vision_model.", "multi_modal_projector.")
 
     def __init__(self, config: Llama4Config, dtype: torch.dtype, device: torch.device) -> None:
-        layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
+        layers = tuple(_layer(config, i, dtype, device) for i in range(config.num_layers))
         rotary = Rotary(config.rope, config.head_dim, dtype, device)
         super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)
         if config.family == "llama4":

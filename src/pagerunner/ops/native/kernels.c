@@ -33,6 +33,7 @@ static const Kind kinds[] = { // in the order of the numbers in calls.py
     {sizeof(Experts), experts, experts_amount, experts_scratch},
     {sizeof(HeadProduct), head_product, head_product_amount, NULL},
     {sizeof(LatentHeads), latent_heads, latent_heads_amount, NULL},
+    {sizeof(Temper), temper, temper_amount, NULL},
 };
 
 typedef struct {

@@ -119,6 +119,30 @@ static void rotate(const void *argument, const Worker *worker)
     meet(worker);
 }
 
+typedef struct {
+    float *x;                 // [T, D]
+    const int64_t *positions; // [T]
+    long tokens, features, x_stride;
+    float floor, scale;
+} Temper;
+
+static long temper_amount(const void *argument)
+{
+    const Temper *call = argument;
+    return call->tokens * call->features;
+}
+
+// x *= log(1 + floor((position + 1) / floor)) * scale + 1
+static void temper(const void *argument, const Worker *worker)
+{
+    const Temper *call = argument;
+    for (long t; (t = take(worker)) < call->tokens;) {
+        float by = log1pf(floorf(((float)call->positions[t] + 1.0f) / call->floor)) * call->scale + 1.0f;
+        for (long d = 0; d < call->features; d++) call->x[t * call->x_stride + d] *= by;
+    }
+    meet(worker);
+}
+
 enum { SILU_TIMES, GELU_TANH_TIMES, SCALE, CAP }; // as in native/small.py
 
 typedef struct {

@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, address, call, empty, sized
+from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, TEMPER, address, call, empty, sized
 from pagerunner.ops.native.library import library
 
 _ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
@@ -17,6 +17,7 @@ _ANGLES = struct.Struct("4P2qf4x")  # Angles
 _GREEDY = struct.Struct("3P3q")  # Greedy
 _NORM = struct.Struct("4P6qfi")  # Norm
 _ROTATE = struct.Struct("3P5qi4x")  # Rotate
+_TEMPER = struct.Struct("2P3q2f")  # Temper
 _MAP = struct.Struct("2P3qfi")  # Map
 _SILU, _GELU_TANH, _SCALE, _CAP = range(4)
 
@@ -119,6 +120,22 @@ def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, *, 
         adjacent,
     )
     call(ROTATE, packed, (x_TND, cos_T1D, sin_T1D))
+
+
+def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> None:
+    """See `ops.rope.temper`; in place, of heads one behind another."""
+    tokens, heads, features = x_TND.shape
+    sized("positions", positions_T, tokens)
+    packed = _TEMPER.pack(
+        address("x", x_TND, torch.float32, 2),
+        address("positions", positions_T, torch.int64, 1),
+        tokens,
+        heads * features,
+        x_TND.stride(0),
+        floor,
+        scale,
+    )
+    call(TEMPER, packed, (x_TND, positions_T))
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
