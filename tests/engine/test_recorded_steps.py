@@ -13,6 +13,7 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
+from helpers.checkpoints_hybrid import HYBRID_FAMILIES, make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.compiler import needs_compiler
@@ -20,6 +21,7 @@ from helpers.engine_oracle import check, engine, prompt, run
 from helpers.programs import run_python
 from helpers.quantise import quantise
 from pagerunner import LLM, SamplingParams
+from pagerunner.models import llama4
 from pagerunner.ops.native import calls
 from pagerunner.ops.native.library import SWITCH
 from pagerunner.ops.native.mixture import FEW_TOKENS
@@ -58,7 +60,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         for name in ("qwen3_moe", "gpt_oss", "gemma3_text")
     },
     "gemma3_text with soft caps": partial(make_window_checkpoint, family="gemma3_text", tokenizer=False, **CAPS),
-    **{name: lambda path, name=name: make_latent_checkpoint(path, name)[0] for name in ("deepseek_v2", "deepseek_v3")},
 }
 
 
@@ -73,18 +74,23 @@ def test_tokens_are_those_of_single_calls(tmp_path: Path, model: str) -> None:
     assert steps is not None and steps.recorded == steps.steps > 10
 
 
-ORACLES = {name: partial(make_latent_checkpoint, family=name) for name in ("deepseek_v2", "deepseek_v3")}
+ORACLES: dict[str, Callable[[Path], tuple[Path, Any]]] = {
+    **{name: partial(make_latent_checkpoint, family=name) for name in ("deepseek_v2", "deepseek_v3")},
+    **{name: partial(make_hybrid_checkpoint, family=name) for name in HYBRID_FAMILIES},
+    "llama4_text": make_chunked_checkpoint,
+}
 
 
 @pytest.mark.parametrize("model", ORACLES)
 def test_recorded_tokens_and_logprobs_are_those_of_transformers(tmp_path: Path, model: str) -> None:
-    """Rows begin and end at different steps, and pages are NaN when fresh."""
+    """Rows begin and end at different steps, a text is continued from its pages, and pages are NaN when fresh."""
     path, reference = ORACLES[model](tmp_path)
-    llm = engine(path)
+    llm, plain = engine(path), engine(path, enforce_eager=True)
     check(reference, run(llm, [prompt(seed, 3 + 7 * seed) for seed in range(5)]))
-    check(reference, run(llm, [prompt(9, 300)], n=3))
+    check(reference, run(llm, [prompt(9, 70)], n=3))
+    assert tokens(llm) == tokens(plain)
     steps = recorded(llm)
-    assert steps is not None and steps.recorded == steps.steps > 5
+    assert steps is not None and steps.recorded == steps.steps > 20
 
 
 def test_the_first_step_imports_no_compiler() -> None:
@@ -201,6 +207,7 @@ def test_a_step_of_too_many_rows_for_a_kernel_leaves_smaller_ones_recorded(
 
 
 def test_models_that_compute_with_torch_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama4, "temper", lambda q_THD, *_: q_THD * 1.5)
     path = str(make_chunked_checkpoint(tmp_path)[0])
     llm = LLM(path, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22)
     begun = attempts(monkeypatch)

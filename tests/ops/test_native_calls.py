@@ -23,7 +23,7 @@ from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul, softcap_
 from pagerunner.ops.batch import StepTensors, TableSet, build_rows
 from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.native import batch, calls, latent, mixture, paged, small
+from pagerunner.ops.native import batch, calls, latent, mixture, paged, recurrent, small
 from pagerunner.ops.native.calls import CannotRecordError, Commands, record
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
@@ -159,6 +159,11 @@ def test_python_and_c_have_the_same_structures() -> None:
         calls.HEAD_PRODUCT: latent._PRODUCT,
         calls.LATENT_HEADS: latent._HEADS,
         calls.TEMPER: small._TEMPER,
+        calls.CONVOLUTION: recurrent._CONVOLUTION,
+        calls.DELTA: recurrent._DELTA,
+        calls.MAMBA: recurrent._MAMBA,
+        calls.GATE: recurrent._GATE,
+        calls.COPY: recurrent._COPY,
     }
     size = calls.kernels().bytes
     assert {kind: size(kind) for kind in structures} == {kind: one.size for kind, one in structures.items()}

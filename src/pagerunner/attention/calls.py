@@ -10,7 +10,7 @@ size, J indexer heads, B rows, C latent size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +179,15 @@ class Recurrence(Protocol):
 
     def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
         """All rows of a step: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`."""
+        ...
+
+
+@runtime_checkable
+class NativeRecurrence(Protocol):
+    """A recurrence that has CPU kernels."""
+
+    def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        """Rows of one token each: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`. All is float32."""
         ...
 
 

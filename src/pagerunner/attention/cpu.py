@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.calls import LatentCall
+from pagerunner.attention.calls import LatentCall, NativeRecurrence, RecurrentCall
 from pagerunner.attention.capability import HEADS, Capabilities
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend, PagedOps
+from pagerunner.attention.recurrent import RecurrentBackend, TorchRecurrentPlan
 from pagerunner.attention.torch_ref import TorchPlan
 from pagerunner.batch import KVPages
 from pagerunner.ops.native import latent, paged
@@ -77,5 +80,52 @@ class CpuLatentBackend:
         return latent.values(latents_THC, up.values_HVC)
 
 
-CPU_KINDS: dict[str, type[CpuLatentBackend]] = {"latent": CpuLatentBackend}
+@dataclass(slots=True)
+class RecurrentPlan:
+    """`native`: rows have one token each, and no state is to be saved. Such a step needs nothing of `inputs`, so a recorded one can run
+    again. `divided` is torch's plan for other steps, which the first layer makes.
+    """
+
+    native: bool
+    inputs: PlanInputs
+    divided: TorchRecurrentPlan | None = None
+
+
+class CpuRecurrentBackend:
+    """Recurrences. Steps of one token a row run by the CPU kernels, others by torch (`RecurrentBackend`)."""
+
+    name = "cpu_recurrent"
+    capabilities = Capabilities(
+        forms=frozenset({"recurrent"}),
+        compute_dtypes=frozenset({torch.float32}),
+        devices=frozenset({"cpu"}),
+        cpu_kernels=True,
+    )
+
+    def __init__(self) -> None:
+        self._torch = RecurrentBackend()
+
+    def new_state(self, shape: GraphShape | None) -> None:
+        """None: it keeps nothing of a step."""
+
+    def plan(self, inputs: PlanInputs, state: None) -> RecurrentPlan:
+        """Whether the kernels serve the step."""
+        return RecurrentPlan(inputs.rows.one_token and not inputs.state_saves, inputs)
+
+    def run(self, call: RecurrentCall) -> torch.Tensor:
+        """See RecurrentCall."""
+        recurrence, inputs, pages, group, rows = call
+        plan: RecurrentPlan = group.plan
+        floats = all(x.dtype == torch.float32 for x in (*inputs, *pages.states))
+        if plan.native and floats and isinstance(recurrence, NativeRecurrence):
+            return recurrence.one_token(inputs, pages.states, group.page_table, rows)
+        if plan.divided is None:
+            plan.divided = self._torch.plan(plan.inputs, None)
+        return self._torch.run(call._replace(group=replace(group, plan=plan.divided)))
+
+
+CPU_KINDS: dict[str, type[CpuLatentBackend] | type[CpuRecurrentBackend]] = {
+    "latent": CpuLatentBackend,
+    "recurrent": CpuRecurrentBackend,
+}
 """Backends of kinds of memory that are not keys and values by head."""

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
 from pagerunner.attention.capability import Capabilities
-from pagerunner.batch import StatePages
+from pagerunner.batch import StatePages, StepRows
 from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows
 from pagerunner.ops.gdn import decay_logs, gated_delta_chunks, gated_delta_rows, gated_delta_step, split_heads
 from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_rows, mamba2_step, split_parts
+from pagerunner.ops.native import recurrent as native
 from pagerunner.ops.state_rows import StateRows
 
 
@@ -60,6 +61,14 @@ class GatedDelta:
         mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, None, rows)
         decay = (self.decay_log_H, self.decay_bias_H)
         return gated_delta_rows(mixed_TC, rates_TH, decays_TH, *decay, pages[1], self.num_key_heads, rows)
+
+    def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        """See NativeRecurrence."""
+        x_TC, rates_TH, decays_TH = inputs
+        conv, delta = (native.RowStates(states, table_SX, rows) for states in pages)
+        mixed_TC = native.convolution(x_TC, conv, self.conv_weight_CW, None)
+        decay = (self.decay_log_H, self.decay_bias_H)
+        return native.gated_delta(mixed_TC, rates_TH, decays_TH, *decay, delta, self.num_key_heads)
 
     def _heads(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return split_heads(mixed_TC, self.num_key_heads, self.decay_log_H.shape[0], self.key_dim)
@@ -104,6 +113,14 @@ class Mamba2:
         x_TC, steps_TH = inputs
         mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, self.conv_bias_C, rows)
         return mamba2_rows(mixed_TC, steps_TH, self.decay_log_H, self.step_bias_H, self.skip_H, pages[1], rows)
+
+    def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        """See NativeRecurrence."""
+        x_TC, steps_TH = inputs
+        conv, heads = (native.RowStates(states, table_SX, rows) for states in pages)
+        mixed_TC = native.convolution(x_TC, conv, self.conv_weight_CW, self.conv_bias_C)
+        weights = (self.decay_log_H, self.step_bias_H, self.skip_H)
+        return native.mamba2(mixed_TC, steps_TH, *weights, heads, self.num_groups)
 
     def _parts(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return split_parts(mixed_TC, self.decay_log_H.shape[0], self.head_dim, self.state_size)

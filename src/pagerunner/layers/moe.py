@@ -15,7 +15,7 @@ from pagerunner.layers.mlp import GatedMLP, inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
-from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.moe import moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
@@ -327,4 +327,4 @@ class SparseMLP(FeedForward):
         if self.shared_gate is None:
             self.shared.add_(x_TD, residual_TD)
         else:
-            residual_TD.add_(self.shared(x_TD).mul_(self.shared_gate(x_TD).sigmoid()))
+            add_sigmoid_gated_(self.shared(x_TD), self.shared_gate(x_TD), residual_TD)

@@ -27,9 +27,11 @@ from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
 from pagerunner.models.configs.hybrid import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
+from pagerunner.ops.activation import sigmoid_gated
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import RopeAngles, rope_
 from pagerunner.ops.routing import Routing
+from pagerunner.ops.side_by_side import side_by_side
 
 
 class Attention(Mixer):
@@ -65,7 +67,7 @@ class Attention(Mixer):
         rope_(q_THd[..., : self.rotary_dim], angles)
         rope_(k_TKd[..., : self.rotary_dim], angles)
         out_SHd = self.attend(q_THd, k_TKd, v.unflatten(-1, (-1, self.head_dim)), batch, wanted=wanted_S)
-        return (out_SHd * only(gate_THd, wanted_S).sigmoid()).flatten(1)
+        return sigmoid_gated(out_SHd, only(gate_THd, wanted_S)).flatten(1)
 
 
 class GatedDeltaNet(Mixer):
@@ -133,9 +135,8 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         grouped = self.in_proj_qkvz(x_TD).unflatten(-1, (config.key_heads, -1))
         *qkv, gate = grouped.split((config.key_head_dim, config.key_head_dim, self.values, self.values), -1)
         rates, decays = self.in_proj_ba(x_TD).unflatten(-1, (config.key_heads, 2, -1)).unbind(2)
-        mixed_TC = torch.cat([part.flatten(1) for part in qkv], 1)
-        gate_THd = gate.flatten(1).unflatten(1, (config.value_heads, config.value_head_dim))
-        return mixed_TC, gate_THd, rates.flatten(1), decays.flatten(1)
+        gate_THd = side_by_side([gate]).unflatten(1, (config.value_heads, config.value_head_dim))
+        return side_by_side(qkv), gate_THd, side_by_side([rates]), side_by_side([decays])
 
 
 class PlainGatedDeltaNet(GatedDeltaNet):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.native import small
+from pagerunner.ops.native import recurrent, small
 
 
 @gpu_kernel("activation")
@@ -69,6 +69,21 @@ def _softcap_on_cpu(x: torch.Tensor, cap: float) -> torch.Tensor:
         return NotImplemented
     small.softcap_(x, cap)
     return x
+
+
+def sigmoid_gated(x_THD: torch.Tensor, gate_THD: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)`, [T, H, D]."""
+    if recurrent.serves(x_THD, gate_THD):
+        return recurrent.sigmoid_gated(x_THD, gate_THD)
+    return x_THD * gate_THD.sigmoid()
+
+
+def add_sigmoid_gated_(x_TD: torch.Tensor, gate_T1: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    """Add `x * sigmoid(gate)` to `residual` in place. `x` is undefined afterwards."""
+    if recurrent.serves(x_TD, gate_T1, residual_TD):
+        recurrent.add_sigmoid_gated_(x_TD, gate_T1, residual_TD)
+    else:
+        residual_TD.add_(x_TD.mul_(gate_T1.sigmoid()))
 
 
 class GatedActivation(NamedTuple):

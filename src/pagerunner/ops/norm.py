@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.native import small
+from pagerunner.ops.native import recurrent, small
 
 
 @functools.cache
@@ -107,8 +107,26 @@ def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torc
     return rms_norm.twin(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
 
 
+@rms_norm_then_gate.on_cpu
+def _rms_norm_then_gate_on_cpu(
+    x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TD.dim() not in (2, 3) or not recurrent.serves(x_TD, gate_TD, weight_D):
+        return NotImplemented
+    return recurrent.norm_then_gate(x_TD, gate_TD, weight_D, eps)
+
+
 @gpu_kernel("norm")
 def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm(x * silu(gate))`, all but the weight in float32."""
     gated = x_TD.float() * F.silu(gate_TD.float())
     return gated.mul_(_inverse_rms(gated, eps)).to(x_TD.dtype).mul_(weight_D)
+
+
+@gate_then_rms_norm.on_cpu
+def _gate_then_rms_norm_on_cpu(
+    x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TD.dim() not in (2, 3) or not recurrent.serves(x_TD, gate_TD, weight_D):
+        return NotImplemented
+    return recurrent.gate_then_norm(x_TD, gate_TD, weight_D, eps)

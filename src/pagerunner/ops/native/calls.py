@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from pagerunner.ops.native.library import Library, loaded
 
 PRODUCT, PREPARE, ATTENTION, ROWS, ANGLES, NORM, STEP, GREEDY, ROTATE, MAP, LOGITS, ROUTE, EXPERTS = range(13)
-HEAD_PRODUCT, LATENT_HEADS, TEMPER = range(13, 16)
+HEAD_PRODUCT, LATENT_HEADS, TEMPER, CONVOLUTION, DELTA, MAMBA, GATE, COPY = range(13, 21)
 """Kinds of commands, as in native/kernels.c."""
 _HEADER = struct.Struct("2q")
 _ALIGNED = 64  # bytes

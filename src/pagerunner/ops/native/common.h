@@ -128,15 +128,17 @@ static void silu_times(float *gate, const float *up, long count)
     }
 }
 
-INLINE float inverse_rms(const float *x, long count, float eps)
+INLINE float dot(const float *x, const float *y, long count)
 {
     Vector sum = splat(0.0f);
     long i = 0;
-    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
+    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(y + i);
     float rest = sum_of(sum);
-    for (; i < count; i++) rest += x[i] * x[i];
-    return 1.0f / sqrtf(rest / count + eps);
+    for (; i < count; i++) rest += x[i] * y[i];
+    return rest;
 }
+
+INLINE float inverse_rms(const float *x, long count, float eps) { return 1.0f / sqrtf(dot(x, x, count) / count + eps); }
 
 static void rms_norm(const float *x, const float *weight, float eps, int offset, long count, float *out)
 {

@@ -4,6 +4,7 @@
 #include "small.h"
 #include "mixture.h"
 #include "latent.h"
+#include "recurrent.h"
 
 // Commands stand one behind another: a header, then the command's structure. Sizes are multiples of 8.
 typedef struct {
@@ -34,6 +35,11 @@ static const Kind kinds[] = { // in the order of the numbers in calls.py
     {sizeof(HeadProduct), head_product, head_product_amount, NULL},
     {sizeof(LatentHeads), latent_heads, latent_heads_amount, NULL},
     {sizeof(Temper), temper, temper_amount, NULL},
+    {sizeof(Convolution), convolution, convolution_amount, NULL},
+    {sizeof(Delta), delta, delta_amount, delta_scratch},
+    {sizeof(Mamba), mamba, mamba_amount, NULL},
+    {sizeof(Gate), gates, gate_amount, NULL},
+    {sizeof(Copy), copy, copy_amount, NULL},
 };
 
 typedef struct {

@@ -30,7 +30,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 SWITCH = "PAGERUNNER_CPU_KERNELS"
-SOURCES = ("common.h", "products.h", "attention.h", "small.h", "mixture.h", "latent.h", "kernels.c")
+SOURCES = ("common.h", "products.h", "attention.h", "small.h", "mixture.h", "latent.h", "recurrent.h", "kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-shared", "-fPIC", "-lm")
 SECONDS = 120
