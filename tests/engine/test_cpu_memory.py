@@ -9,6 +9,7 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.compiler import needs_compiler
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
@@ -41,12 +42,20 @@ def test_a_plan_counts_what_the_backend_takes(tmp_path: Path, monkeypatch: pytes
 @needs_compiler
 def test_a_mixed_model_is_counted_by_group(tmp_path: Path) -> None:
     path = make_hybrid_directory(tmp_path, "qwen3_next")
-    assert {WORK, GATHERED} <= set(lines(path)) and RECORDED not in lines(path)
+    assert {WORK, RECORDED} <= set(lines(path)) and GATHERED not in lines(path)
+    narrow = lines(path, kv_cache_dtype="bfloat16")  # torch reads such pages
+    assert {WORK, GATHERED} <= set(narrow) and RECORDED not in narrow
 
 
 @needs_compiler
-def test_the_work_space_is_what_the_largest_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, intermediate_size=321, vocab_size=300)
+def test_latents_are_gathered_for_long_rows_alone(tmp_path: Path) -> None:
+    path, sparse = (make_latent_checkpoint(tmp_path, family)[0] for family in ("deepseek_v2", "deepseek_v32"))
+    assert {WORK, GATHERED, RECORDED} <= set(lines(path))
+    assert {WORK, GATHERED} <= set(lines(sparse)) and RECORDED not in lines(sparse)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the memory that each command works in from now on."""
     taken: list[int] = []
     real = torch.empty
 
@@ -64,6 +73,24 @@ def test_the_work_space_is_what_the_largest_step_takes(tmp_path: Path, monkeypat
             return made
 
     monkeypatch.setattr(calls, "torch", Watched())
+    return taken
+
+
+@needs_compiler
+def test_latents_work_in_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 256, "intermediate_size": 8}
+    path, _ = make_latent_checkpoint(tmp_path, "deepseek_v2", moe_intermediate_size=8, **sizes)
+    taken = watched(monkeypatch)
+    llm = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 23, max_num_batched_tokens=16)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": [5] * 40}], params, use_tqdm=False)
+    assert max(taken) == lines(path, max_num_batched_tokens=16)[WORK]
+
+
+@needs_compiler
+def test_the_work_space_is_what_the_largest_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, intermediate_size=321, vocab_size=300)
+    taken = watched(monkeypatch)
     llm = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 23, max_num_batched_tokens=512)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": [5] * 600}], params, use_tqdm=False)
