@@ -22,14 +22,14 @@ from typing import Any, cast
 
 import torch
 
-import pagerunner.engine.startup.build as build
+import pagerunner.engine.worker.build as build
 import pagerunner.runner.builder as builder
 from pagerunner import LLM, SamplingParams
 from pagerunner.batch import ForwardBatch
 from pagerunner.bench.workloads import WORKLOADS, workload, write_config
 from pagerunner.engine.core.core import EngineCore
-from pagerunner.engine.core.executors.inline import InlineExecutor
 from pagerunner.engine.frontend.output_processor import OutputProcessor
+from pagerunner.engine.worker.worker import Worker
 from pagerunner.memory.manager import KVManager
 from pagerunner.runner.graphs import StepGraphs, Tensors
 from pagerunner.runner.runner import ModelRunner, PendingStep
@@ -146,7 +146,7 @@ def watch_parts(times: Times) -> None:
     times.watch(EngineCore, "step", "step")
     times.watch(Scheduler, "schedule", "schedule")
     times.watch(Scheduler, "commit", "commit")
-    times.watch(InlineExecutor, "run", "run")
+    times.watch(Worker, "run", "run")
     times.watch(Staging, "stage", "stage")
     times.watch(PendingStep, "result", "result")
     times.watch(OutputProcessor, "process", "outputs")

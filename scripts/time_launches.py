@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-import pagerunner.engine.startup.build as build
+import pagerunner.engine.worker.build as build
 from pagerunner import LLM, SamplingParams
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import write_model

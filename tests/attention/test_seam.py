@@ -25,7 +25,7 @@ from pagerunner.attention.capability import HALVES, HEADS, SINKS, SOFTCAP, Capab
 from pagerunner.attention.fake import FakeBackend
 from pagerunner.attention.paired import PairedBackend
 from pagerunner.batch import StepRows
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.memory import specs

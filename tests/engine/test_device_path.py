@@ -23,7 +23,7 @@ from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 
 FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "full": (make_checkpoint, "qwen3", {"head_dim": 32}),

@@ -18,7 +18,7 @@ from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import flashinfer_backend
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
 
 MODELS: dict[str, Any] = {

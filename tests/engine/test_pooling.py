@@ -15,7 +15,7 @@ from transformers import AutoModel
 from helpers.checkpoints import make_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError, InvalidRequestError
 
 SHARED = [7, 300, 21, 9, 110] * 8

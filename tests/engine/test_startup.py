@@ -17,12 +17,16 @@ from helpers.fake_driver import FakeDriver, fake_card
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.core import EngineCore
-from pagerunner.engine.startup import build, measure
+from pagerunner.engine.core.executors.base import Started
+from pagerunner.engine.startup import measure
 from pagerunner.engine.startup import resolve as resolving
-from pagerunner.engine.startup.build import build_from
+from pagerunner.engine.startup.build import build_from, build_on
 from pagerunner.engine.startup.machine import CudaFacts, DeviceMemory, device_memory, resolve_device
-from pagerunner.engine.startup.measure import StartMeter, final_plan
+from pagerunner.engine.startup.measure import MemoryFacts, StartMeter, final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
+from pagerunner.engine.worker import card as card_of_worker
+from pagerunner.engine.worker.build import kernels_name
+from pagerunner.engine.worker.worker import LoadedWorker, load_worker
 from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.types import EngineRequest, SamplingParams
 
@@ -177,7 +181,66 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(card: Dev
 def test_what_is_not_pages_may_leave_no_room(card: DeviceMemory, checkpoint: str) -> None:
     plan = resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).plan
     with pytest.raises(CapacityError, match=r"0.9 of the device's 64.00 MiB .*64.00 MiB of graphs.*no room for pages"):
-        final_plan(plan, {"graphs": 64 * MIB, "pages": 0}, CARD, 0, 0.9, fixed=False, auto=False)
+        final_plan(plan, [facts_of(0, {"graphs": 64 * MIB}, free=0)], 0.9, fixed=False, auto=False)
+
+
+def facts_of(rank: int, taken: dict[str, int], free: int) -> MemoryFacts:
+    return MemoryFacts(rank=rank, total=CARD.total, free=free, taken={**taken, "pages": 0})
+
+
+@pytest.mark.parametrize("fullest", [0, 1, 2])
+@pytest.mark.parametrize("why", ["graphs", "another process"])
+def test_several_ranks_get_one_plan_for_the_fullest_of_their_devices(
+    card: DeviceMemory, checkpoint: str, fullest: int, why: str
+) -> None:
+    resolved, _ = on_card(checkpoint, gpu_memory_utilization=1.0, max_model_len=256)
+    ranks = [facts_of(rank, {"weights": MIB}, 60 * MIB) for rank in range(3)]
+    if why == "graphs":
+        ranks[fullest] = facts_of(fullest, {"weights": MIB, "graphs": 20 * MIB}, 60 * MIB)
+    else:
+        ranks[fullest] = facts_of(fullest, {"weights": MIB}, 40 * MIB)
+    settings = {"fixed": False, "auto": False}
+    plan = final_plan(resolved.plan, ranks, 1.0, **settings)
+    assert plan == final_plan(resolved.plan, [ranks[fullest]], 1.0, **settings)
+    assert plan.kv_bytes < final_plan(resolved.plan, [ranks[fullest - 1]], 1.0, **settings).kv_bytes
+    assert ("graphs", 20 * MIB) in plan.other or why != "graphs"
+
+
+def test_an_error_of_several_ranks_names_the_rank(card: DeviceMemory, checkpoint: str) -> None:
+    resolved, _ = on_card(checkpoint, max_model_len=256)
+    ranks = [facts_of(0, {}, 50 * MIB), facts_of(1, {"graphs": 64 * MIB}, 0)]
+    with pytest.raises(CapacityError, match=r"^Rank 1 of 2: gpu_memory_utilization.*64.00 MiB of graphs"):
+        final_plan(resolved.plan, ranks, 0.9, fixed=False, auto=False)
+    with pytest.raises(CapacityError, match=r"^Rank 1 of 2: The pages asked for"):
+        final_plan(resolved.plan, ranks, 0.9, fixed=True, auto=False)
+    with pytest.raises(CapacityError, match=r"^gpu_memory_utilization"):
+        final_plan(resolved.plan, ranks[1:], 0.9, fixed=False, auto=False)
+
+
+class TwoRanks:
+    """Two workers with devices of their own; the first one runs the steps."""
+
+    def __init__(self, workers: list[LoadedWorker]) -> None:
+        self.workers = workers
+        travelled = [msgspec.msgpack.encode(facts) for worker in workers for facts in worker.facts]
+        self.facts = [msgspec.msgpack.decode(facts, type=MemoryFacts) for facts in travelled]
+
+    def take_pages(self, num_bytes: int) -> Started:
+        return [worker.take_pages(num_bytes) for worker in self.workers][0]
+
+
+def test_ranks_with_unequal_devices_map_equally_many_pages(card: DeviceMemory, checkpoint: str) -> None:
+    resolved, first = on_card(checkpoint, gpu_memory_utilization=1.0)
+    second = FakeDriver(CARD.total)
+    second.others = first.others + 16 * MIB
+    workers = [load_worker(resolved, card=fake_card(driver), rank=rank) for rank, driver in enumerate((first, second))]
+    core = build_on(resolved, TwoRanks(workers))
+    alone = build_from(resolved, card=fake_card(second_alone := FakeDriver(CARD.total)))
+    assert second_alone.used > second.used
+    assert [worker.arena.mapped_bytes() for worker in workers] == [workers[1].arena.mapped_bytes()] * 2
+    assert core.memory_plan.kv_bytes <= workers[0].arena.mapped_bytes()["kv"] < alone.memory_plan.kv_bytes
+    assert second.memory()[0] < first.memory()[0] - 15 * MIB
+    assert generate(core, list(range(40, 90))) == generate(alone, list(range(40, 90)))
 
 
 OUT_OF_MEMORY = [
@@ -213,7 +276,7 @@ def test_a_device_too_full_to_begin_with_is_a_sentence_with_the_numbers(
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(build, "CudaDriver", full)
+    monkeypatch.setattr(card_of_worker, "CudaDriver", full)
     with pytest.raises(CapacityError, match=r"before anything is loaded \(.*\): 60.00 MiB of .* 64.00 MiB were free"):
         build_from(resolve(EngineArgs(model=checkpoint)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
@@ -287,5 +350,5 @@ def test_where_a_model_lies_does_not_decide_which_kernels_it_needs(tmp_path: Pat
     for folder in ("a", "b"):
         shutil.copytree(demo_path(), tmp_path / folder)
         resolved = resolve(EngineArgs(model=str(tmp_path / folder), device="cpu", max_model_len=128))
-        names.add(build._kernels_name(resolved))
+        names.add(kernels_name(resolved))
     assert len(names) == 1

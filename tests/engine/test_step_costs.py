@@ -15,7 +15,7 @@ from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.graphs import RecordedGraphs
 from helpers.step_costs import StepCost, counted_steps
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.types import StructuredOutputsParams
 
 TOKENS = 12

@@ -16,8 +16,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.effort import share_of_the_day
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
-from pagerunner.engine.startup import build
 from pagerunner.engine.structured_output import grammar as module
+from pagerunner.engine.worker import build
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, Grammar
 

@@ -19,7 +19,7 @@ import torch
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM
 from pagerunner.attention import select
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.runner.cuda_driver import CudaDriver, OutOfDeviceMemory
 from pagerunner.runner.graphs import CudaGraphs, StepGraphs
 

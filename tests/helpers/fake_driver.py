@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagerunner.engine.startup.build import Card
+from pagerunner.engine.worker.card import Card
 from pagerunner.runner.cuda_driver import DriverError, OutOfDeviceMemory
 from pagerunner.runner.sleep import NoScratch
 

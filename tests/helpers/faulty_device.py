@@ -13,8 +13,8 @@ import torch
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
-from pagerunner.engine.core.executors.inline import InlineExecutor
 from pagerunner.engine.startup.build import build_core
+from pagerunner.engine.worker.worker import Worker
 from pagerunner.types import StepPlan
 
 FACTORY = "helpers.faulty_device:build"
@@ -26,7 +26,7 @@ LONG = 300  # tokens of a prompt whose step is too large for a graph
 class FaultyExecutor:
     """An executor whose steps fail where a prompt has one of the tokens above."""
 
-    def __init__(self, executor: InlineExecutor, device: str) -> None:
+    def __init__(self, executor: Worker, device: str) -> None:
         self._executor = executor
         self._device = torch.device(device)
 

@@ -170,7 +170,7 @@ def test_tokens_are_those_of_transformers(
     ).eval()
     prompts = [prompt(1, 20), prompt(2, 50)]
     check(reference, run(engine(path), prompts))
-    monkeypatch.setattr("pagerunner.engine.startup.build.build_model", functools.partial(build_model, keep_forms=True))
+    monkeypatch.setattr("pagerunner.engine.worker.build.build_model", functools.partial(build_model, keep_forms=True))
     check(reference, run(engine(path), prompts[:1]))
 
 
@@ -334,7 +334,7 @@ def test_a_published_deepseek_v4_has_the_tokens_of_transformers(
     assert torch.float8_e8m0fnu in dtypes and (torch.int8 in dtypes) is (expert_dtype == "fp4")
     prompts = [prompt(1, 20), prompt(2, 50)]
     check(reference, run(engine(path), prompts))
-    monkeypatch.setattr("pagerunner.engine.startup.build.build_model", functools.partial(build_model, keep_forms=True))
+    monkeypatch.setattr("pagerunner.engine.worker.build.build_model", functools.partial(build_model, keep_forms=True))
     check(reference, run(engine(path), prompts[:1]))
 
 

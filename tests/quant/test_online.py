@@ -127,7 +127,7 @@ def test_tokens_are_those_of_transformers_with_rounded_weights(
         plain, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     check(reference, run(engine(path, quantization="fp8"), [prompt(1, 20), prompt(2, 50)]))
-    monkeypatch.setattr("pagerunner.engine.startup.build.build_model", functools.partial(build_model, keep_forms=True))
+    monkeypatch.setattr("pagerunner.engine.worker.build.build_model", functools.partial(build_model, keep_forms=True))
     check(reference, run(engine(path, quantization="fp8_per_channel"), [prompt(1, 20)]))
 
 

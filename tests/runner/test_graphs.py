@@ -18,7 +18,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
-from pagerunner.engine.startup import build
+from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
 from pagerunner.ops.native import small
 from pagerunner.ops.routing import counting_experts, touched_experts

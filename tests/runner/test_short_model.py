@@ -10,9 +10,9 @@ from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
-from pagerunner.engine.startup import build as build_module
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker import build as build_module
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner.short_model import first_of_each_kind, one_layer_of_each_kind

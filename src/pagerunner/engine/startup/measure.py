@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
+
+import msgspec
 
 from pagerunner.engine.core.messages import StartUp
-from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.errors import CapacityError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import refit
@@ -63,6 +65,13 @@ class StartMeter:
             memory["free"] = self._driver.memory()[0]
         return StartUp(dict(self._seconds), memory, self.loaded_bytes)
 
+    def facts(self, rank: int) -> MemoryFacts:
+        """What has been measured, for the plan of the pages. Only with a `driver`."""
+        if self._driver is None:
+            raise RuntimeError("a worker without a device of its own has measured nothing")
+        free, total = self._driver.memory()
+        return MemoryFacts(rank=rank, total=total, free=free, taken=self.taken)
+
     def _out_of_memory(self, phase: str, reason: str) -> str:
         gc.collect()
         where = f"Out of device memory in the start-up phase {phase!r} ({reason})"
@@ -79,49 +88,74 @@ class StartMeter:
         )
 
 
+class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has measured of its device when everything but the pages was allocated. All numbers are bytes.
+
+    `total` is the whole device, `free` what is free now. `taken` is what the rank took, by use; "pages" are those that are mapped already.
+    """
+
+    rank: int
+    total: int
+    free: int
+    taken: dict[str, int]
+
+    @property
+    def other(self) -> tuple[tuple[str, int], ...]:
+        """What the rank took for other things than pages."""
+        return tuple((name, size) for name, size in self.taken.items() if name != "pages" and size > 0)
+
+    @property
+    def left(self) -> int:
+        """What pages can be had from: those that are mapped already, and what the driver hands out."""
+        return max(self.free - DRIVER_BYTES, 0) + self.taken.get("pages", 0)
+
+    def room(self, utilization: float) -> int:
+        """What pages may take where the engine takes at most the share `utilization` of the device."""
+        return min(self.left, int(self.total * utilization) - sum(size for _, size in self.other))
+
+
 DRIVER_BYTES = 32 * 2**20
 """Of a device's free memory, what its driver keeps for itself (page tables of what it maps), and doesn't hand out."""
 
 
 def final_plan(
     plan: MemoryPlan,
-    taken: dict[str, int],
-    card: DeviceMemory,
-    free: int,
+    ranks: Sequence[MemoryFacts],
     utilization: float,
     *,
     fixed: bool,
     auto: bool,
 ) -> MemoryPlan:
-    """The plan for what is really left, once everything but the pages has been allocated.
+    """The plan for what is really left on the fullest device, once everything but the pages has been allocated.
+
+    All ranks have equally many pages, as they run the same steps. `plan` as it is if nothing was measured.
 
     Args:
-        plan: made from an upper bound. Its bytes that are mapped already are in `taken`, as "pages".
-        taken: device bytes by use, measured.
-        card: the device before the engine took any of it.
-        free: free bytes of the device now.
-        utilization: share of the device that the engine may use in all.
+        plan: made from an upper bound.
+        ranks: what each rank has measured.
+        utilization: share of each device that the engine may use in all.
         fixed: the pages were asked for by number or bytes, and `utilization` doesn't limit them.
         auto: max_model_len follows from the memory.
 
     Raises:
-        CapacityError: with the numbers, when what is left can't hold what was asked for.
+        CapacityError: with the numbers, when what is left can't hold what was asked for. Of several ranks it names the fullest.
     """
-    other = tuple((name, size) for name, size in taken.items() if name != "pages" and size > 0)
-    free = max(free - DRIVER_BYTES, 0)
-    mapped = taken.get("pages", 0)
-    used = sum(size for _, size in other)
-    room = free + mapped if fixed else min(free + mapped, int(card.total * utilization) - used)
+    if not ranks:
+        return plan
+    rooms = [facts.left if fixed else facts.room(utilization) for facts in ranks]
+    room, facts = min(zip(rooms, ranks, strict=True), key=itemgetter(0))
+    where = f"Rank {facts.rank} of {len(ranks)}: " if len(ranks) > 1 else ""
+    total, other, left = facts.total, facts.other, facts.left
     if fixed and plan.kv_bytes > room:
         raise CapacityError(
-            f"The pages asked for take {human_bytes(plan.kv_bytes)}, but {human_bytes(max(room, 0))} of the device's "
-            f"{human_bytes(card.total)} are left beside {_listed(other)}; lower num_gpu_blocks_override or "
+            f"{where}The pages asked for take {human_bytes(plan.kv_bytes)}, but {human_bytes(max(room, 0))} of the device's "
+            f"{human_bytes(total)} are left beside {_listed(other)}; lower num_gpu_blocks_override or "
             "kv_cache_memory_bytes."
         )
     if room < plan.first_bytes:
         raise CapacityError(
-            f"gpu_memory_utilization={utilization} of the device's {human_bytes(card.total)} is "
-            f"{human_bytes(int(card.total * utilization))}; with {_listed(other)} and {human_bytes(free + mapped)} left on "
+            f"{where}gpu_memory_utilization={utilization} of the device's {human_bytes(total)} is "
+            f"{human_bytes(int(total * utilization))}; with {_listed(other)} and {human_bytes(left)} left on "
             "the device, there is no room for pages; raise gpu_memory_utilization, free memory on the device, or lower "
             "max_num_batched_tokens or max_num_seqs."
         )

@@ -1,10 +1,15 @@
-"""The seam between the engine core and whatever runs its plans."""
+"""The seam between the engine core and whatever runs its plans: one worker in this process, or one in each of several.
+
+An engine comes up in two halves. First all ranks load. Then the core makes one plan from the facts of all of them, and all ranks take it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from pagerunner.engine.core.messages import StartUp
+from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.types import StepPlan, StepResult
 
 
@@ -45,4 +50,24 @@ class Executor(Protocol):
     @property
     def sleep_level(self) -> int | None:
         """The level the device sleeps at, None while it can run steps."""
+        ...
+
+
+class Started(NamedTuple):
+    """An executor that can run steps, and what its start took."""
+
+    executor: Executor
+    startup: StartUp
+
+
+class LoadedRanks(Protocol):
+    """All ranks of an engine, each with everything but its pages. `take_pages` is called once."""
+
+    @property
+    def facts(self) -> Sequence[MemoryFacts]:
+        """What was measured on each rank's device. Empty on CPUs, whose plan is made before the start."""
+        ...
+
+    def take_pages(self, num_bytes: int) -> Started:
+        """Map the pages of the plan, equally many bytes on each rank. Raises CapacityError."""
         ...

@@ -1,0 +1,158 @@
+"""The parts of a worker: its model with weights in the arena, its runner, and what it needs to sleep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.select import select_backends
+from pagerunner.config import EngineConfig
+from pagerunner.engine.startup.machine import available_memory
+from pagerunner.engine.startup.measure import StartMeter
+from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
+from pagerunner.engine.worker.card import Card
+from pagerunner.layers import linear, moe
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
+from pagerunner.models.checkpoint.loader import (
+    Model,
+    build_model,
+    dummy_weights,
+    load_weights,
+    materialize,
+    tensor_dtypes,
+    weights_bytes,
+)
+from pagerunner.models.checkpoint.panels import store_in_panels
+from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
+from pagerunner.ops.dispatch import has_triton
+from pagerunner.ops.unpacked import MANY_TOKENS
+from pagerunner.runner.arena import Arena
+from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
+from pagerunner.runner.host_copy import HostCopy
+from pagerunner.runner.pages import Pages
+from pagerunner.runner.recorded import RecordedSteps
+from pagerunner.runner.runner import ModelRunner
+from pagerunner.runner.sampling.sampler import Sampler
+from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
+from pagerunner.runner.staging import Staging
+from pagerunner.runner.step_threads import StepThreads
+from pagerunner.runner.tables import LastTokens, PageTables
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+
+
+def graph_engine(device: torch.device) -> GraphEngine | None:
+    """The engine that records graphs on a device. None on the CPU, where graphs gain nothing."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def load_model(
+    resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None
+) -> tuple[Model, torch.Tensor, Callable[[], None]]:
+    """The model, the arena's region that holds its weights, and what fills that region again."""
+    config = resolved.config
+    with meter.phase("model", "constants"):
+        model = build_model(resolved.model, config.dtype, config.device)
+        panels = store_in_panels(model) if config.device == "cpu" else 0
+        if panels:
+            logger.info("%d matrices in panels, for the CPU kernels.", panels)
+        if resolved.model.format is not None:
+            logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
+
+    def fill_weights() -> None:
+        if config.load_format == "dummy":
+            dummy_weights(model, config.seed)
+            return
+        device = torch.device(config.device)
+        copy = ThreadStagers(device) if device.type == "cuda" else copy_now
+        load_weights(model, Path(config.model_path), progress, copy)
+
+    with meter.phase("weights"):
+        weights = arena.reserve("weights", weights_bytes(model))
+        materialize(model, weights)
+        fill_weights()
+    meter.loaded_bytes = 0 if config.load_format == "dummy" else weights.nbytes
+    return model, weights, fill_weights
+
+
+def make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:
+    """The runner with its tables and state, none of which depends on how many slabs get mapped."""
+    config, plan = resolved.config, resolved.plan
+    device = torch.device(config.device)
+    dtype = getattr(torch, config.dtype)
+    backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
+    pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
+    tables = PageTables(plan, device)
+    last_tokens = LastTokens(config.max_num_seqs, device)
+    unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
+    kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
+    return ModelRunner(
+        model=model,
+        pages=pages,
+        tables=tables,
+        last_tokens=last_tokens,
+        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
+        sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
+        staging=Staging(device, config.max_in_flight + 1),
+        graphs=GraphSettings(
+            engine=None if config.enforce_eager else graph_engine(device),
+            decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
+            mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
+            max_model_len=plan.max_model_len,
+        ),
+        threads=_step_threads(model, plan) if device.type == "cpu" else None,
+        unpacks=unpacks,
+        kernels=kernels if device.type == "cuda" and has_triton() else (),
+        recorded=RecordedSteps() if _can_record(config, backends) else None,
+    )
+
+
+def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]]) -> bool:
+    """Whether decode steps may be made of commands of the CPU kernels alone."""
+    return not config.enforce_eager and all(backend.capabilities.cpu_kernels for backend in backends)
+
+
+def _step_threads(model: Model, plan: MemoryPlan) -> StepThreads:
+    layers = sum(len(group.layers) for group in plan.groups)
+    token_bytes = plan.request_bytes(plan.max_model_len) // plan.max_model_len
+    return StepThreads(weights_bytes(model) // layers, token_bytes // layers)
+
+
+def kernels_name(resolved: Resolved) -> str:
+    """A name made of everything that decides which kernels a start needs.
+
+    If a thing is missing here, a start compiles some kernels late.
+    """
+    config = resolved.config
+    sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
+    choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
+    graphs = (config.enforce_eager, config.cudagraph_capture_sizes)
+    pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
+    model = replace(resolved.model, path="")  # where it lies changes nothing
+    held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
+    return repr((model, sorted(held), sizes, choices, graphs, pages, bool(resolved.kv_scales)))
+
+
+def reload(resolved: Resolved, fill_weights: Callable[[], None], runner: ModelRunner) -> None:
+    """Read the checkpoint again, the scales of keys and values too."""
+    scales = kv_scales_again(resolved)  # first, as it takes no time and may raise
+    fill_weights()
+    runner.set_static_scales(scales)
+
+
+def make_sleeper(arena: Arena, card: Card | None, weights: torch.Tensor, reload: Callable[[], None]) -> Sleeper:
+    """The sleeper of an arena. With a `card` it keeps a host copy of the weights, which begins to be made now."""
+    if card is None:
+        return Sleeper(arena, WeightsInPlace(reload))
+    make_copy = partial(HostCopy, weights, card.host, available_memory)
+    return Sleeper(arena, WeightsOnHost(reload, make_copy), card.scratch)

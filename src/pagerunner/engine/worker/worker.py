@@ -1,0 +1,143 @@
+"""A worker: one rank of an engine. It owns a device's memory, a model and a runner, and decides nothing.
+
+A worker comes up in three phases:
+
+1. `load_worker` reserves addresses for an upper bound of pages, fills the weights, and captures the graphs over the first page.
+2. `LoadedWorker.facts` says what is free then.
+3. `LoadedWorker.take_pages` maps the pages of the plan that the core has made from the facts of all workers.
+
+The result is a `Worker`. It runs steps, sleeps and wakes. An engine of one rank has its worker as executor (engine/core/executors/base.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pagerunner.config import EngineConfig
+from pagerunner.engine.core.executors.base import Started
+from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
+from pagerunner.engine.startup.resolve import Resolved
+from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
+from pagerunner.engine.worker.card import Card
+from pagerunner.ops.ahead import load_libraries
+from pagerunner.runner.arena import Arena, CpuArena
+from pagerunner.runner.cuda_arena import CudaArena
+from pagerunner.runner.device_clock import DeviceClock
+from pagerunner.runner.runner import ModelRunner, PendingStep
+from pagerunner.runner.sleep import Sleeper
+from pagerunner.types import StepPlan
+
+
+class Worker:
+    """Runs plans on one runner. See executors/base.py for the methods."""
+
+    def __init__(self, runner: ModelRunner, sleeper: Sleeper, clock: DeviceClock) -> None:
+        self._runner = runner
+        self._sleeper = sleeper
+        self._clock = clock
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        """See Executor.run."""
+        with self._clock.step():
+            pending: PendingStep = self._runner.run(plan)
+        return pending
+
+    @property
+    def busy_seconds(self) -> float:
+        """See Executor.busy_seconds."""
+        return self._clock.busy_seconds
+
+    def prepare_sleep(self, level: int) -> None:
+        """See Executor.prepare_sleep."""
+        self._sleeper.prepare(level)
+
+    def sleep(self, level: int) -> None:
+        """See Executor.sleep."""
+        self._sleeper.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """See Executor.wake_up."""
+        self._sleeper.wake_up(tags)
+
+    @property
+    def sleep_level(self) -> int | None:
+        """See Executor.sleep_level. A failed sleep or wake counts as asleep."""
+        if self._sleeper.state == "running":
+            return None
+        return self._sleeper.level if self._sleeper.level is not None else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWorker:
+    """A worker with everything but its pages, of which only the first is mapped."""
+
+    rank: int
+    config: EngineConfig
+    card: Card | None
+    arena: Arena
+    weights: torch.Tensor
+    runner: ModelRunner
+    reload: Callable[[], None]
+    meter: StartMeter
+
+    @property
+    def facts(self) -> tuple[MemoryFacts, ...]:
+        """See LoadedRanks.facts."""
+        return () if self.card is None else (self.meter.facts(self.rank),)
+
+    def take_pages(self, num_bytes: int) -> Started:
+        """See LoadedRanks.take_pages."""
+        with self.meter.phase("pages"):
+            self.arena.grow("kv", num_bytes)
+        kept_on = self.card if self.config.enable_sleep_mode else None
+        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload)
+        clock = DeviceClock.of(torch.device(self.config.device))
+        return Started(Worker(self.runner, sleeper, clock), self.meter.report())
+
+
+def load_worker(
+    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, rank: int = 0
+) -> LoadedWorker:
+    """Bring a worker up to the point where only its pages are missing.
+
+    `card` is the CUDA device for which the configuration was resolved, if there is one. `progress` is called as by `build_core`.
+
+    Raises:
+        CapacityError, CheckpointError: the sentence says what to change.
+    """
+    config, plan, memory = resolved.config, resolved.plan, resolved.card
+    device = torch.device(config.device)
+    if memory is None:
+        card = None
+    elif card is None:
+        card = Card.of(rank, memory)
+    meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
+    meter.add_seconds("config", resolved.seconds)
+    loading = load_libraries(device)
+    arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
+    model, weights, fill_weights = load_model(resolved, arena, meter, progress)
+    with meter.phase("pages"):
+        kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
+    with meter.phase("tables", "tables and sampling state"):
+        runner = make_runner(resolved, model, kv_bytes)
+    if card is not None or runner.num_graphs:
+        with meter.phase("warm-up", "activations and kernels"):
+            runner.warm_up(name=kernels_name(resolved))
+        for thread in loading:
+            thread.join()  # no thread may use the device while graphs are captured
+        with meter.phase("capture", "graphs"):
+            runner.capture()
+    return LoadedWorker(
+        rank=rank,
+        config=config,
+        card=card,
+        arena=arena,
+        weights=weights,
+        runner=runner,
+        reload=partial(reload, resolved, fill_weights, runner),
+        meter=meter,
+    )
