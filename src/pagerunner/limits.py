@@ -120,9 +120,3 @@ TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
 def knob(name: str) -> str:
     """The end of a sentence about a limit that was exceeded: what changes it."""
     return f"({PREFIX}{name} in the server's environment)"
-
-
-def helper_environment() -> dict[str, str]:
-    """The environment of helper processes: the limits and the language, but no keys."""
-    kept = ("PATH", "LANG", "LC_ALL", "TZ", *(PREFIX + limit.name for limit in TABLE))
-    return {name: os.environ[name] for name in kept if name in os.environ}

@@ -140,6 +140,20 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def test_the_core_gets_settings_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "PAGERUNNER_API_KEY", "AWS_SESSION_TOKEN", "SSH_AUTH_SOCK", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "0")
+
+    async def main() -> set[str]:
+        async with running() as (client, _):
+            held = Path(f"/proc/{client.pid}/environ").read_text().split("\0")
+            return {variable.partition("=")[0] for variable in held}
+
+    names = asyncio.run(main())
+    assert names & {"HF_TOKEN", "PAGERUNNER_API_KEY", "AWS_SESSION_TOKEN", "SSH_AUTH_SOCK"} == set()
+    assert {"NCCL_NVLS_ENABLE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PATH"} <= names
+
+
 def test_requests_run_and_updates_come_back() -> None:
     async def main() -> None:
         async with running() as (client, frontend):

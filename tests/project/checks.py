@@ -22,6 +22,7 @@ LEVELS: dict[str, int] = {
     "demo": 0,  # files only
     "threads": 0,
     "logs": 0,
+    "children": 0,
     "memory": 1,
     "sched": 1,
     "batch": 2,
@@ -48,6 +49,7 @@ PEERS: set[tuple[str, str]] = {
     ("types", "errors"),
     ("types", "limits"),
     ("config", "errors"),
+    ("children", "limits"),
     ("sched", "memory"),
     ("text", "models"),
     ("cli", ""),
@@ -80,6 +82,10 @@ _NO_CODE = {
 _UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 _UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "trust_remote_code"}
+_MAY_START_PROCESSES = {"pagerunner.children", "pagerunner.ops.native.library"}  # the second one starts compilers
+_STARTS_A_PROCESS = re.compile(
+    r"(.*\.)?(Popen|create_subprocess_\w+|posix_spawnp?|spawn[vl]\w*|check_call|check_output)|subprocess\.\w+"
+)
 _SUBPROCESS_SHELLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("torch", "save")}
 
 
@@ -266,6 +272,18 @@ def _unsafe_node(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and _open_address(node.value):
         return f"the address {node.value!r}"
     return None
+
+
+def child_faults(source: str, name: str) -> list[str]:
+    """Processes that a module starts itself, past the one module that names what their environment holds."""
+    if name in _MAY_START_PROCESSES:
+        return []
+    faults = [f"{name} imports {m}" for m in imported_modules(source, name) if m.split(".")[0] == "multiprocessing"]
+    return faults + [
+        f"{name}:{node.lineno} calls {ast.unparse(node.func)}; pagerunner.children starts processes"
+        for node in nodes(source)
+        if isinstance(node, ast.Call) and _STARTS_A_PROCESS.fullmatch(ast.unparse(node.func))
+    ]
 
 
 def _is_false(node: ast.expr) -> bool:

@@ -148,6 +148,31 @@ def test_safety_rule_allows_loopback_and_ordinary_calls():
     )
 
 
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import subprocess\nsubprocess.Popen(['ls'])",
+        "import subprocess\nsubprocess.run(['ls'])",
+        "from subprocess import Popen\nPopen(['ls'])",
+        "import asyncio\nasyncio.create_subprocess_exec('ls')",
+        "import os\nos.posix_spawn('ls', [], {})",
+        "import multiprocessing",
+        "def f():\n    from torch import multiprocessing\n    from multiprocessing import Process",
+    ],
+)
+def test_process_rule_catches(snippet):
+    assert checks.child_faults(snippet, "pagerunner.engine.x")
+
+
+def test_process_rule_lets_types_be_named():
+    assert not checks.child_faults("import subprocess\nprocess: subprocess.Popen[bytes]", "pagerunner.engine.x")
+
+
+def test_one_module_starts_processes():
+    faults = [f for path in checks.package_files() for f in checks.child_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)
+
+
 def test_package_uses_nothing_unsafe():
     faults = [f for path in checks.package_files() for f in checks.unsafe_faults(read(path), checks.dotted(path))]
     assert not faults, "\n".join(faults)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from pagerunner.children import engine_environment, run_to_end
 from pagerunner.errors import PagerunnerError
 
 
@@ -65,10 +64,9 @@ def measure_startup(values: dict[str, object], *, label: str, repetitions: int) 
     """
     with tempfile.TemporaryDirectory(prefix="pagerunner-caches-") as caches:
         environment = {
-            **os.environ,
+            **engine_environment(),
             "TRITON_CACHE_DIR": str(Path(caches) / "triton"),
             "CUDA_CACHE_PATH": str(Path(caches) / "cuda"),
-            "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry),
         }
         names = ["cold", *["warm"] * repetitions]
         return StartupReport(label=label, starts=[_start(name, values, environment) for name in names])
@@ -76,8 +74,7 @@ def measure_startup(values: dict[str, object], *, label: str, repetitions: int) 
 
 def _start(caches: str, values: dict[str, object], environment: dict[str, str]) -> Start:
     spawned = time.time()
-    command = [sys.executable, "-P", "-m", "pagerunner.bench.startup", json.dumps(values)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = run_to_end("pagerunner.bench.startup", json.dumps(values), environment=environment)
     if process.returncode != 0:
         last = (process.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
         raise PagerunnerError(f"a start with {caches} caches failed: {last}")

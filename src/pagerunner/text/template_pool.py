@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from pagerunner import limits
+from pagerunner.children import helper_environment, start_async
 from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.text.fair_slots import FairSlots
 from pagerunner.text.template_worker import Done, Job, Setup, pack
@@ -260,15 +260,8 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
 
 async def _start(setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
     """A process and what it says of the template. Raises EOFError when it ends first, RequestFailedError when it is late."""
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "pagerunner.text.template_worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**limits.helper_environment(), "PYTHONPATH": path},
-            start_new_session=True,  # a Ctrl-C is for the server, which drains first
-        )
+        process = await start_async("pagerunner.text.template_worker", helper_environment())
     except OSError as error:
         raise RequestFailedError(f"The process that renders chat templates can't be started: {error}.") from error
     try:

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from pagerunner import limits
+from pagerunner.children import engine_environment, start
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
@@ -229,22 +229,8 @@ def _private_directory() -> Path:
 
 
 def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
-    # The child must import what we would import, and nothing from the directory it happens to be started in (-P).
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "pagerunner.engine.core.process"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, **thread_settings(os.environ, reserved=1), "PYTHONPATH": path},  # one core is the server's
-    )
-    stdin = process.stdin
-    if stdin is None:
-        raise EngineDeadError("The engine core process has no standard input.")
-    try:
-        stdin.write(msgspec.json.encode(launch) + b"\n")
-        stdin.flush()  # stays open, because its end tells the child that this process is gone
-    except BrokenPipeError:
-        pass  # the child has ended already; its exit status says how
-    return process
+    environment = {**engine_environment(), **thread_settings(os.environ, reserved=1)}  # one core is the server's
+    return start("pagerunner.engine.core.process", environment, first_line=msgspec.json.encode(launch) + b"\n")
 
 
 def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket, directory: Path) -> None:

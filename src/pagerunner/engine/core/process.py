@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from pagerunner.children import read_first_line, wait_for_parents_end
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.garbage import set_apart
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.1
 """Least time between two SchedulerStats, and most time between two signs of life while the core steps."""
-_PARENT_CHECK_SECONDS = 1.0
 _LINGER_MS = 2_000
 
 
@@ -279,11 +278,7 @@ def load_factory(path: str) -> Callable[[EngineArgs], Core]:
 
 def _exit_with_parent(parent: int, address: str) -> None:
     """Thread: end this process when the parent closes our standard input or is replaced by another parent."""
-    stdin = sys.stdin.fileno()
-    while os.getppid() == parent:
-        readable, _, _ = select.select([stdin], [], [], _PARENT_CHECK_SECONDS)
-        if readable and not os.read(stdin, 1):
-            break
+    wait_for_parents_end(parent)
     path = Path(address.removeprefix("ipc://"))
     try:
         path.unlink(missing_ok=True)
@@ -291,16 +286,6 @@ def _exit_with_parent(parent: int, address: str) -> None:
     except OSError:
         pass  # the parent has removed it first, as it does when it ends regularly
     os._exit(0)
-
-
-def _read_launch() -> wire.Launch:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), 1 << 16)
-        if not piece:
-            raise SystemExit("pagerunner.engine.core.process is started by the engine's frontend, not by hand.")
-        line += piece
-    return msgspec.json.decode(line, type=wire.Launch)
 
 
 def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
@@ -332,7 +317,7 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
-    launch = _read_launch()
+    launch = msgspec.json.decode(read_first_line("pagerunner.engine.core.process"), type=wire.Launch)
     set_up_logging(launch.log_level)
     watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.address), daemon=True)
     watcher.start()

@@ -15,7 +15,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -25,6 +24,7 @@ from concurrent.futures import Future
 import msgspec
 
 from pagerunner import limits
+from pagerunner.children import helper_environment, start
 from pagerunner.engine.structured_output.grammar import KEPT, TOKENIZER_SECONDS, plain_reason
 from pagerunner.engine.structured_output.grammar_worker import Order, Reply, Setup
 from pagerunner.errors import InvalidRequestError, PagerunnerError, RequestFailedError
@@ -324,14 +324,12 @@ class _Process:
                 died(self, reason)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "pagerunner.engine.structured_output.grammar_worker"],
-            stdin=subprocess.PIPE,
+        return start(
+            "pagerunner.engine.structured_output.grammar_worker",
+            helper_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**limits.helper_environment(), "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent, and the group can be ended as one
+            own_session=True,
         )
 
     def _write(self, child: subprocess.Popen[bytes]) -> None:

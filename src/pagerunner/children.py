@@ -1,0 +1,156 @@
+"""Processes that this package starts: each runs one of its modules, and ends when whoever started it is gone.
+
+A child imports what its parent would import, and nothing from the directory that it happens to be started in. It gets no variable of the
+environment but those that are named here. So a key that a user gave the server isn't in the environment of a process that runs a
+checkpoint's template, and isn't sent to another machine.
+
+Standard input is the child's leash. The parent writes the first line to it, which says what the child is to do, and leaves it open. Its end tells the
+child that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from pagerunner.limits import PREFIX as LIMIT
+from pagerunner.limits import TABLE
+
+HELPER_NAMES = ("PATH", "LANG", "LC_ALL", "TZ", *(LIMIT + limit.name for limit in TABLE))
+"""What helpers may know, which work on what clients and checkpoints say."""
+ENGINE_NAMES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TMP", "TEMP", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV"),
+    *("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
+    *(
+        "CC",
+        "CXX",
+        "CFLAGS",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "CPATH",
+        "C_INCLUDE_PATH",
+        "CPLUS_INCLUDE_PATH",
+        "LIBRARY_PATH",
+        "MAX_JOBS",
+    ),
+)
+ENGINE_PREFIXES = (
+    *("PAGERUNNER_", "LC_", "LD_", "XDG_", "PYTHON", "CONDA_", "COVERAGE_", "RUST_", "TQDM_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_", "MALLOC_", "GLIBC_", "ASAN_"),
+    *(
+        "CUDA_",
+        "NVIDIA_",
+        "CUBLAS_",
+        "CUDNN_",
+        "NCCL_",
+        "NVSHMEM_",
+        "GLOO_",
+        "UCX_",
+        "NSYS_",
+        "QUADD_",
+        "NVTX_",
+        "CUPTI_",
+    ),
+    *("TORCH", "PYTORCH_", "KINETO_", "TRITON_", "FLASHINFER_", "TOKENIZERS_", "SAFETENSORS_"),
+)
+"""What an engine core or a rank may know: what compilers, libraries and drivers are set by, and the settings of this package."""
+_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+_PARENT_CHECK_SECONDS = 1.0
+
+
+def helper_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of helper processes: the limits and the language, but no keys."""
+    return {name: environ[name] for name in HELPER_NAMES if name in environ}
+
+
+def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of processes that run a model. Keys and tokens stay behind, whatever their names begin with."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS)
+    }
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What runs a module of this package with the interpreter of this process (-P: not with its directory's modules)."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def with_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child that imports what this process would import."""
+    return {**environment, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)}
+
+
+def start(
+    module: str,
+    environment: Mapping[str, str],
+    *,
+    first_line: bytes = b"",
+    stdout: int | None = None,
+    stderr: int | None = None,
+    own_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start `module` in a process with a pipe as its standard input, and write `first_line` to it.
+
+    `own_session`: a Ctrl-C isn't for the child, and its group can be ended as one.
+
+    Raises OSError when it can't be started.
+    """
+    process = subprocess.Popen(
+        command(module),
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=with_path(environment),
+        start_new_session=own_session,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(first_line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # the child has ended already; its exit status says how
+    return process
+
+
+async def start_async(module: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """As `start`, for an event loop, with a pipe as standard output too, in a session of its own."""
+    return await asyncio.create_subprocess_exec(
+        *command(module),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=with_path(environment),
+        start_new_session=True,
+    )
+
+
+def run_to_end(module: str, *arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run `module` and wait for its end; what it wrote is in the result."""
+    return subprocess.run(
+        command(module, *arguments), env=with_path(environment), capture_output=True, text=True, check=False
+    )
+
+
+def read_first_line(module: str) -> bytes:
+    """In a child: the line that the parent has written. Raises SystemExit for a user who started `module` by hand."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(sys.stdin.fileno(), 1 << 16)
+        if not piece:
+            raise SystemExit(f"{module} is started by the engine, not by hand.")
+        line += piece
+    return bytes(line)
+
+
+def wait_for_parents_end(parent: int) -> None:
+    """In a thread of a child: return when the process `parent` is gone, or has closed this child's standard input."""
+    stdin = sys.stdin.fileno()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([stdin], [], [], _PARENT_CHECK_SECONDS)
+        if readable and not os.read(stdin, 1):
+            break

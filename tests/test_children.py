@@ -1,0 +1,137 @@
+"""What a process that this package starts gets to know, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.patience import patient
+from pagerunner import limits
+from pagerunner.children import command, engine_environment, helper_environment, start, start_async, with_path
+
+SECRETS = {
+    "HF_TOKEN": "hf",
+    "OPENAI_API_KEY": "sk",
+    "PAGERUNNER_API_KEY": "own",
+    "TORCH_HUB_TOKEN": "t",
+    "AWS_SECRET_ACCESS_KEY": "aws",
+    "DATABASE_PASSWORD": "db",
+    "CUDA_PASSWORD": "c",
+}
+SETTINGS = {
+    "CUDA_VISIBLE_DEVICES": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "OMP_NUM_THREADS": "3",
+    "TRITON_CACHE_DIR": "/t",
+    "LD_LIBRARY_PATH": "/l",
+    "PAGERUNNER_LIMIT_MAX_N": "8",
+    "LC_ALL": "C.UTF-8",
+}
+OTHERS = {"EDITOR": "vi", "CUDAX": "1", "MYPATH": "x", "SSH_AUTH_SOCK": "/s"}
+
+
+def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
+
+
+def test_an_engine_gets_settings_of_libraries_and_nobodys_keys() -> None:
+    assert engine_environment({**SECRETS, **SETTINGS, **OTHERS}) == SETTINGS
+
+
+def test_a_helper_gets_the_limits_and_the_language() -> None:
+    everything = {**SECRETS, **SETTINGS, **OTHERS, "PATH": "/bin"}
+    assert helper_environment(everything) == {"PATH": "/bin", "LC_ALL": "C.UTF-8", "PAGERUNNER_LIMIT_MAX_N": "8"}
+    all_limits = {limits.PREFIX + limit.name: "1" for limit in limits.TABLE}
+    assert helper_environment(all_limits) == engine_environment(all_limits) == all_limits
+
+
+def test_a_child_knows_its_first_line_its_parents_path_and_the_named_variables_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {**SECRETS, **OTHERS, "NCCL_DEBUG": "WARN"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "json.py").write_text("raise RuntimeError('a module of the directory was imported')")
+    monkeypatch.chdir(tmp_path)
+    with start("helpers.child", engine_environment(), first_line=b"what to do\n", stdout=subprocess.PIPE) as process:
+        found = told(process)
+        assert process.stdin is not None
+        process.stdin.close()
+    assert found["line"] == "what to do"
+    assert found["environment"].keys().isdisjoint(SECRETS.keys() | OTHERS.keys())
+    assert found["environment"]["NCCL_DEBUG"] == "WARN"
+    assert set(map(os.path.abspath, filter(None, sys.path))) <= set(found["path"])
+    assert found["session"] == os.getsid(0)
+    assert process.returncode == 0
+
+
+def test_a_child_that_ends_at_once_is_no_error_of_its_parent() -> None:
+    with start("helpers.no_such_module", {}, first_line=b"x" * 2**20 + b"\n", stderr=subprocess.DEVNULL) as process:
+        assert process.wait(patient(20)) == 1
+
+
+def test_a_child_of_an_event_loop_has_pipes_and_a_session_of_its_own() -> None:
+    async def talk() -> dict[str, Any]:
+        process = await start_async("helpers.child", helper_environment())
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"a line\n")
+        found: dict[str, Any] = json.loads(await process.stdout.readline())
+        process.stdin.close()
+        assert await process.wait() == 0
+        return found | {"pid": process.pid}
+
+    found = asyncio.run(talk())
+    assert (found["line"], found["session"]) == ("a line", found["pid"])
+    assert set(found["environment"]) <= {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH"}
+
+
+def test_a_child_whose_parent_is_killed_ends() -> None:
+    program = textwrap.dedent("""
+        import subprocess, time
+        from pagerunner.children import engine_environment, start
+        child = start("helpers.child", engine_environment(), first_line=b"\\n", stdout=subprocess.PIPE)
+        child.stdout.readline()
+        print(child.pid, flush=True)
+        time.sleep(60)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program], env=with_path(engine_environment()), stdout=-1)
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        parent.kill()
+    deadline = time.monotonic() + patient(3)
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_child_that_a_user_starts_by_hand_says_so() -> None:
+    done = subprocess.run(
+        command("helpers.child"),
+        env=with_path(engine_environment()),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "helpers.child is started by the engine, not by hand." in done.stderr
