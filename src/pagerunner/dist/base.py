@@ -1,0 +1,47 @@
+"""What ranks do together. All ranks of a group make the same calls in the same order, with tensors of the same shapes and dtypes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pagerunner.errors import PagerunnerError
+
+
+class CommError(PagerunnerError):
+    """Another rank is gone or too late. Its group is of no use afterwards."""
+
+
+class Comm(Protocol):
+    """A group of ranks, as one of them sees it.
+
+    What a call leaves is the same on all ranks, to the bit: sums are made in the order of the ranks, in float32 at least, and are
+    rounded once. So a token's sum depends neither on its neighbours nor on the rank that looks at it.
+
+    All calls raise CommError when a rank is gone, or later than the group's time limit.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """Replace `x` by the sum of all ranks' `x`."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
+        ...
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """What rank `root` calls with, on all ranks. Others pass None."""
+        ...
+
+
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of `parts` [size, ...] along the first dimension, in its order; see Comm. The twin of kernels that add up ranks."""
+    narrow = parts.is_floating_point() and parts.itemsize < torch.float32.itemsize
+    total = parts[0].float() if narrow else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)

@@ -1,0 +1,97 @@
+"""GlooComm: ranks on CPUs of one machine. It is also the twin of the ways between CUDA devices.
+
+Ranks find each other by a file in a directory that only this user may read. Gloo then connects them over loopback, on ports that the kernel
+chooses. No process group of torch's is made the default one, so several groups may stand beside each other in a process.
+
+Ranks that call with different shapes are a bug of ours. Gloo ends the process then (SIGABRT), and says which sizes met.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
+
+from pagerunner.dist.base import CommError, sum_in_order
+
+_LOOPBACK = "127.0.0.1"
+_FILE = "ranks"
+
+
+class GlooComm:
+    """See Comm."""
+
+    def __init__(self, directory: Path, rank: int, size: int, seconds: float) -> None:
+        """Meet the other ranks in `directory`, which is made for one group and is empty before. No call waits longer than `seconds`.
+
+        Raises:
+            CommError: not all of the `size` ranks have come in time.
+            ValueError: the directory is open to other users, or `rank` isn't one of `size`.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"there is no rank {rank} among {size}")
+        if (mode := directory.stat().st_mode & 0o777) & 0o077:
+            raise ValueError(f"{directory} is open to other users (mode {mode:o}), who could take a rank's place")
+        self.rank, self.size, self._seconds = rank, size, seconds
+        self.calls = 0
+        """How many calls this rank has begun. A rank that has begun fewer than the others is the one that they wait for."""
+        limit = datetime.timedelta(seconds=seconds)
+        store = FileStore(str(directory / _FILE), size)
+        store.set_timeout(limit)
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = limit
+        with self._told("meeting the others"):
+            self._group = ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """See Comm. Each rank gets all parts and adds them up itself."""
+        x.copy_(sum_in_order(self._gathered(x, "all_reduce")))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        return self._gathered(x, "all_gather")
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """See Comm."""
+        if (data is not None) != (self.rank == root):
+            raise ValueError(f"rank {self.rank} has {'bytes' if data is not None else 'no bytes'}, and rank {root} tells them")
+        size = torch.tensor([len(data or b"")])
+        self._broadcast(size, root)
+        held = torch.empty(int(size), dtype=torch.uint8)
+        if data:
+            held.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(held):
+            self._broadcast(held, root)
+        return data if data is not None else held.numpy().tobytes()
+
+    def _gathered(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        found = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            own = x.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo doesn't know all dtypes
+            rows = found.view(self.size, -1).view(torch.uint8)
+            with self._told(name):
+                self._group.allgather([list(rows.unbind(0))], [own]).wait()
+        return found
+
+    def _broadcast(self, x: torch.Tensor, root: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        with self._told("broadcast"):
+            self._group.broadcast([x], options).wait()
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Errors of gloo as sentences with the rank, the call and the limit."""
+        self.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            late = "time" in str(error).lower() and "out" in str(error).lower()
+            why = f"waited {self._seconds:g} seconds for another rank" if late else "lost another rank"
+            reason = str(error).splitlines()[0].rpartition("] ")[2]
+            raise CommError(f"Rank {self.rank} of {self.size} has {why} in {what} ({reason}).") from error
