@@ -1,76 +1,27 @@
-"""What one of several devices would hold of a model, from its declarations alone; nothing here knows a format."""
+"""Layers of the sizes that one of several ranks has, made from declarations alone; nothing here knows a format."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 
-from pagerunner.layers.cuts import Features
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
+from pagerunner.layers.shares import Parts, Share
 from pagerunner.models.checkpoint.forms import Forms
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.decoder import CausalLM
 from pagerunner.quant.base import Unquantized, UnquantizedExperts
 
-Parts = dict[Features, range]
 Layers = dict[Linear | Experts, list[str]]
 """Layers, and for each of their parts the name of the checkpoint's module that it comes from."""
 
 
-class CannotBeCutError(Exception):
-    """Some features can't be divided among so many devices."""
-
-
-def together(tensors: Iterable[CheckpointTensor]) -> dict[Features, int]:
-    """How many neighbours of each of the features can't be divided."""
-    found: dict[Features, int] = {}
-    for tensor in tensors:
-        for features, count in tensor.cut.together().items() if tensor.cut is not None else ():
-            found[features] = math.lcm(found.get(features, 1), count)
-    return found
-
-
-def parts(tensors: Iterable[CheckpointTensor], devices: int) -> list[Parts]:
-    """Each device's features, which are as many as the others' or as nearly so as can be."""
-    found = {features: _ranges(features, count, devices) for features, count in together(tensors).items()}
-    return [{features: ranges[device] for features, ranges in found.items()} for device in range(devices)]
-
-
-def _ranges(features: Features, together: int, devices: int) -> list[range]:
-    count = features.count
-    if features.repeated and devices % count == 0 and together == 1:
-        return [range(device * count // devices, device * count // devices + 1) for device in range(devices)]
-    pieces = -(-count // together)
-    if pieces < devices or (features.even and (count % together or pieces % devices)):
-        raise CannotBeCutError(f"{count} {features.name}, {together} together, among {devices}")
-    bounds = [min(device * pieces // devices * together, count) for device in range(devices + 1)]
-    return [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-
-
-def shape_of(tensor: CheckpointTensor, own: Parts) -> tuple[int, ...]:
-    """The shape of a device's part of the tensor."""
-    shape = list(tensor.sink.shape)
-    if tensor.cut is not None:
-        shape[tensor.cut.dimension] = sum(part.stop - part.start for part in tensor.cut.slices(own))
-    return tuple(shape)
-
-
-def taken(tensor: CheckpointTensor, held: torch.Tensor, own: Parts) -> torch.Tensor:
-    """A device's part of the tensor."""
-    held = held.reshape(tensor.sink.shape)
-    if tensor.cut is None:
-        return held
-    dimension = tensor.cut.dimension
-    return torch.cat([held.narrow(dimension, s.start, s.stop - s.start) for s in tensor.cut.slices(own)], dimension)
-
-
-def part_of(layer: Linear | Experts, tensors: Iterable[CheckpointTensor], own: Parts) -> Linear | Experts:
+def layer_part(layer: Linear | Experts, tensors: Iterable[CheckpointTensor], own: Parts) -> Linear | Experts:
     """A layer of the sizes that a device has, in floats. `tensors` are the whole one's."""
     made = copy.copy(layer)
     if isinstance(made, Experts):
@@ -92,31 +43,19 @@ def part_of(layer: Linear | Experts, tensors: Iterable[CheckpointTensor], own: P
     return made
 
 
-def fill(
-    part: Module,
-    prefix: str,
-    whole: Mapping[str, CheckpointTensor],
-    held: Mapping[str, torch.Tensor],
-    own: Parts,
-    device: int,
-) -> None:
-    """Load a device's part of a module from a checkpoint's whole tensors. `whole` are the declarations of the whole module."""
+def fill(part: Module, prefix: str, share: Share, held: Mapping[str, torch.Tensor]) -> None:
+    """Load a rank's part of a module from a checkpoint's whole tensors."""
 
     def put(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    for tensor in part.checkpoint(prefix):
-        declared, source = whole[tensor.name], held.get(tensor.name)
+    for tensor in share.checkpoint(part, prefix):
+        source = held.get(tensor.name)
         if source is None:
-            assert declared.sink.optional or declared.instead_of, tensor.name
+            assert tensor.sink.optional or tensor.instead_of, tensor.name
             continue
-        assert declared.sink.takes(tuple(source.shape))
-        if not declared.sink.fills:
-            declared.sink.put(source, put)
-            continue
-        source = taken(declared, source, own)
-        assert tensor.sink.takes(tuple(source.shape)), (tensor.name, source.shape, tensor.sink.shape)
-        tensor.sink.put(torch.zeros_like(source) if declared.once and device else source.contiguous(), put)
+        assert tensor.sink.takes(tuple(source.shape))
+        tensor.sink.put(source, put)
 
 
 def layers_of(model: Module, prefix: str = "") -> Layers:

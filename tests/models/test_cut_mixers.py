@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.parts import fill, parts
+from helpers.parts import fill
 from helpers.published import all_published
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.shares import Share, divided
 from pagerunner.layers.sublayer import Mixer, ResidualStream
 from pagerunner.models import bamba, deepseek, qwen3_next
 from pagerunner.models.checkpoint.loader import materialize, weights_bytes
@@ -124,9 +125,9 @@ def test_two_devices_with_half_of_the_heads_are_the_whole_mixer(case: str) -> No
         return one.o_proj(one.mix(ResidualStream(x), norm, angles, None, None))
 
     want, partial = out(whole), []
-    for device, taken in enumerate(parts(declared.values(), 2)):
+    for device, taken in enumerate(divided(declared.values(), 2)):
         part = ready(mixer(replace(own, **half), 0, torch.float32), seen)
-        fill(part, PREFIX, declared, tensors, taken, device)
+        fill(part, PREFIX, Share(whole, taken, device), tensors)
         partial.append(out(part))
     if mixer is bamba.Mamba2Mixer:
         # its norm's mean is over both devices' channels; up to there devices need nothing of each other

@@ -12,26 +12,16 @@ import torch
 
 from helpers.declared import check
 from helpers.effort import by_days
-from helpers.parts import (
-    CannotBeCutError,
-    Layers,
-    Parts,
-    fill,
-    layers_of,
-    part_of,
-    parts,
-    shape_of,
-    shorten,
-    store,
-    taken,
-)
+from helpers.parts import Layers, fill, layer_part, layers_of, shorten, store
 from helpers.published import Published, all_published
 from helpers.quantise import CONFIGS, PACKED, packed
+from pagerunner.errors import ConfigError
 from pagerunner.layers.attention import head_projection
 from pagerunner.layers.cuts import Features, Section, TensorCut
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.layers.shares import Parts, Share, divided, part_of, shape_of
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.loader import build_model, materialize, weights_bytes
 from pagerunner.models.configs.quantization import asked_format, read_format
@@ -97,10 +87,10 @@ def check_parts(model: Module, forms: Any, layers: Layers, devices: int) -> None
     for tensor in tensors:
         owned.setdefault(id(tensor.owner), []).append(tensor)
         assert tensor.cut is None or (tensor.sink.fills and not tensor.once)
-    for own in {repr(own): own for own in parts(tensors, devices)}.values():
+    for own in {repr(own): own for own in divided(tensors, devices)}.values():
         for layer, names in layers.items():
             mine = owned[id(layer)]
-            made = part_of(layer, mine, own)
+            made = layer_part(layer, mine, own)
             store(made, names, forms)
             wanted = [tensor for tensor in made.checkpoint() if tensor.sink.fills]
             declared = [tensor for tensor in mine if tensor.sink.fills]
@@ -117,7 +107,7 @@ def test_parts_of_all_tensors_of_a_layer_have_one_size(family: str, kind: str) -
     try:
         for devices in (2, 4):
             check_parts(model, forms, layers, devices)
-    except CannotBeCutError as error:  # step sizes of 128 heads are one block
+    except ConfigError as error:  # step sizes of 128 heads are one block
         assert (family, kind) == ("bamba", "fp8 block"), error
 
 
@@ -150,19 +140,19 @@ def devices_of(
     module: Module, tensors: dict[str, torch.Tensor], forms: Any, prefix: str, devices: int = 2
 ) -> Iterator[tuple[Any, Parts]]:
     """The module as each of the devices has it, loaded from the whole checkpoint by declarations alone."""
-    whole = {tensor.name: tensor for tensor in module.checkpoint(prefix)}
-    for device, own in enumerate(parts(whole.values(), devices)):
+    whole = list(module.checkpoint(prefix))
+    for device, own in enumerate(divided(whole, devices)):
         made: Any = copy.copy(module)
         names_of = {child: name for name, child in module.children()}
         for layer, names in layers_of(module, prefix).items():
-            part = part_of(layer, [tensor for tensor in whole.values() if tensor.owner is layer], own)
+            part = layer_part(layer, [tensor for tensor in whole if tensor.owner is layer], own)
             store(part, names, forms)
             if layer is module:
                 made = part
             else:
                 setattr(made, names_of[layer], part)
         give_memory(made)
-        fill(made, prefix, whole, tensors, own, device)
+        fill(made, prefix, Share(module, own, device), tensors)
         yield made, own
 
 
@@ -263,14 +253,14 @@ def test_key_value_heads_are_repeated_and_query_heads_are_not() -> None:
     """Eight devices with 16 query heads of 4 and 2 key/value heads: two of the former each, and one of the latter for four devices."""
     qkv = head_projection(32, 16, 2, 4, torch.float32, bias=False)
     weights = {tensor.name: torch.randn(tensor.sink.shape) for tensor in qkv.checkpoint("a.qkv.")}
-    own = parts(qkv.checkpoint("a.qkv."), 8)
+    own = divided(qkv.checkpoint("a.qkv."), 8)
     (k,) = (tensor for tensor in qkv.checkpoint("a.qkv.") if tensor.part == "k_proj")
-    assert torch.equal(taken(k, weights[k.name], own[3]), weights[k.name][:4])
-    assert torch.equal(taken(k, weights[k.name], own[4]), weights[k.name][4:])
+    assert torch.equal(part_of(k, weights[k.name], own[3]), weights[k.name][:4])
+    assert torch.equal(part_of(k, weights[k.name], own[4]), weights[k.name][4:])
     found = [part for part, _ in devices_of(Holder(qkv), weights, None, "a.", 8)]
     assert {part.qkv.out_features for part in found} == {(2 + 1 + 1) * 4}
-    with pytest.raises(CannotBeCutError, match="16 heads, 1 together, among 3"):
-        parts(qkv.checkpoint("a.qkv."), 3)
+    with pytest.raises(ConfigError, match=r"16 heads can't be divided among 3 ranks\..*: 1, 2, 4, 8, 16\.$"):
+        divided(qkv.checkpoint("a.qkv."), 3)
 
 
 class Holder(Module):

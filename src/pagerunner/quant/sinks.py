@@ -78,6 +78,10 @@ class Sink(ABC):
         """
         return shape == self.shape
 
+    def part_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The elements of `source` that the weights are filled with: all of them, unless the sink is one of several ranks'."""
+        return source
+
     @abstractmethod
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """Fill the weights from `source`, a host tensor of `shape` and one of `dtypes`.

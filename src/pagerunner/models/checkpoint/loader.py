@@ -28,6 +28,7 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
+from pagerunner.layers.shares import Share
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
@@ -142,8 +143,16 @@ def dummy_weights(model: Model, seed: int = 0) -> None:
             module.randomize(generator)
 
 
-def load_weights(model: Model, path: str | Path, progress: Progress | None = None, copy: CopyWeight = copy_now) -> None:
+def load_weights(
+    model: Model,
+    path: str | Path,
+    progress: Progress | None = None,
+    copy: CopyWeight = copy_now,
+    share: Share | None = None,
+) -> None:
     """Fill every weight from the `*.safetensors` of the model directory `path`, as `model.checkpoint()` says.
+
+    With a `share` the model is that of one of several ranks, and it is filled with its parts of the whole model's tensors.
 
     Scales of fp8 keys and values are no weights: `kv_scales` reads them.
 
@@ -155,7 +164,8 @@ def load_weights(model: Model, path: str | Path, progress: Progress | None = Non
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape or dtype; named.
     """
     directory = Path(path)
-    known = {tensor.name: tensor for tensor in model.checkpoint()}
+    declared = model.checkpoint() if share is None else share.checkpoint(model)
+    known = {tensor.name: tensor for tensor in declared}
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     started = time.perf_counter()
@@ -371,12 +381,13 @@ def _check_extra(
     file: Path, name: str, tied: torch.Tensor | None, known: Mapping[str, CheckpointTensor], asked_by: str
 ) -> None:
     """A tied model's file may repeat the embedding as its output weights; nothing else may be left over."""
-    tables = (tensor.owner.table_VD for tensor in known.values() if isinstance(tensor.owner, Embedding))
-    embedding = next(tables, None)
-    if tied is None or embedding is None:
+    tables = ((one.owner.table_VD, one.sink) for one in known.values() if isinstance(one.owner, Embedding))
+    embedding, sink = next(tables, (None, None))
+    if tied is None or embedding is None or sink is None:
         said = "config.json describes" if asked_by == Module.asked_by else f"config.json describes with {asked_by}"
         raise CheckpointError(f"{file}: the tensor {name} is not part of the model that {said}.")
-    if tied.shape != embedding.shape or not torch.equal(tied.to(embedding.dtype).to(embedding.device), embedding):
+    own = sink.part_of(tied) if tied.shape == sink.shape else tied
+    if own.shape != embedding.shape or not torch.equal(own.to(embedding.dtype).to(embedding.device), embedding):
         raise CheckpointError(
             f"{file}: {name} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings."
         )
