@@ -1,0 +1,200 @@
+"""A rank is an ordinary worker: plans that travelled as bytes, and nothing else, make it compute what the first rank computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import effort
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors.base import Pending, Started
+from pagerunner.engine.startup.build import build_on
+from pagerunner.engine.startup.measure import MemoryFacts
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker.worker import LoadedWorker, load_worker
+from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, StructuredOutputsParams
+from pagerunner.types.request import Grammar
+
+
+class SamePending:
+    """A step on all ranks, which must have the same result."""
+
+    def __init__(self, plan: StepPlan, pendings: Sequence[Pending]) -> None:
+        self._plan, self._pendings = plan, pendings
+        self.in_graph = pendings[0].in_graph
+
+    def result(self) -> StepResult:
+        first, *others = [pending.result() for pending in self._pendings]
+        for other in others:
+            assert other == first, self._plan
+        return first
+
+
+class Ranks:
+    """Workers of one process. The first gets the core's plans, each of the others a copy from bytes."""
+
+    facts: Sequence[MemoryFacts] = ()
+
+    def __init__(self, loaded: Sequence[LoadedWorker]) -> None:
+        self._loaded = loaded
+        self.bytes_sent = 0
+        self.plans = 0
+        self.seen: set[str] = set()
+
+    def take_pages(self, num_bytes: int) -> Started:
+        started = [worker.take_pages(num_bytes) for worker in self._loaded]
+        self._workers: list[Any] = [one.executor for one in started]
+        return Started(self, started[0].startup)
+
+    def run(self, plan: StepPlan) -> SamePending:
+        data = msgspec.msgpack.encode(plan)
+        self.plans += 1
+        self.bytes_sent += len(data)
+        self.seen |= {name for name in StepPlan.__struct_fields__ if getattr(plan, name)}
+        first, *others = self._workers
+        pendings = [first.run(plan)]
+        pendings += [worker.run(msgspec.msgpack.decode(data, type=StepPlan)) for worker in others]
+        return SamePending(plan, pendings)
+
+    def prepare_sleep(self, level: int) -> None:
+        for worker in self._workers:
+            worker.prepare_sleep(level)
+
+    def sleep(self, level: int) -> None:
+        for worker in self._workers:
+            worker.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        for worker in self._workers:
+            worker.wake_up(tags)
+
+    @property
+    def sleep_level(self) -> int | None:
+        first, *others = [worker.sleep_level for worker in self._workers]
+        assert all(level == first for level in others)
+        level: int | None = first
+        return level
+
+    @property
+    def busy_seconds(self) -> float:
+        busy: float = self._workers[0].busy_seconds
+        return busy
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    def make(family: str) -> str:
+        if family == "demo":
+            return str(demo_path())
+        made = tmp_path_factory.mktemp(family)
+        if family == "qwen3_next":
+            return str(
+                make_hybrid_directory(
+                    made, family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+                )
+            )
+        if family == "gemma3_text":
+            return str(make_window_checkpoint(made, family))
+        return str(make_checkpoint(made, family, num_hidden_layers=2))
+
+    return make
+
+
+def start(model: str, **settings: Any) -> tuple[EngineCore, Ranks]:
+    limits = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8}
+    args = EngineArgs(model=model, max_in_flight=2, poison_fresh_pages=True, **limits | settings)  # type: ignore[arg-type]
+    resolved = resolve(args)
+    ranks = Ranks([load_worker(resolved, rank=rank) for rank in range(2)])
+    return build_on(resolved, ranks), ranks
+
+
+def requests(seed: int, count: int) -> list[EngineRequest]:
+    """Of all kinds, with prompts that begin alike."""
+    choose = random.Random(seed)
+    begin = [5 + choose.randrange(200) for _ in range(48)]
+    found = []
+    for number in range(count):
+        shared = begin[: choose.choice((0, 16, 33, 48))]
+        prompt = [*shared, *(5 + choose.randrange(200) for _ in range(choose.randint(1, 20)))]
+        most = choose.randint(8, 28)
+        params = choose.choice(
+            (
+                SamplingParams(temperature=0, max_tokens=most, ignore_eos=True),
+                SamplingParams(temperature=1, seed=number, top_k=30, top_p=0.9, max_tokens=most, ignore_eos=True),
+                SamplingParams(temperature=1, presence_penalty=0.7, min_p=0.01, logprobs=3, max_tokens=most),
+                SamplingParams(temperature=0, prompt_logprobs=2, logit_bias={7: 3.0}, max_tokens=most, ignore_eos=True),
+            )
+        )
+        found.append(
+            EngineRequest(
+                request_id=f"{seed}-{number}",
+                prompt_token_ids=prompt,
+                params=params,
+                seed=seed * 1000 + number,
+                max_tokens=most,
+                bad_words_ids=((9, 10),) if number % 3 == 0 else (),
+            )
+        )
+    return found
+
+
+def run(core: EngineCore, asked: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    waiting = list(asked)
+    tokens: dict[str, list[int]] = {}
+    while waiting or core.has_work:
+        for request in waiting[:4]:
+            core.add(request)
+        del waiting[:4]
+        for update in core.step():
+            tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_a_worker_that_gets_plans_as_bytes_computes_what_the_first_does(
+    directory: Callable[[str], str], family: str
+) -> None:
+    """With prefix hits, chunks, preemption, seeds, penalties, scores, and sleep between."""
+    core, ranks = start(directory(family), enable_sleep_mode=True)
+    for seed in range(effort(2, 12)):
+        tokens = run(core, requests(seed, 10))
+        assert len(tokens) == 10
+        core.sleep((seed + 1) % 3)
+        core.wake_up()
+    stats = core.stats()
+    assert stats.prefix_hits_total > 0 and stats.preemptions_total > 0
+    assert {"admitted", "table_writes", "zero"} <= ranks.seen
+    assert ("state_saves" in ranks.seen) == (family == "qwen3_next")
+    assert ranks.bytes_sent / ranks.plans < 4_000
+
+
+def test_masks_of_a_grammar_travel(directory: Callable[[str], str]) -> None:
+    core, ranks = start(directory("demo"), num_gpu_blocks_override=24)
+    asked = EngineRequest(
+        request_id="guided",
+        prompt_token_ids=[40, 41, 42],
+        params=SamplingParams(
+            temperature=1, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[0-9]{6}")
+        ),
+        seed=3,
+        max_tokens=12,
+        grammar=Grammar("start: /[0-9]{6}/"),
+    )
+    assert run(core, [asked])["guided"]
+    assert "masks" in ranks.seen
+
+
+def test_facts_travel() -> None:
+    facts = MemoryFacts(rank=1, total=80 * 2**30, free=61 * 2**30, taken={"weights": 15 * 2**30, "pages": 2**21})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=MemoryFacts) == facts
+    assert (facts.left, facts.other) == (61 * 2**30 - 2**25 + 2**21, (("weights", 15 * 2**30),))
+    assert facts.room(0.5) == 25 * 2**30
