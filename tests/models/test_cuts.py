@@ -141,7 +141,8 @@ def devices_of(
 ) -> Iterator[tuple[Any, Parts]]:
     """The module as each of the devices has it, loaded from the whole checkpoint by declarations alone."""
     whole = list(module.checkpoint(prefix))
-    for device, own in enumerate(divided(whole, devices)):
+    ranks = divided(whole, devices)
+    for device, own in enumerate(ranks):
         made: Any = copy.copy(module)
         names_of = {child: name for name, child in module.children()}
         for layer, names in layers_of(module, prefix).items():
@@ -152,7 +153,7 @@ def devices_of(
             else:
                 setattr(made, names_of[layer], part)
         give_memory(made)
-        fill(made, prefix, Share(module, own, device), tensors)
+        fill(made, prefix, Share(module, ranks, device), tensors)
         yield made, own
 
 

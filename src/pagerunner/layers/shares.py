@@ -8,7 +8,7 @@ tensor [9216, 4096] it reads rows 4,608 to 9,215.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -104,16 +104,26 @@ class Declares(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory."""
+    """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory; `ranks` is what each has."""
 
     whole: Declares
-    parts: Parts
+    ranks: Sequence[Parts]
     rank: int
 
     @classmethod
     def of(cls, whole: Declares, rank: int, ranks: int) -> Share:
         """The share of one of `ranks` ranks. Raises ConfigError as `divided`."""
-        return cls(whole, divided(whole.checkpoint(), ranks)[rank], rank)
+        return cls(whole, divided(whole.checkpoint(), ranks), rank)
+
+    @property
+    def parts(self) -> Parts:
+        """The rank's own features."""
+        return self.ranks[self.rank]
+
+    @property
+    def counts(self) -> dict[tuple[str, int], int]:
+        """How many of the whole model's features, by their name and count, the rank has."""
+        return {(features.name, features.count): len(own) for features, own in self.parts.items()}
 
     def checkpoint(self, own: Declares, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the rank's model `own` takes of the whole model's checkpoint. The sinks are good for one load."""

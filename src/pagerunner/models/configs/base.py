@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagerunner.config import Dtype, KVDtype
+from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import Spec
 from pagerunner.quant.formats import Format
 
@@ -44,6 +45,13 @@ class ModelConfig(ABC):
     def attention_scores(self) -> frozenset[str]:
         """What attention scores have beside a scale: "sinks", "softcap". Backends say which of them they compute."""
         return frozenset()
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> ModelConfig:
+        """The config of the model that one of several ranks has, with `own` of the features, by their name and count in the whole model.
+
+        Raises ConfigError for a family whose ranks can't compute together.
+        """
+        raise ConfigError(f"Models of the family {self.family} can't be divided among ranks yet.")
 
     @abstractmethod
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:

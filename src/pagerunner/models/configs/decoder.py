@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
@@ -31,6 +32,18 @@ class DecoderConfig(ModelConfig):
     qk_norm: bool = False
     window: int = 0
     windowed: tuple[bool, ...] = ()
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> ModelConfig:
+        """See ModelConfig. A family with more features than these says itself what becomes of them."""
+        if type(self) is not DecoderConfig:
+            return super().of_rank(own)
+        return replace(
+            self,
+            num_heads=own["heads", self.num_heads],
+            num_kv_heads=own["kv_heads", self.num_kv_heads],
+            intermediate_size=own["inner", self.intermediate_size],
+            vocab_size=own["vocabulary", self.vocab_size],
+        )
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """A window or full attention in every layer."""

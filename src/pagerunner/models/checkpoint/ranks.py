@@ -1,0 +1,61 @@
+"""The model of one of several ranks: it has the sizes of the rank's share, and computes the whole model's output together with the others.
+
+A rank's model is built from a narrower config. Its files know nothing of ranks: where columns of a matrix, or token ids, are divided, the
+layer's form is put into another one that sums up or gathers (quant/ranked.py).
+"""
+
+from __future__ import annotations
+
+from pagerunner.config import Dtype
+from pagerunner.dist.base import Comm
+from pagerunner.errors import ConfigError
+from pagerunner.layers.embedding import Embedding, vocabulary
+from pagerunner.layers.linear import Linear
+from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.layers.shares import Share
+from pagerunner.models.checkpoint.loader import Model, build_model
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.quant.ranked import OfVocabulary, Summed
+
+
+def build_share(
+    config: ModelConfig, dtype: Dtype, device: str, rank: int, ranks: int, *, keep_forms: bool | None = None
+) -> tuple[Model, Share]:
+    """The model of one of `ranks` ranks, as `build_model` makes it, and its share of the whole model `config`.
+
+    Until `join_ranks` its products are those of its part alone.
+
+    Raises:
+        ConfigError: the model can't be divided among so many ranks.
+    """
+    whole = build_model(config, dtype, keep_forms=keep_forms)
+    share = Share.of(whole, rank, ranks)
+    own = build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep_forms)
+    return own, share
+
+
+def join_ranks(model: Model, share: Share, comm: Comm) -> None:
+    """Make the layers of a rank's `model` compute what the whole model's do, together with those of the other ranks.
+
+    To be called when layers have their forms, and before they have memory.
+
+    Raises:
+        ConfigError: the checkpoint orders columns of a matrix by group, so that ranks would need all of its inputs.
+    """
+    declared: dict[Module, list[CheckpointTensor]] = {}
+    for tensor in model.checkpoint():
+        declared.setdefault(tensor.owner, []).append(tensor)
+    for layer, tensors in declared.items():
+        if not isinstance(layer, Linear | Embedding):
+            continue
+        cuts = [tensor.cut for tensor in tensors if tensor.cut is not None]
+        names = {section.features.name for cut in cuts for section in cut.sections}
+        if vocabulary(1).name in names:
+            (ids,) = {features for features in share.parts if features.name == vocabulary(1).name}
+            layer.store(OfVocabulary(layer.method, comm, [parts[ids] for parts in share.ranks]))
+        elif isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":
+            if not cuts:
+                raise ConfigError(
+                    f"{tensors[0].name}: columns that are ordered by group (desc_act) can't be divided among ranks."
+                )
+            layer.store(Summed(layer.method, comm))

@@ -1,0 +1,77 @@
+"""Forms around a form, for a rank that holds a part of a matrix: the ranks' products become that of the whole matrix.
+
+Shape letters: T tokens, I input features, O output features, V token ids of the whole model, D features of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from pagerunner.dist.base import Comm
+from pagerunner.ops.stored import Stored
+from pagerunner.quant.base import WeightMethod, Weights
+from pagerunner.quant.sinks import Sink
+
+
+class Ranked(WeightMethod):
+    """A rank's part of a matrix, which is kept as `own` keeps it. Products that are joined with others are computed one after another."""
+
+    def __init__(self, own: WeightMethod, comm: Comm) -> None:
+        self.own, self.comm = own, comm
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """See WeightMethod; of the part."""
+        return self.own.create(out_features, in_features, dtype)
+
+    def sinks(self, weights: Mapping[str, torch.Tensor], rows: slice) -> dict[str, Sink]:
+        """See WeightMethod; of the part."""
+        return self.own.sinks(weights, rows)
+
+    def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightMethod; the part."""
+        return self.own.dense(weights)
+
+    def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
+        """See WeightMethod; of the part."""
+        return self.own.matrices(weights)
+
+    def randomize(self, weights: Weights, generator: torch.Generator) -> None:
+        """See WeightMethod; the part."""
+        self.own.randomize(weights, generator)
+
+
+class Summed(Ranked):
+    """Columns of a matrix. The ranks' products are added up; a bias is one rank's alone, and others have zeros."""
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The whole matrix's output, from this rank's inputs."""
+        out_TO = self.own.apply(x_TI, weights)
+        self.comm.all_reduce_(out_TO)
+        return out_TO
+
+
+class OfVocabulary(Ranked):
+    """Rows of token ids: of an embedding, of output weights, or of both. `ids` are those of each rank."""
+
+    def __init__(self, own: WeightMethod, comm: Comm, ids: Sequence[range]) -> None:
+        super().__init__(own, comm)
+        self._ids = ids
+        self._widest = max(map(len, ids))
+
+    def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Rows of any token ids, [T, D]. Each is one rank's, and others add zeros."""
+        own = self._ids[self.comm.rank]
+        places_T = numbers_T - own.start
+        rows_TD = self.own.rows(places_T.clamp(0, len(own) - 1), weights)
+        rows_TD = rows_TD.masked_fill(((places_T < 0) | (places_T >= len(own))).unsqueeze(1), 0.0)
+        self.comm.all_reduce_(rows_TD)
+        return rows_TD
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Scores of all token ids, [T, V]."""
+        own_TO = self.own.apply(x_TI, weights)
+        all_RTO = self.comm.all_gather(pad(own_TO, (0, self._widest - own_TO.shape[1])))
+        return torch.cat([part_TO[:, : len(ids)] for part_TO, ids in zip(all_RTO, self._ids, strict=True)], 1)

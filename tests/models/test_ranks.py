@@ -1,0 +1,212 @@
+"""Ranks with a share of a model each compute together what the whole model computes, and all of them the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoints import make_checkpoint
+from helpers.forward import Harness, load, prompts
+from helpers.published import all_published
+from helpers.quantise import quantise
+from helpers.ranks import Ranks
+from helpers.threads_of_ranks import in_ranks
+from pagerunner.dist.base import Comm
+from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.null import NullComm
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.shares import Share
+from pagerunner.models.checkpoint.loader import Model, load_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.panels import store_in_panels
+from pagerunner.models.checkpoint.ranks import build_share, join_ranks
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.reader import read_model_config
+
+LENGTHS = [5, 23, 1]
+NEW_TOKENS = 6
+SIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "two ranks": (2, {}),
+    "three ranks, inner features and token ids in unequal parts": (
+        3,
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 100,
+            "vocab_size": 515,
+        },
+    ),
+    "four ranks, two of them with the same key/value head": (4, {"num_attention_heads": 8, "vocab_size": 513}),
+    "three ranks with one key/value head": (3, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1}),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+}
+
+
+def of_rank(path: Path, comm: Comm, *, panels: bool = False) -> tuple[Model, ModelConfig, Share]:
+    """A rank's model, loaded from the whole checkpoint."""
+    config = read_model_config(path)
+    model, share = build_share(config, "float32", "cpu", comm.rank, comm.size)
+    if panels:
+        store_in_panels(model)
+    join_ranks(model, share, comm)
+    materialize(model, torch.full((weights_bytes(model),), 255, dtype=torch.uint8))
+    load_weights(model, path, share=share)
+    return model, config.of_rank(share.counts), share
+
+
+def tokens_and_scores(model: Model, config: ModelConfig, chunk: int) -> tuple[list[list[int]], torch.Tensor]:
+    harness = Harness(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
+    found = harness.generate(prompts(LENGTHS), NEW_TOKENS, chunk=chunk)
+    return [one.tokens for one in found], torch.stack([score for one in found for score in one.logprobs])
+
+
+def check(path: Path, size: int, directory: Path, chunk: int = 7, *, panels: bool = False) -> None:
+    with torch.inference_mode():
+        tokens, scores = tokens_and_scores(*load(path), chunk)
+
+    @torch.inference_mode()
+    def act(comm: GlooComm) -> Any:
+        model, config, _ = of_rank(path, comm, panels=panels)
+        return tokens_and_scores(model, config, chunk)
+
+    found = in_ranks(size, directory, act)
+    for got, same in found:
+        assert got == tokens
+        assert torch.equal(same, found[0][1]), "ranks differ"
+        torch.testing.assert_close(same, scores, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", SIZES)
+def test_ranks_compute_the_whole_model(family: str, case: str, tmp_path: Path) -> None:
+    size, sizes = SIZES[case]
+    check(make_checkpoint(tmp_path, family, **FAMILIES[family], **sizes), size, tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_matrices_in_panels_are_divided_too(family: str, tmp_path: Path) -> None:
+    check(make_checkpoint(tmp_path, family, **FAMILIES[family]), 2, tmp_path / "ranks", panels=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["compressed-tensors channel", "modelopt tensor", "fp8 block", "int4", "gptq", "awq", "nvfp4"]
+)
+def test_ranks_divide_checkpoints_in_few_bits(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", hidden_size=192, head_dim=96, intermediate_size=384)
+    quantise(path, kind)
+    check(path, 2, tmp_path / "ranks")
+
+
+def test_columns_ordered_by_group_are_refused_by_name(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", hidden_size=192, head_dim=96, intermediate_size=384)
+    quantise(path, "gptq zeros permuted")
+    with pytest.raises(ConfigError, match=r"_proj.*desc_act"):
+        of_rank(path, NullRank(0, 2))
+
+
+class NullRank(NullComm):
+    """One of several ranks that never speaks to the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def work(rank: int, size: int, directory: Path) -> Any:
+    with torch.inference_mode():
+        model, config, _ = of_rank(directory / "model", GlooComm(directory, rank, size, 60.0))
+        tokens, scores = tokens_and_scores(model, config, 7)
+    return tokens, scores.view(torch.int32).sum().item()
+
+
+def test_ranks_in_processes_have_the_tokens_of_the_whole_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3").rename(tmp_path / "model")
+    with torch.inference_mode():
+        tokens, _ = tokens_and_scores(*load(tmp_path / "model"), 7)
+    with Ranks(work, 2, tmp_path) as ranks:
+        first, second = ranks.line(0), ranks.line(1)
+    assert first == second and first[0] == tokens
+
+
+def all_shares(path: Path, size: int) -> Iterator[tuple[Model, Share]]:
+    for rank in range(size):
+        model, _, share = of_rank(path, NullRank(rank, size))
+        yield model, share
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_reads_its_part_of_a_file_and_no_more(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are views of the mapped file. Columns are copied, as many as the rank has."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": False}
+    path = make_checkpoint(tmp_path, "qwen3", **sizes)
+    config = read_model_config(path)
+    whole = sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
+    read: list[int] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        assert source.is_contiguous()
+        read.append(source.numel())
+        target.copy_(source)
+
+    shares = []
+    for rank in range(size):
+        model, share = build_share(config, "float32", "cpu", rank, size)
+        materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
+        read.clear()
+        load_weights(model, path, copy=copy, share=share)
+        held = sum(tensor.numel() for module in model.modules() for tensor in module.weights.values())
+        shares.append(sum(read))
+        assert sum(read) == held
+    norms = 64 * 5 + 16 * 4  # each rank has all of these
+    assert sum(shares) == whole + (size - 1) * norms
+
+
+def test_a_tied_models_output_weights_in_the_file_are_compared_by_each_rank(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True, vocab_size=513)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    assert len(list(all_shares(path, 2))) == 2
+    tensors["lm_head.weight"][400] += 1
+    save_file(tensors, file, {"format": "pt"})
+    of_rank(path, NullRank(0, 2))  # it is the other one's row
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        of_rank(path, NullRank(1, 2))
+
+
+def test_a_tensor_of_another_shape_is_named_with_the_whole_shape(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:48].clone()  # what a rank of two wants
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has shape \[48, 64\]; the config asks for \[96, 64\]"):
+        of_rank(path, NullRank(0, 2))
+
+
+def test_sizes_that_can_not_be_divided_are_refused_with_those_that_can(tmp_path: Path) -> None:
+    config = read_model_config(make_checkpoint(tmp_path, "qwen3", num_attention_heads=12, num_key_value_heads=4))
+    with pytest.raises(ConfigError, match=r"12 heads can't be divided among 5 ranks\. .*: 1, 2, 4, 12\.$"):
+        build_share(config, "float32", "cpu", 0, 5)
+    with pytest.raises(ConfigError, match=r"4 kv_heads can't be divided among 3 ranks"):
+        build_share(config, "float32", "cpu", 0, 3)
+
+
+def test_families_whose_ranks_can_not_compute_together_yet_are_refused_by_name() -> None:
+    published = all_published()["openai/gpt-oss-20b"]
+    config = read_model_config(published.file, quantised=True)
+    with pytest.raises(ConfigError, match="family gpt_oss can't be divided among ranks yet"):
+        config.of_rank({})
