@@ -11,8 +11,11 @@ import torch
 from torch.nn.functional import pad
 
 from pagerunner.dist.base import Comm
+from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.pair_sums import PairSums
+from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import WeightMethod, Weights
+from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
 
 
@@ -51,6 +54,65 @@ class Summed(Ranked):
         out_TO = self.own.apply(x_TI, weights)
         self.comm.all_reduce_(out_TO)
         return out_TO
+
+
+class SummedExperts(ExpertMethod):
+    """Inner features of every expert. The ranks' outputs are added up once for all of a token's experts."""
+
+    def __init__(self, own: ExpertMethod, comm: Comm) -> None:
+        super().__init__(own.linear)
+        self.own, self.comm = own, comm
+
+    def create(self, experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
+        """See ExpertMethod; of the part."""
+        return self.own.create(experts, out_features, in_features, dtype)
+
+    def stacked(self, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, Sink]:
+        """See ExpertMethod; of the part."""
+        return self.own.stacked(weights, transposed=transposed)
+
+    def only_stacked(self, *, transposed: bool) -> bool:
+        """See ExpertMethod."""
+        return self.own.only_stacked(transposed=transposed)
+
+    def matrix(self, weights: Weights) -> torch.Tensor | Stored:
+        """See ExpertMethod; the part."""
+        return self.own.matrix(weights)
+
+    def matrices(self, weights: Weights) -> tuple[Stored, ...]:
+        """See ExpertMethod; of the part."""
+        return self.own.matrices(weights)
+
+    def apply(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        gate_up: Weights,
+        down: Weights,
+        activation: GatedActivation,
+        *,
+        weigh_inputs: bool = False,
+        residual_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ExpertMethod; of the whole experts."""
+        out_TD = self.own.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs)
+        self.comm.all_reduce_(out_TD)
+        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+    def apply_then(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        gate_up: Weights,
+        down: Weights,
+        activation: GatedActivation,
+        *,
+        residual_TD: torch.Tensor,
+        weigh_inputs: bool = False,
+    ) -> PairSums | None:
+        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs."""
+        self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+        return None
 
 
 class OfVocabulary(Ranked):

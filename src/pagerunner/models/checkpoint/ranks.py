@@ -6,16 +6,19 @@ layer's form is put into another one that sums up or gathers (quant/ranked.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagerunner.config import Dtype
 from pagerunner.dist.base import Comm
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding, vocabulary
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
+from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, build_model
 from pagerunner.models.configs.base import ModelConfig
-from pagerunner.quant.ranked import OfVocabulary, Summed
+from pagerunner.quant.ranked import OfVocabulary, Summed, SummedExperts
 
 
 def build_share(
@@ -46,16 +49,28 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
     for tensor in model.checkpoint():
         declared.setdefault(tensor.owner, []).append(tensor)
     for layer, tensors in declared.items():
-        if not isinstance(layer, Linear | Embedding):
-            continue
-        cuts = [tensor.cut for tensor in tensors if tensor.cut is not None]
-        names = {section.features.name for cut in cuts for section in cut.sections}
-        if vocabulary(1).name in names:
-            (ids,) = {features for features in share.parts if features.name == vocabulary(1).name}
-            layer.store(OfVocabulary(layer.method, comm, [parts[ids] for parts in share.ranks]))
+        if isinstance(layer, Experts):
+            _check_divided(tensors)
+            layer.store(SummedExperts(layer.method, comm))
+        elif isinstance(layer, Linear | Embedding) and (ids := _token_ids(tensors, share)):
+            layer.store(OfVocabulary(layer.method, comm, ids))
         elif isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":
-            if not cuts:
-                raise ConfigError(
-                    f"{tensors[0].name}: columns that are ordered by group (desc_act) can't be divided among ranks."
-                )
+            _check_divided(tensors)
             layer.store(Summed(layer.method, comm))
+
+
+def _token_ids(tensors: Sequence[CheckpointTensor], share: Share) -> list[range]:
+    """Each rank's token ids if the tensors have a row for each; else none."""
+    name = vocabulary(1).name
+    cuts = [tensor.cut for tensor in tensors if tensor.cut is not None]
+    if not any(section.features.name == name for cut in cuts for section in cut.sections):
+        return []
+    (ids,) = (features for features in share.parts if features.name == name)
+    return [parts[ids] for parts in share.ranks]
+
+
+def _check_divided(tensors: Sequence[CheckpointTensor]) -> None:
+    if all(tensor.cut is None for tensor in tensors):
+        raise ConfigError(
+            f"{tensors[0].name}: columns that are ordered by group (desc_act) can't be divided among ranks."
+        )

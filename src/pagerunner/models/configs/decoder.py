@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec, WindowKV
@@ -33,15 +33,13 @@ class DecoderConfig(ModelConfig):
     window: int = 0
     windowed: tuple[bool, ...] = ()
 
-    def of_rank(self, own: Mapping[tuple[str, int], int]) -> ModelConfig:
-        """See ModelConfig. A family with more features than these says itself what becomes of them."""
-        if type(self) is not DecoderConfig:
-            return super().of_rank(own)
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
+        """See ModelConfig. A family that has inner features of another number says itself what becomes of them."""
         return replace(
             self,
             num_heads=own["heads", self.num_heads],
             num_kv_heads=own["kv_heads", self.num_kv_heads],
-            intermediate_size=own["inner", self.intermediate_size],
+            intermediate_size=own_inner(own, self.intermediate_size),
             vocab_size=own["vocabulary", self.vocab_size],
         )
 
@@ -52,6 +50,11 @@ class DecoderConfig(ModelConfig):
             return (full,) * self.num_layers
         windowed = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
         return tuple(windowed if short else full for short in self.windowed)
+
+
+def own_inner(own: Mapping[tuple[str, int], int], count: int) -> int:
+    """How many of `count` inner features a rank has; as many as there are where no layer of the model has such ones."""
+    return own.get(("inner", count), count)
 
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)

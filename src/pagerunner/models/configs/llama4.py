@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import ChunkedKV, FullKV, Spec
-from pagerunner.models.configs.decoder import DecoderConfig, read_decoder, read_rope
+from pagerunner.models.configs.decoder import DecoderConfig, own_inner, read_decoder, read_rope
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.moe import ignore_router_training, read_expert_counts
 
@@ -34,6 +35,10 @@ class Llama4Config(DecoderConfig):
     head_norm: bool
     temperature_floor: int
     temperature_scale: float
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
+        """See ModelConfig. Each rank has a part of every expert."""
+        return replace(super().of_rank(own), dense_size=own_inner(own, self.dense_size))
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """Chunks or full attention in every layer."""

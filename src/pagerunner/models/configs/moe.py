@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from pagerunner.models.configs.decoder import DecoderConfig, read_decoder, read_window
+from pagerunner.models.configs.decoder import DecoderConfig, own_inner, read_decoder, read_window
 from pagerunner.models.configs.fields import Fields
 
 
@@ -22,6 +23,10 @@ class Qwen3MoeConfig(DecoderConfig):
     expert_size: int
     normalise_weights: bool
     dense_layers: frozenset[int]
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
+        """See ModelConfig. Each rank has a part of every expert."""
+        return replace(super().of_rank(own), expert_size=own_inner(own, self.expert_size))
 
 
 def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
