@@ -22,40 +22,15 @@ from pagerunner.limits import TABLE
 
 HELPER_NAMES = ("PATH", "LANG", "LC_ALL", "TZ", *(LIMIT + limit.name for limit in TABLE))
 """What helpers may know, which work on what clients and checkpoints say."""
-ENGINE_NAMES = (
-    *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TMP", "TEMP", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV"),
-    *("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
-    *(
-        "CC",
-        "CXX",
-        "CFLAGS",
-        "CXXFLAGS",
-        "LDFLAGS",
-        "CPATH",
-        "C_INCLUDE_PATH",
-        "CPLUS_INCLUDE_PATH",
-        "LIBRARY_PATH",
-        "MAX_JOBS",
-    ),
+ENGINE_NAMES = frozenset(
+    "PATH HOME USER LOGNAME TMPDIR TMP TEMP LANG LANGUAGE TZ VIRTUAL_ENV TERM COLUMNS LINES NO_COLOR FORCE_COLOR "
+    "CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH MAX_JOBS".split()
 )
-ENGINE_PREFIXES = (
-    *("PAGERUNNER_", "LC_", "LD_", "XDG_", "PYTHON", "CONDA_", "COVERAGE_", "RUST_", "TQDM_"),
-    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_", "MALLOC_", "GLIBC_", "ASAN_"),
-    *(
-        "CUDA_",
-        "NVIDIA_",
-        "CUBLAS_",
-        "CUDNN_",
-        "NCCL_",
-        "NVSHMEM_",
-        "GLOO_",
-        "UCX_",
-        "NSYS_",
-        "QUADD_",
-        "NVTX_",
-        "CUPTI_",
-    ),
-    *("TORCH", "PYTORCH_", "KINETO_", "TRITON_", "FLASHINFER_", "TOKENIZERS_", "SAFETENSORS_"),
+ENGINE_PREFIXES = tuple(
+    "PAGERUNNER_ LC_ LD_ XDG_ PYTHON CONDA_ COVERAGE_ RUST_ TQDM_ TOKENIZERS_ SAFETENSORS_ "
+    "OMP_ KMP_ GOMP_ MKL_ OPENBLAS_ DNNL_ ONEDNN_ ATEN_ MALLOC_ GLIBC_ ASAN_ "
+    "CUDA_ NVIDIA_ NVCC_ CUBLAS_ CUDNN_ CUPTI_ NCCL_ NVSHMEM_ NVTX_ NSYS_ QUADD_ GLOO_ UCX_ "
+    "TORCH PYTORCH_ KINETO_ TRITON_ TVM_ FLASHINFER_".split()
 )
 """What an engine core or a rank may know: what compilers, libraries and drivers are set by, and the settings of this package."""
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")

@@ -54,10 +54,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_rank(path: Path, comm: Comm, *, panels: bool = False) -> tuple[Model, ModelConfig, Share]:
+def of_rank(
+    path: Path, comm: Comm, *, panels: bool = False, keep: bool | None = None
+) -> tuple[Model, ModelConfig, Share]:
     """A rank's model, loaded from the whole checkpoint."""
     config = read_model_config(path)
-    model, share = build_share(config, "float32", "cpu", comm.rank, comm.size)
+    model, share = build_share(config, "float32", "cpu", comm.rank, comm.size, keep_forms=keep)
     if panels:
         store_in_panels(model)
     join_ranks(model, share, comm)
@@ -72,13 +74,13 @@ def tokens_and_scores(model: Model, config: ModelConfig, chunk: int) -> tuple[li
     return [one.tokens for one in found], torch.stack([score for one in found for score in one.logprobs])
 
 
-def check(path: Path, size: int, directory: Path, chunk: int = 7, *, panels: bool = False) -> None:
+def check(path: Path, size: int, directory: Path, chunk: int = 7, **stored: Any) -> None:
     with torch.inference_mode():
         tokens, scores = tokens_and_scores(*load(path), chunk)
 
     @torch.inference_mode()
     def act(comm: GlooComm) -> Any:
-        model, config, _ = of_rank(path, comm, panels=panels)
+        model, config, _ = of_rank(path, comm, **stored)
         return tokens_and_scores(model, config, chunk)
 
     found = in_ranks(size, directory, act)
@@ -121,6 +123,14 @@ def test_ranks_divide_checkpoints_in_few_bits(kind: str, tmp_path: Path) -> None
     path = make_checkpoint(tmp_path, "qwen3", hidden_size=192, head_dim=96, intermediate_size=384)
     quantise(path, kind)
     check(path, 2, tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors channel", "fp8 block", "int4", "nvfp4"])
+def test_ranks_divide_weights_that_stay_in_few_bits(kind: str, tmp_path: Path) -> None:
+    """As on a CUDA device; products are computed by the kernels' twins."""
+    path = make_checkpoint(tmp_path, "qwen3", hidden_size=192, head_dim=96, intermediate_size=384)
+    quantise(path, kind)
+    check(path, 2, tmp_path / "ranks", keep=True)
 
 
 def test_columns_ordered_by_group_are_refused_by_name(tmp_path: Path) -> None:

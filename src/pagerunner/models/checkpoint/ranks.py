@@ -31,10 +31,12 @@ def build_share(
     Raises:
         ConfigError: the model can't be divided among so many ranks.
     """
-    whole = build_model(config, dtype, keep_forms=keep_forms)
+    keep = (
+        device.startswith("cuda") if keep_forms is None else keep_forms
+    )  # where matrices may be cut depends on their forms
+    whole = build_model(config, dtype, keep_forms=keep)
     share = Share.of(whole, rank, ranks)
-    own = build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep_forms)
-    return own, share
+    return build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep), share
 
 
 def join_ranks(model: Model, share: Share, comm: Comm) -> None:
