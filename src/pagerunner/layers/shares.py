@@ -1,8 +1,8 @@
 """What one of several ranks holds of a model: a range of each of its features, and so a part of each tensor of its checkpoint.
 
-The whole model, without memory, declares its tensors and how they may be cut (layers/cuts.py). A rank's model has the sizes of its own part.
-Example: the second of two ranks takes 4,608 of an MLP's 9,216 inner features. Its `up_proj` is [4608, 4096], and of the checkpoint's
-tensor [9216, 4096] it reads rows 4,608 to 9,215.
+The whole model, without memory, declares its tensors and how they may be cut (layers/cuts.py). A rank's model has the sizes
+of its own part. Example: the second of two ranks takes 4,608 of an MLP's 9,216 inner features. Its `up_proj` is [4608, 4096], and
+of the checkpoint's tensor [9216, 4096] it reads rows 4,608 to 9,215.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Declares(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory; `ranks` is what each has."""
+    """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory.
+
+    `ranks` are the features of each of the ranks.
+    """
 
     whole: Declares
     ranks: Sequence[Parts]

@@ -20,7 +20,7 @@ from pagerunner.quant.sinks import Sink
 
 
 class Ranked(WeightMethod):
-    """A rank's part of a matrix, which is kept as `own` keeps it. Products that are joined with others are computed one after another."""
+    """A rank's part of a matrix, which is kept as `own` keeps it. Operations that others join are computed one after another."""
 
     def __init__(self, own: WeightMethod, comm: Comm) -> None:
         self.own, self.comm = own, comm
