@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from helpers.patience import patient, until
-from helpers.serving import MODEL, RunningServer
+from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner import limits
+from pagerunner.config import EngineArgs
 from pagerunner.server import http, lingering
 from pagerunner.server.connection import ShortUrls
 
@@ -78,6 +80,31 @@ def test_half_open_sockets_are_closed_in_time(server: RunningServer, monkeypatch
         client.sendall(b"GET /health HTT")
         assert read_to_end(client).startswith(b"HTTP/1.1 200")
     assert answer(server) == before
+
+
+NOT_WAITED_FOR = {
+    "nothing": b"",
+    "half of the headers": b"GET /health HTTP/1.1\r\nHost: ",
+    "idle": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "answered, no byte of the body": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
+    "answered, a part of the body": b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nxxxx",
+    "answered, chunks": b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",
+    "refused": HEAD + b"Content-Length: 99000000\r\n\r\nxx",
+    "unreadable": b"GET\r\n\r\n",
+}
+
+
+def test_a_stop_waits_for_no_client_whose_answer_is_given(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", 100)
+    with contextlib.ExitStack() as clients:
+        with running_server(EngineArgs(model=str(text_side))) as server:
+            for data in NOT_WAITED_FOR.values():
+                client = clients.enter_context(connected(server))
+                client.sendall(data)
+                if b"\r\n\r\n" in data:
+                    assert client.recv(1000).startswith(b"HTTP/1.1 ")
+            began = time.monotonic()
+        assert time.monotonic() - began < patient(1.5)
 
 
 @pytest.mark.parametrize("drips", [False, True])
