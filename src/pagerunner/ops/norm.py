@@ -35,26 +35,10 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return scaled.mul_(weight_D)
 
 
-@rms_norm.on_cpu
-def _rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
-        return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=False)
-
-
 @gpu_kernel("norm")
 def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the norm of the sum."""
     return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
-
-
-@add_rms_norm_.on_cpu
-def _add_rms_norm_on_cpu(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> torch.Tensor:
-    if x_TD.dim() != 2 or not small.serves(x_TD, residual_TD, weight_D):
-        return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=False, residual_TD=residual_TD)
 
 
 @gpu_kernel("norm")
@@ -62,13 +46,6 @@ def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
     """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
     scaled = x_TD * _inverse_rms(x_TD, eps)
     return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
-
-
-@offset_rms_norm.on_cpu
-def _offset_rms_norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
-        return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=True)
 
 
 @gpu_kernel("norm")
@@ -79,13 +56,24 @@ def add_offset_rms_norm_(
     return offset_rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
 
 
-@add_offset_rms_norm_.on_cpu
-def _add_offset_rms_norm_on_cpu(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+def _norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool) -> torch.Tensor:
+    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
+        return NotImplemented
+    return small.rms_norm(x_TD, weight_D, eps, offset=offset)
+
+
+def _add_norm_on_cpu(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool
 ) -> torch.Tensor:
     if x_TD.dim() != 2 or not small.serves(x_TD, residual_TD, weight_D):
         return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=True, residual_TD=residual_TD)
+    return small.rms_norm(x_TD, weight_D, eps, offset=offset, residual_TD=residual_TD)
+
+
+rms_norm.on_cpu(functools.partial(_norm_on_cpu, offset=False))
+offset_rms_norm.on_cpu(functools.partial(_norm_on_cpu, offset=True))
+add_rms_norm_.on_cpu(functools.partial(_add_norm_on_cpu, offset=False))
+add_offset_rms_norm_.on_cpu(functools.partial(_add_norm_on_cpu, offset=True))
 
 
 @gpu_kernel("norm")

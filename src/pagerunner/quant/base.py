@@ -175,17 +175,8 @@ class ExpertMethod(ABC):
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `moe_experts`, [T, D]."""
-        return moe_experts(
-            x_TD,
-            routes,
-            self.matrix(gate_up),
-            self.matrix(down),
-            activation,
-            gate_up.get("bias"),
-            down.get("bias"),
-            weigh_inputs=weigh_inputs,
-            residual_TD=residual_TD,
-        )
+        own = self._operands(gate_up, down, activation)
+        return moe_experts(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
 
     def apply_then(
         self,
@@ -199,17 +190,14 @@ class ExpertMethod(ABC):
         weigh_inputs: bool = False,
     ) -> PairSums | None:
         """See `moe_experts_then`."""
-        return moe_experts_then(
-            x_TD,
-            routes,
-            self.matrix(gate_up),
-            self.matrix(down),
-            activation,
-            gate_up.get("bias"),
-            down.get("bias"),
-            residual_TD=residual_TD,
-            weigh_inputs=weigh_inputs,
-        )
+        own = self._operands(gate_up, down, activation)
+        return moe_experts_then(x_TD, routes, *own, residual_TD=residual_TD, weigh_inputs=weigh_inputs)
+
+    def _operands(
+        self, gate_up: Weights, down: Weights, activation: GatedActivation
+    ) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored, GatedActivation, torch.Tensor | None, torch.Tensor | None]:
+        """Both matrices, what is between them, and both biases."""
+        return self.matrix(gate_up), self.matrix(down), activation, gate_up.get("bias"), down.get("bias")
 
 
 class UnquantizedExperts(ExpertMethod):
