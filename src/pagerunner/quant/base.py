@@ -43,8 +43,8 @@ class WeightMethod(ABC):
         """What a checkpoint holds for the output features `rows`, by the last part of the tensors' names.
 
         Several linears of one input may be kept as one layer; then each fills its own rows. `rows` has a start and a stop.
-        The sinks' `axes` say where the tensors could be cut for several devices.
         It has a step of 2 where the rows of two linears alternate, as those of some experts' gates and ups.
+        The sinks' `axes` say where the tensors could be cut for several devices.
         """
 
     @abstractmethod
@@ -151,7 +151,10 @@ class ExpertMethod(ABC):
         return {}
 
     def only_stacked(self, *, transposed: bool) -> bool:
-        """Whether checkpoints never hold the experts' matrices one by one. `transposed`: those in floats never do."""
+        """Whether checkpoints never hold the experts' matrices one by one.
+
+        `transposed`: checkpoints in floats hold them together, input features before output features, and never one by one.
+        """
         return False
 
     @abstractmethod

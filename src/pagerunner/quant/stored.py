@@ -41,7 +41,7 @@ class StoredMethod(WeightMethod):
         return {}
 
     def only_stacked(self, *, transposed: bool) -> bool:
-        """Whether checkpoints never hold the experts' matrices one by one."""
+        """See `ExpertMethod.only_stacked`."""
         return False
 
     def check(self, out_features: int, in_features: int) -> None:
