@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,3 +41,29 @@ def test_a_region_is_reserved_once() -> None:
     arena.reserve("kv", 64)
     with pytest.raises(RuntimeError, match="kv"):
         arena.reserve("kv", 64)
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def flags_of(address: int) -> list[str]:
+    """What the kernel says of the memory at an address, such as "hg" where large pages are wanted."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, dash, last = line.split(" ")[0].partition("-")
+        if dash and not line[0].isupper():
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no memory is there")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this kernel has pages of one size")
+def test_large_pages_are_asked_for_again_after_sleep() -> None:
+    arena = CpuArena()
+    buffer = arena.reserve("weights", 16 << 20)
+    assert "hg" in flags_of(buffer.data_ptr() + (8 << 20))
+    arena.unmap("weights")
+    arena.map("weights")
+    assert "hg" in flags_of(buffer.data_ptr() + (8 << 20))
+    CpuArena().reserve("kv", 100)  # less than a page: nothing to ask for

@@ -8,6 +8,8 @@ buffer stay valid across unmap and map, but their contents do not. On a GPU a re
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Literal, Protocol
 
 import torch
@@ -60,6 +62,19 @@ class Arena(Protocol):
         ...
 
 
+def ask_for_large_pages(buffer: torch.Tensor) -> None:
+    """Ask the kernel for pages of 2 MiB behind host memory that nobody has touched yet; what it says doesn't matter.
+
+    Weights are read from beginning to end in every step. With pages of 4 KiB each of them costs a look into the page tables.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    first = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (buffer.data_ptr() + buffer.untyped_storage().size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if count > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(count), mmap.MADV_HUGEPAGE)
+
+
 class CpuArena:
     """An arena of plain host buffers. A reserved region is mapped whole: untouched host memory costs nothing."""
 
@@ -77,6 +92,7 @@ class CpuArena:
                 f"The {human_bytes(num_bytes)} of host memory that are wanted for {NAMES[tag]} can't be had: free memory, or "
                 "lower kv_cache_memory_bytes or num_gpu_blocks_override."
             ) from error
+        ask_for_large_pages(buffer)
         self._regions[tag] = (buffer, num_bytes)
         return buffer
 
@@ -91,6 +107,7 @@ class CpuArena:
         buffer, num_bytes = self._regions[tag]
         if buffer.untyped_storage().size() != num_bytes:
             buffer.untyped_storage().resize_(num_bytes)
+            ask_for_large_pages(buffer)
 
     def unmap(self, tag: Tag) -> None:
         """See Arena.unmap."""

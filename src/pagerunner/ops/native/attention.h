@@ -94,22 +94,25 @@ DEFINE_DOTS(1)
 DEFINE_DOTS(2)
 DEFINE_DOTS(3)
 
+// Into the second cache: a block's keys and values are more than the first one holds.
 INLINE void prefetch(const float *from, long count)
 {
-    for (long i = 0; i < count; i += 64 / sizeof *from) __builtin_prefetch(from + i);
+    for (long i = 0; i < count; i += 64 / sizeof *from) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Four keys at a time for all heads, so that memory is read from beginning to end. `keys` and `scores` have room for whole groups of four.
+// Values are fetched meanwhile; so are keys, of a piece's `first` block. Keys of later blocks were fetched while values were added.
 static void few_scores(
-    const float *q, long queries, long heads, const float **keys, const float **values, long count, long size, long value_size, float *scores)
+    const float *q, long queries, long heads, const float **keys, const float **values, long count, long size, long value_size, int first,
+    float *scores)
 {
     for (long j = count; j & 3; j++) keys[j] = keys[count - 1], values[j] = values[count - 1];
     for (long j = 0; j < count; j += 4) {
-        for (long i = j; i < j + 4; i++) {
-            prefetch(keys[min(i + 8, count - 1)], heads * size);
-            prefetch(values[i], heads * value_size);
-        }
         for (long h = 0; h < heads; h++) {
+            for (long i = j; i < j + 4; i++) {
+                if (first) prefetch(keys[min(i + 8, count - 1)] + h * size, size);
+                prefetch(values[i] + h * value_size, value_size);
+            }
             const float *own = q + h * queries * size;
             float *to = scores + h * queries * KEYS + j;
             long m = 0;
@@ -154,14 +157,18 @@ static void many_scores(const float *q, long queries, const float **keys, long c
     }
 }
 
-// out[m] += the sum over j of weights[m][j] * values[j], for M rows and VECTORS vectors of each value.
+// out[m] += the sum over j of weights[m][j] * values[j], for M rows and N vectors of each value.
 #define DEFINE_WEIGHTED(M, N)                                                                                               \
-    INLINE void weighted_##M##_##N(const float *weights, const float **values, long from, long count, float *out, long size) \
+    INLINE void weighted_##M##_##N(                                                                                         \
+        const float *weights, const float **values, long from, long count, float *out, long size, const float **ahead)      \
     {                                                                                                                       \
         Vector sum[M][N];                                                                                                   \
         _Pragma("GCC unroll 8") for (int m = 0; m < M; m++)                                                                 \
             _Pragma("GCC unroll 8") for (int n = 0; n < N; n++) sum[m][n] = load(out + m * size + n * LANES);               \
         for (long j = 0; j < count; j++) {                                                                                  \
+            if (ahead)                                                                                                      \
+                _Pragma("GCC unroll 8") for (int n = 0; n < N; n += 64 / sizeof(Vector))                                    \
+                    __builtin_prefetch(ahead[j] + from + n * LANES, 0, 2);                                                  \
             Vector row[N];                                                                                                  \
             _Pragma("GCC unroll 8") for (int n = 0; n < N; n++) row[n] = load(values[j] + from + n * LANES);                \
             _Pragma("GCC unroll 8") for (int m = 0; m < M; m++)                                                             \
@@ -180,29 +187,33 @@ DEFINE_WEIGHTED(3, 4)
 DEFINE_WEIGHTED(4, 2)
 DEFINE_WEIGHTED(6, 2)
 
-static void add_values(const float *weights, long queries, const float **values, long from, long count, float *out, long size)
+// `ahead`: the next block's keys are fetched meanwhile; NULL: there is none.
+static void add_values(
+    const float *weights, long queries, const float **values, long from, long count, float *out, long size, const float **ahead)
 {
     for (long m = 0; m < queries;) {
         const float *own = weights + m * KEYS;
         float *to = out + m * size;
+        const float **fetched = m ? NULL : ahead; // once is enough
         long left = queries - m, rows = left >= 6 && left != 8 ? 6 : min(left, 4), d = 0;
         if (rows == 1)
-            for (; d + 8 * LANES <= size; d += 8 * LANES) weighted_1_8(own, values, from + d, count, to + d, size);
+            for (; d + 8 * LANES <= size; d += 8 * LANES) weighted_1_8(own, values, from + d, count, to + d, size, fetched);
         if (rows == 3)
-            for (; d + 4 * LANES <= size; d += 4 * LANES) weighted_3_4(own, values, from + d, count, to + d, size);
+            for (; d + 4 * LANES <= size; d += 4 * LANES) weighted_3_4(own, values, from + d, count, to + d, size, fetched);
         if (rows <= 2)
             for (; d + 4 * LANES <= size; d += 4 * LANES)
-                rows == 2 ? weighted_2_4(own, values, from + d, count, to + d, size) : weighted_1_4(own, values, from + d, count, to + d, size);
+                rows == 2 ? weighted_2_4(own, values, from + d, count, to + d, size, fetched)
+                          : weighted_1_4(own, values, from + d, count, to + d, size, fetched);
         else
             for (; d + 2 * LANES <= size; d += 2 * LANES)
                 switch (rows) {
-                case 3: weighted_3_2(own, values, from + d, count, to + d, size); break;
-                case 4: weighted_4_2(own, values, from + d, count, to + d, size); break;
-                case 6: weighted_6_2(own, values, from + d, count, to + d, size); break;
+                case 3: weighted_3_2(own, values, from + d, count, to + d, size, fetched); break;
+                case 4: weighted_4_2(own, values, from + d, count, to + d, size, fetched); break;
+                case 6: weighted_6_2(own, values, from + d, count, to + d, size, fetched); break;
                 }
         for (long i = 0; i < rows; i++) {
             long e = d;
-            for (; e + LANES <= size; e += LANES) weighted_1_1(own + i * KEYS, values, from + e, count, to + i * size + e, size);
+            for (; e + LANES <= size; e += LANES) weighted_1_1(own + i * KEYS, values, from + e, count, to + i * size + e, size, NULL);
             for (; e < size; e++)
                 for (long j = 0; j < count; j++) to[i * size + e] += own[i * KEYS + j] * values[j][from + e];
         }
@@ -328,16 +339,22 @@ static void attend(const Piece *piece, float *scratch)
     long queries = (piece->last - piece->first) * group, all = piece->heads * queries;
     float *q = scratch, *scores = q + all * size, *out = scores + all * KEYS, *space = out + all * value_size;
     Softmax *softmax = (Softmax *)(space + PANEL * size);
-    const float *keys[KEYS], *values[KEYS];
+    const float *all_keys[2][KEYS], *all_values[2][KEYS];
     int many = queries >= MANY;
     copy_queries(piece, queries, many, q);
     for (long i = 0; i < all; i++) softmax[i] = (Softmax){-INFINITY, 0.0f};
     memset(out, 0, all * value_size * sizeof(float));
-    for (long block = oldest(call, position); block < end; block += KEYS) {
-        long count = min(KEYS, end - block);
-        find_slots(piece, start, block, count, keys, values);
+    long block = oldest(call, position), first = 1, turn = 0;
+    find_slots(piece, start, block, min(KEYS, end - block), all_keys[0], all_values[0]);
+    for (; block < end; block += KEYS, first = 0, turn ^= 1) {
+        long count = min(KEYS, end - block), behind = min(KEYS, end - block - KEYS);
+        const float **keys = all_keys[turn], **values = all_values[turn], **ahead = behind > 0 ? all_keys[turn ^ 1] : NULL;
+        if (ahead) {
+            find_slots(piece, start, block + KEYS, behind, ahead, all_values[turn ^ 1]);
+            for (long j = behind; j < KEYS; j++) ahead[j] = ahead[behind - 1];
+        }
         if (many) many_scores(q, queries, keys, count, size, scores, space);
-        else few_scores(q, queries, piece->heads, keys, values, count, size, value_size, scores);
+        else few_scores(q, queries, piece->heads, keys, values, count, size, value_size, first, scores);
         for (long i = 0; i < all; i++) {
             long own = position + i % queries / group;
             long from = min(max(oldest(call, own) - block, 0), count), to = max(min(own + 1 - block, count), from);
@@ -345,7 +362,7 @@ static void attend(const Piece *piece, float *scratch)
             else memset(scores + i * KEYS, 0, KEYS * sizeof(float));
         }
         for (long h = 0; h < piece->heads; h++)
-            add_values(scores + h * queries * KEYS, queries, values, h * value_size, count, out + h * queries * value_size, value_size);
+            add_values(scores + h * queries * KEYS, queries, values, h * value_size, count, out + h * queries * value_size, value_size, ahead);
     }
     put_out(piece, queries, softmax, out);
 }
