@@ -8,7 +8,7 @@ import torch
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.linear import Norm, linear
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import PairSums, add_pairs_, add_pairs_norm_, add_pairs_norm_linear_
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
@@ -283,3 +283,49 @@ def test_a_token_is_the_same_alone_and_among_others():
     every = moe_experts(x, routes, gate_up, down, SILU)
     some = Routes(routes.weights_TA[8:24], routes.experts_TA[8:24])
     assert torch.equal(every[8:24], moe_experts(x[8:24], some, gate_up, down, SILU))
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8 row", "fp8 block", "int8 row", "int4 f16 128"])
+@pytest.mark.parametrize("tokens", [1, 3, 17, 48, 90, 200])
+def test_what_all_tokens_pass_is_computed_beside_their_experts(form, tokens):
+    """Ten layers in a row, as a graph that is replayed: whoever reads what a program writes must have waited for it."""
+    features, inner, wide, experts = 768, 384, 640, 24
+
+    def matrix(outputs: int, inputs: int, number: int | None = None) -> torch.Tensor | Stored:
+        if form != "bf16":
+            return stored(form, outputs, inputs, experts=number, device="cuda")
+        return (random(*(() if number is None else (number,)), outputs, inputs) * 0.05).bfloat16()
+
+    gate_up, down = matrix(2 * inner, features, experts), matrix(features, inner, experts)
+    shared = Shared(matrix(2 * wide, features), matrix(features, wide))
+    x = random(tokens, features).bfloat16()
+    routes = [route(random(tokens, experts), Routing(4, normalise=True)) for _ in range(10)]
+    own, norm = (gate_up, down, SILU), Norm(torch.ones(features, device="cuda").bfloat16(), 1e-6)
+
+    def run(wait: bool) -> torch.Tensor:
+        stream = x.clone()
+        for one in routes:
+            normed = norm(stream)
+            pairs = moe_experts_then(normed, one, *own, residual_TD=stream, shared=shared)
+            if pairs is not None:
+                add_pairs_(stream, pairs)
+            if wait:
+                torch.cuda.synchronize()
+        return stream
+
+    normed, got, want = norm(x), x.clone(), x.float()
+    pairs = moe_experts_then(normed, routes[0], *own, residual_TD=got, shared=shared)
+    if pairs is not None:
+        add_pairs_(got, pairs)
+    exactly = (gate_up.float(), down.float(), SILU) if form == "bf16" else own
+    also = Shared(*(one.float() for one in shared)) if form == "bf16" else shared
+    moe_experts_then.twin(normed.float(), routes[0], *exactly, residual_TD=want, shared=also)
+    assert (got.float() - want).norm() <= 1e-2 * want.norm()
+    want = run(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(wait=False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, want)
+    assert not any(one.tiles.counts.any() for one in routes)

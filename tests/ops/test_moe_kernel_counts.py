@@ -14,7 +14,7 @@ from pagerunner.layers.moe import Router, kernels_of
 from pagerunner.ops import quantize as twins
 from pagerunner.ops.activation import SILU
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.routing import Routing, norm_expert_logits, route
 from pagerunner.ops.stored import Stored4, Stored8
 from pagerunner.runner.graphs import MIXED_SIZES
@@ -38,6 +38,13 @@ def weights(form: str, experts: int, outputs: int, inputs: int) -> Any:
     return Stored4(codes, torch.empty(experts, outputs, inputs // 32, dtype=torch.uint8), 32, "e2m1")
 
 
+def _of_expert_0(matrices: Any) -> Any:
+    """One expert's matrix in the same form."""
+    if isinstance(matrices, torch.Tensor):
+        return matrices[0]
+    return matrices._replace(codes=matrices.codes[0], scales=matrices.scales[0])
+
+
 def rounded(x_TI: torch.Tensor, dtype: torch.dtype, grouped: bool) -> twins.Quantized:
     """Memory as `quantize` gives it, without the arithmetic."""
     groups = -(-x_TI.shape[1] // twins.GROUP) if grouped else 1
@@ -51,9 +58,11 @@ class Layer:
         self.router = Router(FEATURES, experts, torch.bfloat16, Routing(active))
         self.experts = experts
         self.weights = weights(form, experts, 2 * INNER, FEATURES), weights(form, experts, FEATURES, INNER)
+        self.shared = Shared(*(_of_expert_0(one) for one in self.weights))
         self.x = torch.empty(MOST, FEATURES, dtype=torch.bfloat16)
         self.launches: set[Any] = set()
         monkeypatch.setattr(twins, "_quantized", rounded)
+        monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: None)
         monkeypatch.setattr(
             interpreter.InterpretedFunction,
             "run",
@@ -69,6 +78,8 @@ class Layer:
         routes = route.kernel(torch.empty(tokens, self.experts), self.router.routing)
         moe_experts.kernel(self.x[:tokens], routes._replace(order_P=None, starts_E1=None), *self.weights, SILU)
         moe_experts.kernel(self.x[:tokens], routes, *self.weights, SILU)
+        own = self.x[:tokens], routes, *self.weights, SILU
+        moe_experts_then.kernel(*own, residual_TD=self.x[:tokens], shared=self.shared)
         return self.launches
 
 

@@ -56,6 +56,11 @@ class Linear(Module):
         if self.has_bias:
             self.weights["bias"] = torch.empty(self.out_features, dtype=self.dtype, device="meta")
 
+    @property
+    def matrix(self) -> torch.Tensor | Stored | None:
+        """The matrix as products of `ops/` take it, [O, I]; None if there is more to the form's products."""
+        return self.method.matrix(self.weights)
+
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
         return self.method.apply(x_TI, self.weights)

@@ -11,6 +11,7 @@ from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.stored import Stored
 
 
 def inner_features(count: int) -> Features:
@@ -55,6 +56,13 @@ class GatedMLP(FeedForward):
             self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
         else:
             self.down_proj.add_(self.inner_of_norm(x_TD, norm), x_TD)
+
+    def matrices(self) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored] | None:
+        """Both matrices, if they and `silu(gate) * up` are all there is to the layer."""
+        if self.activation is not silu_and_mul or self.gate_up_proj.has_bias or self.down_proj.has_bias:
+            return None
+        both, down = self.gate_up_proj.matrix, self.down_proj.matrix
+        return None if both is None or down is None else (both, down)
 
     def inner_of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """What `down_proj` gets for `norm(x)`, [T, inner]."""

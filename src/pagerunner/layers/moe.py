@@ -17,7 +17,7 @@ from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
-from pagerunner.ops.moe import moe_experts, reads_groups
+from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
@@ -98,8 +98,10 @@ class Experts(Module):
         """Add that sum to `residual` in place."""
         self._apply(x_TD, routes, residual_TD)
 
-    def add_then(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> PairSums | None:
-        """Add that sum to `residual` in place, or return the pairs whose sums are still to be added."""
+    def add_then(
+        self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
+    ) -> PairSums | None:
+        """Add that sum to `residual` in place, or return the pairs whose sums are still to be added. The output of `shared` is added."""
         return self.method.apply_then(
             x_TD,
             routes,
@@ -108,6 +110,7 @@ class Experts(Module):
             self.activation,
             residual_TD=residual_TD,
             weigh_inputs=self.weigh_inputs,
+            shared=shared,
         )
 
     def _apply(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None) -> torch.Tensor:
@@ -318,8 +321,17 @@ class SparseMLP(FeedForward):
             self.shared.down_proj.add_(inner, stream.x_TD)
             return
         normed_TD, routes = self.router.of_stream(stream, norm)
-        self._add_shared(normed_TD, stream.x_TD)
-        stream.pairs = self.experts.add_then(normed_TD, routes, stream.x_TD)
+        beside = self._beside_experts()
+        if beside is None:
+            self._add_shared(normed_TD, stream.x_TD)
+        stream.pairs = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
+
+    def _beside_experts(self) -> Shared | None:
+        """The shared feed-forward as the experts' products take it; None if it takes more than two matrices and the experts' activation."""
+        if self.shared is None or self.shared_gate is not None or self.experts.activation != SILU:
+            return None
+        matrices = self.shared.matrices()
+        return None if matrices is None else Shared(*matrices)
 
     def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
         if self.shared is None:

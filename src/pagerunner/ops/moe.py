@@ -7,12 +7,14 @@ pairs of a token and an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.linear import linear, linear_add_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import RUN, Stored, Stored8, dense
@@ -27,6 +29,18 @@ def reads_groups(weights: Stored) -> bool:
     if group >= inputs or group % STEP == 0:
         return True
     return not isinstance(weights, Stored8) and group in (RUN // 2, RUN, 2 * RUN)
+
+
+class Shared(NamedTuple):
+    """A feed-forward that every token passes beside its experts, with their activation: gates above ups [2 S, D], and [D, S]."""
+
+    gate_up_2SD: torch.Tensor | Stored
+    down_DS: torch.Tensor | Stored
+
+
+def add_shared_(x_TD: torch.Tensor, shared: Shared, activation: GatedActivation, residual_TD: torch.Tensor) -> None:
+    """Add the output of `shared` to `residual` in place."""
+    linear_add_(activation(linear(x_TD, shared.gate_up_2SD)), shared.down_DS, residual_TD)
 
 
 @gpu_kernel("moe")
@@ -78,8 +92,14 @@ def moe_experts_then(
     *,
     residual_TD: torch.Tensor,
     weigh_inputs: bool = False,
+    shared: Shared | None = None,
 ) -> PairSums | None:
-    """As `moe_experts`, added to `residual` in place; or what is still to be added to it, where a kernel behind this one can do that on its way."""
+    """As `moe_experts`, added to `residual` in place; or what is still to be added to it, where a kernel behind this one can do that on its way.
+
+    The output of `shared` is added in any case.
+    """
+    if shared is not None:
+        add_shared_(x_TD, shared, activation, residual_TD)
     own = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
     moe_experts.twin(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
     return None

@@ -46,17 +46,33 @@ class Routing(NamedTuple):
     kept_groups: int = 1
 
 
+TILE_PAIRS = 16
+"""Pairs of an expert that one program of the experts' products has, where an expert has few."""
+
+
+class Tiles(NamedTuple):
+    """Blocks of up to TILE_PAIRS pairs of an expert, for kernels on a GPU, int32.
+
+    `places` [3, 2 E] are each tile's expert, its first pair in the experts' order, and the end of the expert's pairs. The expert is E where there are
+    fewer tiles. Where there are more than 2 E, nothing is there to be read. Kernels count in `counts` [8 E], which holds zeros before and behind them.
+    """
+
+    places: torch.Tensor
+    counts: torch.Tensor
+
+
 class Routes(NamedTuple):
     """Where the tokens of a step go: float32 weights [T, A] and expert numbers [T, A].
 
     Number -1 is no expert: the token is a graph's padding. Kernels also say which pairs an expert has: those of expert e are
-    `order[starts[e] : starts[e + 1]]`, both int32. Twins leave them out.
+    `order[starts[e] : starts[e + 1]]`, both int32, and their tiles. Twins leave these out.
     """
 
     weights_TA: torch.Tensor
     experts_TA: torch.Tensor
     order_P: torch.Tensor | None = None
     starts_E1: torch.Tensor | None = None
+    tiles: Tiles | None = None
 
 
 _counts: list[None] = []  # one element for each measurement that runs

@@ -17,7 +17,7 @@ import torch
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts, moe_experts_then
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
@@ -54,6 +54,10 @@ class WeightMethod(ABC):
     def matrices(self, weights: Mapping[str, torch.Tensor]) -> tuple[Stored, ...]:
         """The matrices in few bits that products read, [O, I]; none for a form in the model's dtype."""
         return ()
+
+    def matrix(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored | None:
+        """The matrix as products of `ops/` take it, [O, I]; None if there is more to this form's products."""
+        return None
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The output features `numbers` of the matrix, [T, I]: the use of output weights as an embedding."""
@@ -108,6 +112,10 @@ class Unquantized(WeightMethod):
         return {"weight": CopySink(weights["weight"][rows], ("outputs", "inputs"))}
 
     def dense(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightMethod."""
+        return weights["weight"]
+
+    def matrix(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored | None:
         """See WeightMethod."""
         return weights["weight"]
 
@@ -191,10 +199,11 @@ class ExpertMethod(ABC):
         *,
         residual_TD: torch.Tensor,
         weigh_inputs: bool = False,
+        shared: Shared | None = None,
     ) -> PairSums | None:
         """See `moe_experts_then`."""
         own = self._operands(gate_up, down, activation)
-        return moe_experts_then(x_TD, routes, *own, residual_TD=residual_TD, weigh_inputs=weigh_inputs)
+        return moe_experts_then(x_TD, routes, *own, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared)
 
     def _operands(
         self, gate_up: Weights, down: Weights, activation: GatedActivation

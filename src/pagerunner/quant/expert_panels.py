@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.moe import sum_of_pairs
+from pagerunner.ops.moe import Shared, add_shared_, sum_of_pairs
 from pagerunner.ops.native import mixture
 from pagerunner.ops.native.calls import Commands
 from pagerunner.ops.panels import Layout, product, put_rows
@@ -131,8 +131,11 @@ class ExpertsInPanels(ExpertMethod):
         *,
         residual_TD: torch.Tensor,
         weigh_inputs: bool = False,
+        shared: Shared | None = None,
     ) -> None:
         """See ExpertMethod."""
+        if shared is not None:
+            add_shared_(x_TD, shared, activation, residual_TD)
         self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
 
     def _products(

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from pagerunner.dist.base import Comm
 from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
@@ -109,8 +110,11 @@ class SummedExperts(ExpertMethod):
         *,
         residual_TD: torch.Tensor,
         weigh_inputs: bool = False,
+        shared: Shared | None = None,
     ) -> PairSums | None:
-        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs."""
+        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is whole on every rank."""
+        if shared is not None:
+            add_shared_(x_TD, shared, activation, residual_TD)
         self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
         return None
 

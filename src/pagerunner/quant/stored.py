@@ -29,6 +29,10 @@ class StoredMethod(WeightMethod):
         """See WeightMethod."""
         return (self.stored(weights),)
 
+    def matrix(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored | None:
+        """See WeightMethod."""
+        return self.stored(weights) if self.order(weights) is None else None
+
     def order(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The input feature of each of the stored matrix's columns, int32 [I]; None if columns are in their order."""
         return None

@@ -9,10 +9,12 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
+from pagerunner.ops.kernels.moe_joint import joins
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
+from pagerunner.ops.pair_sums import add_pairs_
 from pagerunner.ops.routing import Routes, Routing, route
-from pagerunner.ops.stored import Stored4
+from pagerunner.ops.stored import Stored, Stored4
 
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
@@ -193,3 +195,57 @@ def test_one_token(active, weigh_inputs):
     torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
     alone = [op(x, routes, gate_up, down, SILU) for op in (moe_experts.kernel, moe_experts.twin)]
     torch.testing.assert_close(*alone, atol=1e-4 * float(alone[1].abs().max()), rtol=1e-4)
+
+
+SHARED = by_days(
+    [*FORMS[:3], "int4 bf16 128", "float32"], [(6, 256, 256, 256), (21, 256, 256, 384), (70, 256, 256, 256)]
+)
+
+
+@pytest.mark.parametrize(("form", "sizes"), [SHARED[number] for number in share_of_the_day(len(SHARED), 3)])
+def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monkeypatch):
+    """By one launch, which leaves its counts at 0; and the residual may be part of a wider tensor."""
+    tokens, features, inner, wide = sizes
+    experts, active = (9, 2) if tokens < 70 else (18, 4)
+    torch.manual_seed(tokens)
+
+    def matrix(outputs: int, inputs: int, number: int | None = None) -> torch.Tensor | Stored:
+        if form == "float32":
+            return torch.randn(*(() if number is None else (number,)), outputs, inputs)
+        return stored(form, outputs, inputs, experts=number)
+
+    gate_up, down = matrix(2 * inner, features, experts), matrix(features, inner, experts)
+    shared = Shared(matrix(2 * wide, features), matrix(features, wide))
+    x, residual = torch.randn(tokens, features), torch.randn(tokens, features + 16)
+    routes = route.kernel(torch.randn(tokens, experts), Routing(active, normalise=True))
+    seen = []
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
+    for activation in (SILU, GatedActivation("limited_silu", 1.0)):
+        got, want = residual.clone(), residual.clone()
+        own = x, routes, gate_up, down, activation
+        pairs = moe_experts_then.kernel(*own, residual_TD=got[:, :features], shared=shared)
+        add_pairs_(got[:, :features], pairs)
+        moe_experts_then.twin(*own, residual_TD=want[:, :features], shared=shared)
+        torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+    assert not seen
+    assert not routes.tiles.counts.any()
+
+
+def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_another_way():
+    torch.manual_seed(0)
+    x, residual = torch.randn(40, 128), torch.randn(40, 128)
+    gate_up, down = stored("fp8 row", 512, 128, experts=5), stored("fp8 row", 128, 256, experts=5)
+    plain = Shared(torch.randn(64, 128), torch.randn(128, 32))
+    blocks = Shared(stored("fp8 block", 256, 128), stored("fp8 block", 128, 128))
+    rows = Shared(stored("fp8 row", 64, 128), stored("fp8 row", 128, 32))
+    assert [joins(one, gate_up, down, x.dtype) for one in (plain, blocks, rows)] == [False, False, True]
+    for tokens, shared in ((40, plain), (40, blocks), (1, rows), (40, rows), (0, rows)):
+        routes = route.kernel(torch.randn(tokens, 5), Routing(2))
+        for active_routes in (routes, routes._replace(order_P=None, starts_E1=None, tiles=None)):
+            got, want = residual[:tokens].clone(), residual[:tokens].clone()
+            own = x[:tokens], active_routes, gate_up, down, SILU
+            pairs = moe_experts_then.kernel(*own, residual_TD=got, shared=shared)
+            if pairs is not None:
+                add_pairs_(got, pairs)
+            moe_experts_then.twin(*own, residual_TD=want, shared=shared)
+            torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)

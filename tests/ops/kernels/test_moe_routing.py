@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pagerunner.ops.kernels import moe_routing
 from pagerunner.ops.kernels.moe_routing import LogitsConfig, run_logits
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
+    TILE_PAIRS,
     Routes,
     Routing,
     counting_experts,
@@ -38,6 +40,21 @@ def check(got: Routes, want: Routes, experts: int) -> None:
     flat = want.experts_TA.flatten()
     assert torch.equal(got.order_P.long(), flat.argsort(stable=True))
     assert torch.equal(got.starts_E1.long(), torch.searchsorted(flat.sort().values, torch.arange(experts + 1)))
+    check_tiles(got, experts)
+
+
+def check_tiles(got: Routes, experts: int) -> None:
+    """Every pair is in one tile, whose pairs are all of one expert; and there are zeros to count in."""
+    starts = got.starts_E1.tolist()
+    tiles = [
+        [e, first, end]
+        for e, (start, end) in enumerate(itertools.pairwise(starts))
+        for first in range(start, end, TILE_PAIRS)
+    ]
+    if len(tiles) <= 2 * experts:
+        assert got.tiles.places[:, : len(tiles)].T.tolist() == tiles
+        assert (got.tiles.places[0, len(tiles) :] == experts).all()
+    assert got.tiles.counts.tolist() == [0] * (8 * experts)
 
 
 @pytest.mark.parametrize(("routing", "bias"), ROUTINGS)
@@ -138,9 +155,11 @@ def test_padding_goes_nowhere(at_once, monkeypatch):
     flat = alone.experts_TA.flatten()
     assert torch.equal(got.order_P[:14].long(), flat.argsort(stable=True))
     assert torch.equal(got.starts_E1.long(), torch.searchsorted(flat.sort().values, torch.arange(7)))
-    order, starts = moe_routing.order_pairs(got.experts_TA, 6)
+    order, starts, tiles = moe_routing.order_pairs(got.experts_TA, 6)
     assert torch.equal(order[:14], got.order_P[:14])
     assert torch.equal(starts, got.starts_E1)
+    check_tiles(got, 6)
+    check_tiles(got._replace(tiles=tiles), 6)
 
 
 def test_experts_that_were_read_are_counted():

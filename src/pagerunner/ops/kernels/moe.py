@@ -1,8 +1,6 @@
-"""Mixtures of experts as grouped matrix products; see `ops/moe.py`. Nothing here waits for the device.
+"""Mixtures of experts as grouped matrix products: which kernels serve; see `ops/moe.py`. Nothing here waits for the device.
 
-Pairs of token and expert are ordered by expert; each tile of the products belongs to one expert. How many tiles there are
-is known on the device only, so the grid is the largest number there can be, and surplus programs leave at once.
-The first product computes gates and ups and stores what the activation makes of them. Shape letters as in `ops/moe.py`.
+Shape letters as in `ops/moe.py`.
 """
 
 from __future__ import annotations
@@ -11,137 +9,36 @@ from collections.abc import Hashable
 from typing import TypeGuard
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, INT4
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
+from pagerunner.ops.kernels.moe_joint import (
+    MOST_FEW,
+    MOST_ROWS,
+    grouped_product,
+    is_full,
+    joins,
+    joint_products,
+    most_pairs,
+)
 from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product, unpacked_product, unpacks
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
-from pagerunner.ops.kernels.moe_tiles import (
-    add_step,
-    find_tile,
-    finish,
-    kind_of,
-    row_factors,
-    serves,
-    stored_args,
-)
+from pagerunner.ops.kernels.moe_tiles import serves
 from pagerunner.ops.kernels.pair_sums import sum_pairs
 from pagerunner.ops.kernels.quantize import quantize_many
-from pagerunner.ops.moe import STEP
+from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
 from pagerunner.ops.unpacked import WORTH_UNPACKING
 
-MOST_FEW = 16
-"""Pairs of an expert, on average, up to which reading the weights takes the time."""
-
 MOST_OF_CODES = 256
 """Pairs of an expert, on average, up to which `codes_products` is faster than unpacking. It is more than WORTH_UNPACKING, so plans count enough."""
-
-
-@triton.jit(do_not_specialize=["active"])
-def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr,
-                    out_ptr, active, limit, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
-                    G: tl.constexpr, BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-                    FACTORS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-                    WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BM pairs of one expert times BN of its N features.
-
-    The first product (GATED) reads tokens' rows and stores what the activation makes of BN gates and ups, in expert order. The second
-    product reads these rows and stores pairs in the tokens' order. WEIGH: results are multiplied by the pairs' weights.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
-    ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
-    outputs: tl.constexpr = 2 * N if GATED else N
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    FOUR: tl.constexpr = FORM == INT4 or FORM == E2M1
-    expert, first_row, last_row = find_tile(starts_ptr, tl.program_id(0), E, BE, BM)
-    if expert < E:
-        rows = first_row + tl.arange(0, BM)
-        valid = rows < last_row
-        pairs = tl.load(order_ptr + rows, mask=valid, other=0)
-        source = (pairs // active if GATED else rows).to(tl.int64)
-        features = tl.program_id(1) * BN + tl.arange(0, BN)
-        live = features < N
-        w_rows = features * step if GATED else features
-        wide = expert.to(tl.int64)
-        w, s, z, r = w_ptr + wide * w_expert, s_ptr + wide * s_expert, z_ptr + wide * s_expert, r_ptr + expert * outputs
-        i = tl.arange(0, BK // 2 if FOUR else BK)
-        cols = i // 16 * 32 + i % 16 if FOUR else i
-        x_place = x_ptr + source[:, None] * K + cols[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        up = acc
-        for first in range(0, K, BK):
-            x = tl.load(x_place + first, mask=valid[:, None] & (cols < K - first)[None, :], other=0.0)
-            x_high = x
-            if FOUR:
-                x_high = tl.load(x_place + first + 16, mask=valid[:, None] & (cols < K - first)[None, :], other=0.0)
-            acc = add_step(acc, x, x_high, w, s, z, w_rows, live, first, K, G, BO, BK, FORM, WORDS, SCALES, ZEROS)
-            if GATED:
-                up = add_step(
-                    up, x, x_high, w, s, z, w_rows + ups, live, first, K, G, BO, BK, FORM, WORDS, SCALES, ZEROS
-                )
-        acc = row_factors(acc, s, r, w_rows, live, BO, FORM, SCALES, FACTORS)
-        if GATED:
-            up = row_factors(up, s, r, w_rows + ups, live, BO, FORM, SCALES, FACTORS)
-        y = finish(acc, up, bias_ptr + expert * outputs, weights_ptr, pairs, valid, w_rows, live, ups, limit, dtype,
-                   BIAS, GATED, KIND, WEIGH)  # fmt: skip
-        target = (rows if GATED else pairs).to(tl.int64)
-        tl.store(out_ptr + target[:, None] * N + features[None, :], y, mask=valid[:, None] & live[None, :])
-
-
-def _most_pairs(pairs: int, experts: int) -> int:
-    """Pairs of a tile, by measurement (docs/performance.md)."""
-    each = pairs / experts
-    return 16 if each <= MOST_FEW else 64 if each <= 128 else 128
-
-
-def _product(
-    x: torch.Tensor,
-    w_EOK: torch.Tensor | Stored,
-    bias_EO: torch.Tensor | None,
-    routes: Routes,
-    activation: GatedActivation | None,
-    *,
-    weigh: bool,
-) -> torch.Tensor:
-    """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order."""
-    assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
-    experts, outputs, inputs = w_EOK.shape
-    features = outputs if activation is None else outputs // 2
-    pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    bm = _most_pairs(pairs, experts)
-    bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
-    tensors, constants = stored_args(w_EOK, x.dtype)
-    if not isinstance(w_EOK, torch.Tensor):
-        bn, bk = 64, STEP
-    elif activation is not None and bm > 16:
-        bn //= 2
-    tiles = min(pairs, pairs // bm + min(experts, pairs))
-    out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
-    _grouped_kernel[(tiles, blocks(features, bn))](
-        x, *tensors, x if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out,
-        active, 0.0 if activation is None else activation.limit, E=experts, N=features, K=inputs, BE=padded(experts),
-        BM=bm, BN=min(bn, max(16, padded(features))), BK=min(bk, max(32, padded(inputs))), BIAS=bias_EO is not None,
-        GATED=activation is not None, KIND=kind_of(activation), WEIGH=weigh, num_warps=warps, num_stages=stages,
-        **constants, **dependent(x.device),
-    )  # fmt: skip
-    return out
 
 
 def _products(
@@ -181,13 +78,11 @@ def _any_product(
     *,
     weigh: bool,
 ) -> torch.Tensor:
-    """`_product`, or for many pairs of each expert the kernel with bulk copies if it serves these weights."""
+    """The kernel with bulk copies if it serves these weights, or another product of many pairs of each expert."""
     experts = w_EOK.shape[0]
     own = bias_EO, routes, activation
-    if routes.experts_TA.numel() <= MOST_FEW * experts:
-        return _product(x, w_EOK, *own, weigh=weigh)
     if isinstance(w_EOK, torch.Tensor):
-        return (many_product if fits(x, w_EOK) else _product)(x, w_EOK, *own, weigh=weigh)
+        return (many_product if fits(x, w_EOK) else grouped_product)(x, w_EOK, *own, weigh=weigh)
     rounded = _rounding(x, w_EOK)
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
         many = routes.experts_TA.numel() > MANY_PAIRS * experts
@@ -195,7 +90,7 @@ def _any_product(
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
     if routes.experts_TA.numel() > WORTH_UNPACKING * experts and unpacks(x, w_EOK):
         return unpacked_product(x, w_EOK, *own, weigh=weigh)
-    return _product(x, w_EOK, *own, weigh=weigh)
+    return grouped_product(x, w_EOK, *own, weigh=weigh)
 
 
 def _rounding(x: torch.Tensor, weights: Stored) -> Rounded | None:
@@ -238,10 +133,11 @@ def moe_experts_then(
     *,
     residual_TD: torch.Tensor,
     weigh_inputs: bool = False,
+    shared: Shared | None = None,
 ) -> PairSums | None:
     """See `ops/moe.py`."""
     weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
-    return _run(x_TD, routes, *weights, residual_TD, weigh_inputs=weigh_inputs, add=True)
+    return _run(x_TD, routes, *weights, residual_TD, weigh_inputs=weigh_inputs, add=True, shared=shared)
 
 
 def _run(
@@ -256,8 +152,9 @@ def _run(
     *,
     weigh_inputs: bool,
     add: bool,
+    shared: Shared | None = None,
 ) -> PairSums | None:
-    """Write the experts' sums into `out`, or add them; or return what is to be added up."""
+    """Write the experts' sums into `out`, or add them; or return what is to be added up. The output of `shared` is added."""
     tokens = x_TD.shape[0]
     if not tokens:
         return None
@@ -265,28 +162,37 @@ def _run(
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
-    if few_pairs(tokens, gate_up_E2ID.shape[0], routes.experts_TA.shape[1]) and packs(
-        x_TD.dtype, gate_up_E2ID, down_EDI
-    ):
-        assert isinstance(gate_up_E2ID, Stored4) and isinstance(down_EDI, Stored4)
-        routes = _dense(routes)
-        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
+    packed = _is_packed(x_TD, routes, gate_up_E2ID, down_EDI)
+    routes = _dense(routes) if packed else _ordered(routes, gate_up_E2ID.shape[0])
+    joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI)
+    if shared is not None and not (joint and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
+        add_shared_(x_TD, shared, activation, out_TD)
+        shared = None
+    own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
+    if packed:
         pairs_products(*own, weigh_inputs=weigh_inputs, add=add)
         return None
-    routes = _ordered(routes, gate_up_E2ID.shape[0])
     if tokens == 1:
-        own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
         one_token(*own, weigh_inputs=weigh_inputs, add=add)
         return None
-    out_PD = _products(
-        x_TD,
-        routes,
-        (gate_up_E2ID, gate_up_bias_E2I),
-        (down_EDI, down_bias_ED),
-        activation,
-        weigh_inputs=weigh_inputs,
-    )
+    products = (gate_up_E2ID, gate_up_bias_E2I), (down_EDI, down_bias_ED), activation
+    if joint:
+        out_PD = joint_products(x_TD, routes, *products, weigh_inputs=weigh_inputs, shared=shared, residual_TD=out_TD)
+    else:
+        out_PD = _products(x_TD, routes, *products, weigh_inputs=weigh_inputs)
     return PairSums(out_PD, routes.experts_TA)
+
+
+def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
+    """Whether these are pairs for `pairs_products`."""
+    tokens, active = routes.experts_TA.shape
+    return few_pairs(tokens, gate_up.shape[0], active) and packs(x_TD.dtype, gate_up, down)
+
+
+def _is_joint(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
+    """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own."""
+    few = routes.experts_TA.numel() <= MOST_FEW * gate_up.shape[0]
+    return few and not (_of_codes(x_TD, routes, gate_up) and _of_codes(x_TD, routes, down))
 
 
 def _readable(weights: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor | Stored:
@@ -301,10 +207,11 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     pairs = tokens * active
     each = pairs / experts
     few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW
-    ways = *few, each > WORTH_UNPACKING, each > MOST_OF_CODES
+    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= MOST_FEW else ()
+    ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
-    return *ways, _most_pairs(pairs, experts), *codes, *many
+    return *ways, most_pairs(pairs, experts), *codes, *many
 
 
 def _dense(routes: Routes) -> Routes:

@@ -18,7 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_parts import NO_NORM, PLAIN_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, counts_experts, few_tokens, touched_experts
+from pagerunner.ops.routing import (
+    MOST_TOKENS,
+    TILE_PAIRS,
+    Routes,
+    Routing,
+    Tiles,
+    counts_experts,
+    few_tokens,
+    touched_experts,
+)
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
@@ -30,6 +39,7 @@ _FEW_BLOCKS = (
     256  # tokens up to which a program has fewer scores, as there are few programs then whose counts all others read
 )
 TAKEN = tl.constexpr(-(2**31))
+TILE = tl.constexpr(TILE_PAIRS)
 
 
 @triton.jit
@@ -37,6 +47,27 @@ def note_touched(touched_ptr, count):
     """One call that reads so many experts."""
     tl.atomic_add(touched_ptr, count.to(tl.int64))
     tl.atomic_add(touched_ptr + 1, count.to(tl.int64) * 0 + 1)
+
+
+@triton.jit
+def _store_tiles(tiles_ptr, experts, starts, counts, E: tl.constexpr, BE: tl.constexpr):
+    """Which expert has a tile of TILE pairs, the tile's first pair and the end of the expert's, for 2 E tiles; and zeros [8 E] to count in.
+
+    The expert is E where there are fewer tiles. Where there are more, nobody reads tiles, and they aren't stored.
+    """
+    own = (counts + TILE - 1) // TILE
+    first = tl.cumsum(own, 0) - own
+    for i in tl.static_range(2):
+        tile = i * E + experts
+        tl.store(tiles_ptr + tile, tl.full((BE,), E, tl.int32), mask=(experts < E) & (tile >= tl.sum(own, 0)))
+    for i in range(tl.where(tl.sum(own, 0) <= 2 * E, tl.max(own, 0), 0)):
+        tile = first + i
+        there = (experts < E) & (i < own)
+        tl.store(tiles_ptr + tile, experts, mask=there)
+        tl.store(tiles_ptr + 2 * E + tile, starts + i * TILE, mask=there)
+        tl.store(tiles_ptr + 4 * E + tile, starts + counts, mask=there)
+    for i in tl.static_range(8):
+        tl.store(tiles_ptr + 6 * E + i * E + experts, tl.zeros((BE,), tl.int32), mask=experts < E)
 
 
 @triton.jit
@@ -164,6 +195,7 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
         tl.store(order_ptr + places, pairs, mask=chosen)
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
+        _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, BE)
         if COUNT:
             note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
@@ -199,6 +231,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
     if block == 0:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
+        _store_tiles(starts_ptr + E + 1, experts, starts, total, E, BE)
         if COUNT:
             note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
 
@@ -251,6 +284,18 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
     if COUNT:
         tl.atomic_add(touched_ptr, (first_place < place).to(tl.int64))
         tl.atomic_add(touched_ptr + 1, (expert == 0).to(tl.int64))
+
+
+@triton.jit
+def _tiles_kernel(starts_ptr, E: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
+    """The tiles of pairs whose order is known."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    experts = tl.arange(0, BE)
+    starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
+    ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
+    _store_tiles(starts_ptr + E + 1, experts, starts, ends - starts, E, BE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -377,10 +422,17 @@ def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, 
     return route_config(tokens, experts), _order_block(tokens * active), ranges
 
 
-def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of each expert, one expert's behind another's [P], and where each expert's begin [E + 1]."""
+def _starts(experts: int, like: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
+    """Memory for where experts' pairs begin [E + 1], and behind it for the tiles."""
+    whole = like.new_empty(15 * experts + 1, dtype=torch.int32)
+    starts_E1, tiles, counts = whole.split((experts + 1, 6 * experts, 8 * experts))
+    return starts_E1, Tiles(tiles.view(3, -1), counts)
+
+
+def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, Tiles]:
+    """The pairs of each expert, one expert's behind another's [P], where each expert's begin [E + 1], and their tiles."""
     order_P = experts_TA.new_empty(experts_TA.numel(), dtype=torch.int32)
-    starts_E1 = experts_TA.new_empty(experts + 1, dtype=torch.int32)
+    starts_E1, tiles = _starts(experts, experts_TA)
     pairs = order_P.shape[0]
     _order_kernel[(experts,)](
         experts_TA,
@@ -392,7 +444,8 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
         COUNT=counts_experts(),
         **dependent(experts_TA.device),
     )
-    return order_P, starts_E1
+    _tiles_kernel[(1,)](starts_E1, E=experts, BE=padded(experts), **dependent(experts_TA.device))
+    return order_P, starts_E1, tiles
 
 
 def _meter(other: torch.Tensor) -> torch.Tensor:
@@ -501,7 +554,7 @@ def route(
         return Routes(weights_TA, chosen_TA, *order_pairs(chosen_TA, experts))
     experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
-    starts_E1 = weights_TA.new_empty(experts + 1, dtype=torch.int32)
+    starts_E1, tiles = _starts(experts, weights_TA)
     touched, counting = _meter(starts_E1), counts_experts()
     at_once, rows, warps = route_config(tokens, experts)
     count = blocks(max(tokens, 1), rows)
@@ -516,4 +569,4 @@ def route(
             experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
             BC=max(1, 4096 // padded(experts)), COUNT=counting, num_warps=8, **dependent(device),
         )  # fmt: skip
-    return Routes(weights_TA, experts_TA, order_P, starts_E1)
+    return Routes(weights_TA, experts_TA, order_P, starts_E1, tiles)

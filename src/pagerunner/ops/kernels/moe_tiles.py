@@ -177,7 +177,7 @@ def serves(weights: torch.Tensor | Stored) -> bool:
 def stored_args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Codes, scales, zero points, rows' factors (any tensor for what there isn't), elements of an expert's codes and scales; the constants."""
     if isinstance(weights, torch.Tensor):
-        own = {"FORM": DENSE.value, "WORDS": False, "G": weights.shape[2], "BO": 1}
+        own = {"FORM": DENSE.value, "WORDS": False, "G": weights.shape[-1], "BO": 1}
         return (weights,) * 4 + (weights.stride(0), 0), own | {
             "SCALES": ROW_SCALES.value,
             "ZEROS": False,
