@@ -77,6 +77,17 @@ def test_products(form: str, outputs: int, inputs: int, tokens: int, activations
     close(residual, want)
 
 
+@pytest.mark.parametrize("form", ["fp8 row", "int8 row"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24_576, 512), (14_336, 256), (4096, 4096)])
+@pytest.mark.parametrize("tokens", [17, 31, 33, 140, 193, 200, 256, 257])
+def test_rounded_products_of_wide_matrices(form: str, outputs: int, inputs: int, tokens: int) -> None:
+    """Every tile there is, with as many features as it has for wide matrices."""
+    matrix = on_device(stored(form, outputs, inputs))._replace(activations="token")
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+    want = dequantized(quantize(x, matrix.codes.dtype)) @ dense(matrix, torch.float32).t()
+    close(linear(x, matrix), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("features", [4096, 12288, 2880, 192])

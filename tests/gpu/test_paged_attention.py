@@ -67,6 +67,17 @@ def test_few_rows(rows: int, kv_heads: int, group: int, dim: int, reach: Reach |
         check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize(("kv_heads", "group", "dim", "window"), [(8, 8, 64, 128), (8, 4, 128, 64), (8, 8, 64, 129)])
+@pytest.mark.parametrize("rows", [16, 17, 140, 300])
+def test_windows_of_many_rows(rows: int, kv_heads: int, group: int, dim: int, window: int) -> None:
+    """Windows of a tile of keys, and one key longer."""
+    cases = tuple(
+        plain(start, 1) for start in ([0, 1, 127, 128, 129, 63, 64, 5000] + [97 * i % 700 for i in range(rows)])[:rows]
+    )
+    case = Case(cases, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, reach=Reach(window), sinks=True, padding=5)
+    check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
 @pytest.mark.parametrize("loud", [1.0, 500.0, 1e-4])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])

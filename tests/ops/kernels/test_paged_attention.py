@@ -152,6 +152,19 @@ def test_few_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) ->
     check_projected(case, "cpu")
 
 
+WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), plain(15, 1), plain(200, 1))
+
+
+@pytest.mark.parametrize(
+    ("window", "unused"), [(16, "run_decode"), (1, "run_decode"), (17, "run_few")], ids=["a tile", "none", "more"]
+)
+def test_windows_of_many_rows(monkeypatch: pytest.MonkeyPatch, window: int, unused: str) -> None:
+    """Rows that see no more keys than a tile has are one part each, however many they are."""
+    monkeypatch.setattr(kernels, "FEW_ROWS", 0)
+    monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
+    check_projected(Case(WINDOWED, 16, 2, 3, 8, padding=3, sinks=True, reach=Reach(window)), "cpu")
+
+
 FP8_WINDOW = Case(ONE, 4, 1, 2, 8, kv_dtype=E4M3, reach=Reach(6))
 FP8_SINKS = Case(ONE, 16, 3, 1, 6, kv_dtype=E5M2, sinks=True, softcap=1.5)
 

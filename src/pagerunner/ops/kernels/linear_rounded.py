@@ -172,7 +172,7 @@ def _cublas_serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, grouped:
     if weight_OI.codes.dtype != torch.float8_e4m3fn or features % 16 or dtype != torch.bfloat16:
         return False
     if not grouped:
-        return tokens > (MOST_ALONE if features <= FEW_WIDE else 192)
+        return tokens > (MOST_ALONE if features <= MOST_WIDE else 192)
     if weight_OI.block != (GROUP, GROUP) or inputs % GROUP:
         return False
     return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(features, 128) > FEW_TILES
@@ -217,12 +217,13 @@ class RoundedConfig(NamedTuple):
     parts: int = 1
 
 
-MOST_ALONE = 256
+ALONE_SIZES = 32, 64, 96, 128, 160, 192, 256
+MOST_ALONE = ALONE_SIZES[-1]
 """Up to so many tokens are one tile's, unless scales are those of blocks, whose sums take twice the registers."""
 STAGE_BYTES = 222 * 1024
 """Of a multiprocessor's memory, for what is on its way."""
-FEW_WIDE = 8192
-"""Up to so many output features, each multiprocessor has at most one tile of 64 of them."""
+MOST_WIDE = 25_344
+"""Up to so many output features, each multiprocessor has at most one tile of 192 of them: they are 132 times 192."""
 
 
 def rounded_config(tokens: int, features: int, inputs: int, device: torch.device, *, grouped: bool) -> RoundedConfig:
@@ -234,13 +235,13 @@ def rounded_config(tokens: int, features: int, inputs: int, device: torch.device
         programs = blocks(tokens, 64) * blocks(features, 128)
         parts = (places if _alone(tokens, features, device) else 2 * places) // programs
         return RoundedConfig(64, 128, 4, 4 if programs <= places else 3, max(1, min(parts, inputs // PART_INPUTS)))
-    high = next(size for size in (64, 96, 128, 160, 192, MOST_ALONE) if tokens <= size)
-    widths = (64, 128, 192) if 128 < high < MOST_ALONE else (64,)
+    high = next(size for size in ALONE_SIZES if tokens <= size)
+    widths = (64, 128, 192) if high > 128 else (64,)
     wide = min(widths, key=lambda wide: (_rounds(features, wide, places) * wide, -wide))
     programs = blocks(features, wide)
     parts = max(1, min(places // programs, inputs // PART_INPUTS))
     if wide > 64:
-        return RoundedConfig(high, wide, 8, 4, parts)
+        return RoundedConfig(high, wide, 8, min(4, STAGE_BYTES // ((high + wide) * GROUP)), parts)
     each = min(3, blocks(programs * parts, places))  # programs that a multiprocessor has at a time
     return RoundedConfig(high, wide, 4, min(8, STAGE_BYTES // each // ((high + wide) * GROUP)), parts)
 

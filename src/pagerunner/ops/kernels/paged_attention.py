@@ -22,6 +22,7 @@ from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_k
 from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan, Scores
 
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
+SHORT_QUERIES = 2048  # up to so many in most rows, heads of 256 bytes take smaller tiles (docs/performance.md)
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
@@ -60,9 +61,12 @@ def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
     return Tiles(rows, min(max(4096 * warps // row_bytes, 16), 128), warps, 4, 12 // warps, 1)
 
 
-def few_tiles(row_bytes: int, group: int) -> Tiles:
-    """Tiles of decode in steps of few rows. A row of at most `keys` tokens needs no merging."""
-    return Tiles(max(8, padded(group)), min(max(16384 // row_bytes, 16), 128), 4, 3, 2)
+def few_tiles(row_bytes: int, group: int, tokens: int) -> Tiles:
+    """Tiles of decode in steps of few rows, or of rows that see few keys. A row of at most `keys` tokens needs no merging.
+
+    Many rows are done in turns, which are fewer with more programs.
+    """
+    return Tiles(max(8, padded(group)), min(max(16384 // row_bytes, 16), 128), 4, 3, 2 if tokens < FEW_ROWS else 4)
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
@@ -76,11 +80,11 @@ def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
 def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tiles:
     """Tiles of prefill, where most rows have at most `queries` new tokens.
 
-    In short rows, half of a large tile would be empty.
+    In short rows, half of a large tile would be empty, and a program has few keys: two programs on a multiprocessor wait for less.
     """
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
-    if queries * group <= 64:
+    if queries * group <= 64 or (row_bytes == 256 and queries <= SHORT_QUERIES):
         return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3)
     return Tiles(128, {128: 64, 256: 128}.get(row_bytes, 32), 8, 3)
 
@@ -215,8 +219,12 @@ class _Call:
         self.shared_splits = self._shared_splits()
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
-        self.few = prep is not None and self.fp8 is None and self.tokens < FEW_ROWS
-        self.tiles = few_tiles(self.row_bytes, self.group) if self.few else self.decode
+        few = few_tiles(self.row_bytes, self.group, self.tokens)
+        self.one_tile = 0 < plan.window <= few.keys
+        self.few = prep is not None and self.fp8 is None and (self.tokens < FEW_ROWS or self.one_tile)
+        if self.few:
+            self.entry_tiles = 0
+        self.tiles = few if self.few else self.decode
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
 
     def schedule(self) -> _Schedule:
@@ -299,7 +307,8 @@ class _Call:
     def run_few(self, schedule: _Schedule, *, early: bool) -> None:
         prep, tiles, device = self.prep, self.tiles, self.q.device
         launch = dependent(device)
-        slices = max(1, min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_PARTS * self.tokens))
+        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_PARTS * self.tokens)
+        slices = 0 if self.one_tile else max(1, slices)
         parts = (slices + self.tokens) * self.heads
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         group, half = self.group_padded, max(16, padded(self.dim // 2))
@@ -307,7 +316,7 @@ class _Call:
             *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
             self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
             part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
-            LEAST=1, UNITS=FEW_ROWS, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
+            LEAST=1, UNITS=FEW_ROWS, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
             BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
             AT_ONCE=min(max(8192 // (group * half * 2), 2), 16), num_warps=tiles.warps, num_stages=tiles.stages,
@@ -388,7 +397,7 @@ class _Call:
         key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
-        early = schedule is not None and self.tokens < FEW_ROWS
+        early = schedule is not None and (self.few or self.tokens < FEW_ROWS)
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
         if self.few:

@@ -1,4 +1,4 @@
-"""Decode attention of few rows, from the projection on. A step of few rows and short contexts moves few bytes: its time is a
+"""Decode attention of few rows, or of rows that see few keys, from the projection on. Such a step moves few bytes: its time is a
 chain of latencies. This kernel keeps the chain short.
 
 - What doesn't depend on the projection is done while the projection is still computed: lengths, entries, the first tile of keys
@@ -28,12 +28,17 @@ def _of_unit(x, mine):
 
 
 @triton.jit
-def _part_of(begin_ptr, unit_ptr, num_units, piece, slices, LEAST: tl.constexpr, UNITS: tl.constexpr):
+def _part_of(
+    begin_ptr, unit_ptr, num_units, piece, slices, LEAST: tl.constexpr, UNITS: tl.constexpr, ONE_TILE: tl.constexpr
+):
     """What part `piece` is: its unit (`num_units`: none), its first tile in the unit and how many it has, the unit's first part and
     how many parts the unit has; and the unit's token, table slot, first key in pages, and the key after the last.
 
-    A part has `per` tiles, and a unit's last part what is left. There are at most `slices + num_units` parts.
+    A part has `per` tiles, and a unit's last part what is left. There are at most `slices + num_units` parts. With ONE_TILE part n is unit n.
     """
+    if ONE_TILE:
+        own = unit_ptr + piece * 4
+        return piece, 0, 1, piece, 1, (tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3))
     u = tl.arange(0, UNITS)
     there = u < num_units
     # all units are loaded at once, so that no load waits for another
@@ -282,11 +287,11 @@ def few_kernel(
     part_ptr, sums_ptr, sinks_ptr, scale, softcap,
     LEAST: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, TO: tl.constexpr, GP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    SOFTCAP: tl.constexpr, TO: tl.constexpr, GP: tl.constexpr, AT_ONCE: tl.constexpr, ONE_TILE: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of one row and one head of keys. `begin` and `unit`: see `decode_kernel`. `part` [S, K, G, D] and `sums` [S, K, G, 2]
-    are what parts leave; `counter` [U, K] counts them.
+    are what parts leave; `counter` [U, K] counts them. ONE_TILE: no unit has more than one tile, so each is one part, and there may be many.
 
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself. So
     the schedule, and all that earlier steps have stored, can be read while the predecessor still runs.
@@ -298,7 +303,7 @@ def few_kernel(
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     unit, first, tiles, first_part, count, of_unit = _part_of(
-        begin_ptr, unit_ptr, num_units, piece, slices, LEAST, UNITS
+        begin_ptr, unit_ptr, num_units, piece, slices, LEAST, UNITS, ONE_TILE
     )
     if unit < num_units:
         token, slot, oldest, stop = of_unit
