@@ -9,17 +9,17 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
-from pagerunner.ops.kernels.moe_joint import joins
+from pagerunner.ops.kernels.moe_joint import MOST_FEW, joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import add_pairs_
-from pagerunner.ops.routing import Routes, Routing, route
+from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, route
 from pagerunner.ops.stored import Stored, Stored4
 
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "active"), [(1, 3, 2), (5, 4, 1), (19, 3, 3), (40, 2, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "active"), [(1, 3, 2), (5, 4, 1), (19, 3, 3), (40, 2, 2), (16, 1, 1)])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_experts(tokens, experts, active, biases, activation):
@@ -229,6 +229,18 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
     assert not seen
     assert not routes.tiles.counts.any()
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 8, 60, 128, 512])
+def test_there_is_room_for_every_tile_and_its_counts(experts):
+    """Two counts for each tile of pairs and of what all tokens pass, and places for 2 E tiles."""
+    for active in {min(active, experts) for active in (1, 2, 4, 6, 10)}:
+        for tokens in range(2, MOST_FEW * experts // active + 1):
+            for plain in (False, True):
+                config = joint_config(tokens * active, experts, plain=plain)
+                tiles = most_tiles(tokens * active, experts, config.pairs)
+                assert 2 * (tiles + -(-tokens // shared_rows(tokens, config))) <= 8 * experts
+                assert config.pairs != TILE_PAIRS or tiles <= 2 * experts
 
 
 def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_another_way():

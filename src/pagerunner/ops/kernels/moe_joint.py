@@ -210,7 +210,7 @@ def grouped_product(
     elif activation is not None and bm > 16:
         bn //= 2
     out = torch.empty(pairs, features, dtype=x.dtype, device=x.device)
-    _grouped_kernel[(_tiles(pairs, experts, bm), blocks(features, bn))](
+    _grouped_kernel[(most_tiles(pairs, experts, bm), blocks(features, bn))](
         x, *tensors, x if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, routes.starts_E1, out,
         active, 0.0 if activation is None else activation.limit, E=experts, N=features, K=inputs, BE=padded(experts),
         BM=bm, BN=_width(bn, features), BK=_depth(bk, inputs), BIAS=bias_EO is not None,
@@ -233,7 +233,7 @@ class JointConfig(NamedTuple):
 
 
 MOST_ROWS = 16
-"""Tokens up to which a tile of what all tokens pass has so many rows. With more it has twice as many as a tile of pairs."""
+"""Tokens up to which they are one tile of what all tokens pass."""
 
 
 def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
@@ -243,6 +243,11 @@ def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
     if is_full(pairs, experts):
         return JointConfig(2 * TILE_PAIRS, 64, 64, 128, 64, 4, 4)
     return JointConfig(TILE_PAIRS, 64, 128, 64, 128, 4, 3)
+
+
+def shared_rows(tokens: int, config: JointConfig) -> int:
+    """Tokens of a tile of what all tokens pass."""
+    return MOST_ROWS if tokens <= MOST_ROWS else 2 * config.pairs
 
 
 def is_full(pairs: int, experts: int) -> bool:
@@ -275,7 +280,7 @@ def joint_products(
     tensors, constants = stored_args(up, x_TD.dtype)
     low_tensors, low_constants = stored_args(low, x_TD.dtype)
     constants |= {f"{name}2": value for name, value in low_constants.items() if name != "WORDS"}
-    tiles = _tiles(pairs, experts, config.pairs)
+    tiles = most_tiles(pairs, experts, config.pairs)
     places = routes.tiles.places if config.pairs == TILE_PAIRS else routes.starts_E1
     common = routes.weights_TA, routes.order_P, places, routes.tiles.counts
     inner_PI, out_PD = x_TD.new_empty(pairs, inner), x_TD.new_empty(pairs, features)
@@ -286,7 +291,7 @@ def joint_products(
     if shared is not None and residual_TD is not None:
         (*first, _, _), given = stored_args(shared.gate_up_2SD, x_TD.dtype)
         (*second, _, _), low_given = stored_args(shared.down_DS, x_TD.dtype)
-        wider, rows = shared.down_DS.shape[1], MOST_ROWS if tokens <= MOST_ROWS else 2 * config.pairs
+        wider, rows = shared.down_DS.shape[1], shared_rows(tokens, config)
         own = {
             "SHARED": wider,
             "SM": rows,
@@ -324,7 +329,7 @@ def _alike(one: torch.Tensor | Stored, experts: torch.Tensor | Stored, dtype: to
     return own == wanted and all(a.dtype == b.dtype for a, b in tensors)
 
 
-def _tiles(pairs: int, experts: int, size: int) -> int:
+def most_tiles(pairs: int, experts: int, size: int) -> int:
     """The largest number of tiles of so many pairs that there can be."""
     return min(pairs, pairs // size + min(experts, pairs))
 
