@@ -142,8 +142,9 @@ class Unpacking:
         """Take one tensor; unpack if it was the last one. Threads may call it at the same time. Returns what its sink does."""
         with self._lock:
             if next(iter(self._packed.values())).is_meta:
-                self._packed = {
-                    key: torch.empty_like(tensor, device=self._device) for key, tensor in self._packed.items()
+                self._packed = {  # not `empty_like`: of meta tensors it imports sympy, which takes 50 MB and half a second
+                    key: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                    for key, tensor in self._packed.items()
                 }
                 sinks = self._make_sinks(self._packed)
                 self._waiting = {key: sink for key, sink in sinks.items() if sink.fills}
