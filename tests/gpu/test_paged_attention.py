@@ -107,3 +107,5 @@ def test_stored_as_the_twin_stores(kv_dtype: torch.dtype) -> None:
 
 def test_a_long_row_in_the_library() -> None:
     check_attention(Case((plain(0, 4096),), 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
+    rows = (plain(0, 4096), plain(0, 4096), plain(0, 8192))
+    check_attention(Case(rows, 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)

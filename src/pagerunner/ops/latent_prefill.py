@@ -10,7 +10,8 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+
+from pagerunner.ops.fresh_rows import attend_fresh_rows
 
 LIBRARY_ROWS = 4096  # cuDNN prepares itself for a row length in 50 ms: only lengths that are multiples of this
 LIBRARY_SIZES = (192, 128)  # of queries and values: DeepSeek's
@@ -55,14 +56,10 @@ def fresh_attention(
     for first in range(0, heads, width):
         part = slice(first, first + width)
         k_THD, v_THV = _expand(vectors_TL, keys_HNC[part], values_HVC[part])
-        at = 0
-        for length in lengths:
-            row = slice(at, at + length)
-            found_THV = _attend(q_THD[row, part], k_THD[row], v_THV[row], scale)
-            if found_THV.shape == out_THV.shape:
-                return found_THV
-            out_THV[row, part] = found_THV
-            at += length
+        found_THV = attend_fresh_rows(q_THD[:, part], k_THD, v_THV, lengths, scale)
+        if found_THV.shape == out_THV.shape:
+            return found_THV
+        out_THV[:, part] = found_THV
     return out_THV
 
 
@@ -77,15 +74,13 @@ def _expand(
     v_THV = vectors_TL.new_empty(vectors_TL.shape[0], heads, values_HVC.shape[1])
     torch.bmm(latents_HTC, keys_HNC.transpose(1, 2), out=k_THD[..., :key_dim].transpose(0, 1))
     torch.bmm(latents_HTC, values_HVC.transpose(1, 2), out=v_THV.transpose(0, 1))
-    k_THD[..., key_dim:] = rope_TP.unsqueeze(1)
+    target_THP, source_T1P = k_THD[..., key_dim:], rope_TP.unsqueeze(1)
+    if all(map(_has_words, (target_THP, source_T1P))):  # a fourth of the elements to copy
+        target_THP, source_T1P = target_THP.view(torch.int64), source_T1P.view(torch.int64)
+    target_THP.copy_(source_T1P)
     return k_THD, v_THV
 
 
-def _attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THV))
-    if q.is_cuda:
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out_1HTV = attend(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
-    else:
-        out_1HTV = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return out_1HTV[0].transpose(0, 1)
+def _has_words(x: torch.Tensor) -> bool:
+    """Whether rows of halves are rows of 64-bit words."""
+    return x.itemsize == 2 and not any(n % 4 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))

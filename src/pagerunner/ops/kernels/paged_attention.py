@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.batch import KVPages, StepRows
+from pagerunner.ops.fresh_rows import attend_fresh_rows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
@@ -379,21 +380,9 @@ class _Call:
             and _has_cudnn()
         )
 
-    def run_library(self) -> torch.Tensor:
-        first = 0
-        for count in self.plan.fresh:
-            q, k, v = (x[first : first + count].transpose(0, 1).unsqueeze(0) for x in (self.q, self.k, self.v))
-            attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-            out_1HTV = attend(q, k, v, None, False, 0.0, True, False, scale=self.scale)[0]
-            if count == self.tokens:
-                return out_1HTV[0].transpose(0, 1)
-            self.out[first : first + count] = out_1HTV[0].transpose(0, 1)
-            first += count
-        return self.out
-
     def run(self) -> torch.Tensor:
         if self.library_serves():
-            return self.run_library()
+            return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
         key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
