@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pagerunner import limits
-from pagerunner.types.checks import at_most, is_int, require, show
+from pagerunner.types.checks import at_most, extremes, is_int, require, show
 from pagerunner.types.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -71,7 +71,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
             "min_tokens",
             f"is {params.min_tokens}, more than the {self.max_tokens} tokens that the request may generate (max_tokens).",
         )
-        require(min(prompt, default=0) >= 0, "prompt", "holds a negative token id.")
+        require(extremes(prompt)[0] >= 0, "prompt", "holds a negative token id.")
         at_most(len(self.cache_salt), "MAX_SALT_CHARS", "cache_salt", f"has {len(self.cache_salt)} characters")
         words = self.bad_words_ids
         total = sum(map(len, words))

@@ -15,7 +15,7 @@ from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
-from pagerunner.types.checks import in_vocabulary
+from pagerunner.types.checks import extremes, in_vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
@@ -318,8 +318,10 @@ class InputProcessor:
                 f"(max_model_len), but the prompt has {len(token_ids)}; it may have at most {self._max_model_len - 1}.",
                 param="prompt",
             )
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
-            return
+        if set(map(type, token_ids)) == {int}:
+            least, most = extremes(token_ids)
+            if 0 <= least and most < self._vocab_size:
+                return
         for index, token in enumerate(token_ids):
             if type(token) is not int:
                 raise InvalidRequestError(
