@@ -47,14 +47,14 @@ def test_experts_are_unpacked_some_at_a_time_and_only_for_many_tokens() -> None:
     weights = one._replace(
         **{n: t.expand(16, *t.shape) for n, t in one._asdict().items() if isinstance(t, torch.Tensor)}
     )
-    assert experts_bytes(weights, torch.bfloat16, 96 * 16) == 0
-    assert experts_bytes(weights, torch.bfloat16, 96 * 16 + 1) == 16 * 32 * 64 * 2
+    assert experts_bytes([weights], torch.bfloat16, 96 * 16) == 0
+    assert experts_bytes([weights], torch.bfloat16, 96 * 16 + 1) == 16 * 32 * 64 * 2
     whole = stored("int8 row", 32, 128)
     numbers = whole._replace(
         codes=whole.codes.expand(4, 32, 128), scales=whole.scales.expand(4, 32, 1), activations="token"
     )
-    assert experts_bytes(numbers, torch.bfloat16, 8_192) == 4 * 32 * 128 * 2  # experts round to fp8 alone
-    assert experts_bytes(numbers._replace(codes=numbers.codes.to(torch.float8_e4m3fn)), torch.bfloat16, 8_192) == 0
+    assert experts_bytes([numbers], torch.bfloat16, 8_192) == 4 * 32 * 128 * 2  # experts round to fp8 alone
+    assert experts_bytes([numbers._replace(codes=numbers.codes.to(torch.float8_e4m3fn))], torch.bfloat16, 8_192) == 0
     for outputs, inputs, eight, four in (
         (5_760, 2_880, (8, 1), (4, 2)),
         (2_880, 2_880, (16, 1), (8, 2)),

@@ -131,7 +131,7 @@ class Experts(Module):
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        return max((experts_bytes(one, self.dtype, pairs) for one in self.stored), default=0)
+        return experts_bytes(self.stored, self.dtype, pairs)
 
     @property
     def stored(self) -> list[Stored]:

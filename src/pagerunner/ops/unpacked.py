@@ -6,6 +6,7 @@ Shape letters: E experts, O output features, I input features.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -58,16 +59,24 @@ def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
     return outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES) * weight_OI.shape[1] * dtype.itemsize
 
 
-def experts_bytes(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> int:
-    """The most that products of up to so many (token, expert) pairs in `dtype` unpack."""
-    experts, outputs, inputs = weights_EOI.shape
+def rooms_of(matrices_EOI: Sequence[Stored], itemsize: int, most: int = EXPERTS_BYTES) -> tuple[int, int]:
+    """How many rooms the products of these matrices share, and the numbers that each of them holds."""
+    sizes = [(*experts_at_once(weights, itemsize, most), math.prod(weights.shape[1:])) for weights in matrices_EOI]
+    return max(rooms for _, rooms, _ in sizes), max(at_once * numbers for at_once, _, numbers in sizes)
+
+
+def experts_bytes(matrices_EOI: Iterable[Stored], dtype: torch.dtype, pairs: int) -> int:
+    """The most that products of up to so many (token, expert) pairs in `dtype` unpack of a mixture's matrices."""
+    unpacked = [weights for weights in matrices_EOI if _unpacks(weights, dtype, pairs)]
+    return math.prod(rooms_of(unpacked, dtype.itemsize)) * dtype.itemsize if unpacked else 0
+
+
+def _unpacks(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> bool:
+    experts, _, inputs = weights_EOI.shape
     single = {name: part[0] for name, part in weights_EOI._asdict().items() if isinstance(part, torch.Tensor)}
     eight_bit_floats = isinstance(weights_EOI, Stored8) and weights_EOI.codes.dtype == torch.float8_e4m3fn
     rounded = eight_bit_floats and inputs % 128 == 0 and _rounds(weights_EOI._replace(**single), dtype)
-    if rounded or pairs <= WORTH_UNPACKING * experts:
-        return 0
-    at_once, rooms = experts_at_once(weights_EOI, dtype.itemsize)
-    return rooms * at_once * outputs * inputs * dtype.itemsize
+    return not rounded and pairs > WORTH_UNPACKING * experts
 
 
 def _rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe, moe_many
+from pagerunner.ops.kernels import moe, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.quantize import dequantized, quantize
@@ -90,7 +90,7 @@ def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
 def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch):
     monkeypatch.setattr(moe, "MOST_FEW", 1)
     monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
-    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 0)
+    monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 0)
     torch.manual_seed(0)
     x, routes = torch.randn(30, 128).half(), route.twin(torch.randn(30, 6), Routing(3, normalise=True))
     block = (64, 128) if blocks else (1, 128)
@@ -112,13 +112,50 @@ def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch
 
 
 def test_two_rooms_for_unpacked_experts_take_turns(monkeypatch):
-    monkeypatch.setattr(moe_many, "EXPERTS_BYTES", 8 * 64 * 64 * 2)
+    monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * 64 * 64 * 2)
     torch.manual_seed(0)
     codes = pack4(torch.randint(0, 16, (10, 64, 64), dtype=torch.uint8))
     weights = Stored4(codes, torch.randint(120, 126, (10, 64, 2), dtype=torch.uint8), 32, "e2m1")
-    assert moe_many.experts_at_once(weights, 2, moe_many.EXPERTS_BYTES) == (4, 2)
+    assert moe_unpacked.experts_at_once(weights, 2, moe_unpacked.EXPERTS_BYTES) == (4, 2)
     x, bias = torch.randn(30, 64).half(), torch.randn(10, 64).half()
     routes = route.kernel(torch.randn(30, 10), Routing(3))
-    got = moe_many.unpacked_product(x, weights, bias, routes, SILU, weigh=False)
+    got = moe_unpacked.unpacked_products(x, [moe_unpacked.UnpackedProduct(weights, bias, False, SILU)], routes)
     want = many_product(x, dense(weights, torch.float16), bias, routes, SILU, weigh=False)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_both_products_are_unpacked_in_two_lanes(biases, monkeypatch):
+    monkeypatch.setattr(moe, "MOST_OF_CODES", 0)
+    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * 128 * 64 * 2)
+    torch.manual_seed(0)
+    gate_up, down = (in_4_bits(18, outputs, 64) for outputs in (128, 64))
+    parts = moe_unpacked._parts((gate_up, down), 2)
+    assert [(part.product, part.lane, part.some.start, part.some.stop) for part in parts] == [
+        (0, 0, 0, 1), (0, 1, 1, 5), (0, 0, 5, 9), (0, 1, 9, 13), (0, 0, 13, 17), (0, 1, 17, 18), (1, 0, 0, 8), (1, 1, 8, 16), (1, 0, 16, 18),
+    ]  # fmt: skip
+    own = (torch.randn(18, 128).half(), torch.randn(18, 64).half()) if biases else ()
+    x, routes = torch.randn(40, 64).half(), route.twin(torch.randn(40, 18), Routing(3, normalise=True))
+    got = moe_experts.kernel(x, routes, gate_up, down, SILU, *own).float()
+    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU, *(bias.float() for bias in own))
+    assert (got - want).norm() < 3e-3 * want.norm()
+
+
+def test_matrices_of_4_bits_and_of_8_share_rooms_that_hold_the_larger(monkeypatch):
+    monkeypatch.setattr(moe, "MOST_OF_CODES", 0)
+    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * 128 * 64 * 2)
+    torch.manual_seed(0)
+    gate_up = in_4_bits(10, 128, 64)
+    down = Stored8(torch.randn(10, 64, 64).to(torch.float8_e4m3fn), torch.rand(10, 64, 1) / 8, (1, 64))
+    assert moe_unpacked.rooms_of((gate_up, down), 2, moe_unpacked.EXPERTS_BYTES) == (2, 10 * 64 * 64)
+    x, routes = torch.randn(40, 64).half(), route.twin(torch.randn(40, 10), Routing(3, normalise=True))
+    got = moe_experts.kernel(x, routes, gate_up, down, SILU).float()
+    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU)
+    assert (got - want).norm() < 3e-3 * want.norm()
+
+
+def in_4_bits(experts: int, outputs: int, inputs: int) -> Stored4:
+    codes = pack4(torch.randint(0, 16, (experts, outputs, inputs), dtype=torch.uint8))
+    return Stored4(codes, torch.randint(120, 124, (experts, outputs, inputs // 32), dtype=torch.uint8), 32, "e2m1")

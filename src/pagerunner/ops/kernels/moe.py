@@ -23,11 +23,12 @@ from pagerunner.ops.kernels.moe_joint import (
     joint_products,
     most_pairs,
 )
-from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product, unpacked_product, unpacks
+from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import serves
+from pagerunner.ops.kernels.moe_unpacked import UnpackedProduct, unpacked_products, unpacks
 from pagerunner.ops.kernels.pair_sums import sum_pairs
 from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.moe import Shared, add_shared_
@@ -55,6 +56,9 @@ def _products(
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
         return codes_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
+    if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
+        first = UnpackedProduct(up, up_bias, weigh_inputs, activation)
+        return unpacked_products(x_TD, (first, UnpackedProduct(low, low_bias, not weigh_inputs)), routes)
     inner_PI = _any_product(x_TD, *gate_up, routes, activation, weigh=weigh_inputs)
     return _any_product(inner_PI, *down, routes, None, weigh=not weigh_inputs)
 
@@ -67,6 +71,15 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
     if each > MOST_OF_CODES and unpacks(x, weights):
         return False
     return weights.numbers == "e2m1" or each > MOST_FEW
+
+
+def _unpacked_before(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored]:
+    """Whether matrices are unpacked before the product, as there are many pairs and no kernel that multiplies with their codes."""
+    if isinstance(weights, torch.Tensor) or routes.experts_TA.numel() <= WORTH_UNPACKING * weights.shape[0]:
+        return False
+    if _rounding(x, weights) is not None and isinstance(weights, Stored8) and fits(x, weights):
+        return False
+    return unpacks(x, weights)
 
 
 def _any_product(
@@ -88,8 +101,8 @@ def _any_product(
         many = routes.experts_TA.numel() > MANY_PAIRS * experts
         numbers = (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
-    if routes.experts_TA.numel() > WORTH_UNPACKING * experts and unpacks(x, w_EOK):
-        return unpacked_product(x, w_EOK, *own, weigh=weigh)
+    if _unpacked_before(x, routes, w_EOK):
+        return unpacked_products(x, (UnpackedProduct(w_EOK, bias_EO, weigh, activation),), routes)
     return grouped_product(x, w_EOK, *own, weigh=weigh)
 
 

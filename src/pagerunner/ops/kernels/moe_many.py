@@ -4,14 +4,11 @@ Tiles go expert by expert, and within an expert from one block of pairs to the n
 travel by bulk copies (the "tensor memory accelerator" of Hopper), and so do the rows of the second product, which stand in expert order.
 
 Matrices of 8-bit floats can be multiplied as they are, with inputs that are rounded to 8 bits, too (`ops/quantize.py`). Other stored matrices
-are unpacked before, some experts at a time; 4 bits are unpacked on a stream of their own, beside the products of the experts before.
-Shape letters as in `ops/moe.py`.
+are unpacked before (`kernels/moe_unpacked.py`). Shape letters as in `ops/moe.py`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +22,12 @@ from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import DENSE, E4M3
 from pagerunner.ops.kernels.launch import dependent, has_dependent_launch, multiprocessors, padded
 from pagerunner.ops.kernels.moe_tiles import finish, kind_of
-from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored, Stored4, Stored8
-from pagerunner.ops.unpacked import EXPERTS_BYTES, experts_at_once
+from pagerunner.ops.stored import Stored8
 
 MANY_PAIRS = 128
 """Pairs of an expert, on average, from which on tiles are as large as they get."""
-MOST_REGISTERS = 224
-"""Of a thread, where a stored matrix is unpacked beside the product (`kernels/stored.py`)."""
 
 
 @triton.jit
@@ -190,13 +183,14 @@ def fits(x: torch.Tensor, weights: torch.Tensor | Stored8) -> bool:
     """Whether the kernel serves such weights here: dense halves or 8-bit floats, in rows of whole blocks, where there are bulk copies."""
     inputs = weights.shape[-1]
     if isinstance(weights, torch.Tensor):
-        return weights.dtype == x.dtype and _fits_dense(x, inputs) and weights.is_contiguous()
+        return weights.dtype == x.dtype and fits_dense(x, inputs) and weights.is_contiguous()
     if x.device.type == "cuda" and not has_dependent_launch(x.device):
         return False
     return weights.codes.dtype == torch.float8_e4m3fn and inputs % 128 == 0 and weights.codes.is_contiguous()
 
 
-def _fits_dense(x: torch.Tensor, inputs: int) -> bool:
+def fits_dense(x: torch.Tensor, inputs: int) -> bool:
+    """Whether the kernel serves dense halves in rows of so many inputs here."""
     has_copies = x.device.type != "cuda" or has_dependent_launch(x.device)
     return has_copies and x.dtype.itemsize == 2 and inputs % 64 == 0
 
@@ -265,83 +259,3 @@ def _matrix(
         return TensorDescriptor.from_tensor(weights_EOI.view(-1, 2 * row if alternating else row), [features, inputs])
     weights = weights_EOI.unflatten(1, (-1, 2)) if alternating else weights_EOI.unflatten(1, (2, -1)).transpose(1, 2)
     return TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [1, features, 2, inputs])
-
-
-def unpacked_product(
-    x: torch.Tensor,
-    weights: Stored,
-    bias_EO: torch.Tensor | None,
-    routes: Routes,
-    activation: GatedActivation | None,
-    *,
-    weigh: bool,
-) -> torch.Tensor:
-    """As `many_product`. The experts' matrices are unpacked before, some of them at a time."""
-    assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
-    experts, outputs, inputs = weights.shape
-    pairs, gated = routes.order_P.shape[0], activation is not None
-    out = torch.empty(pairs, outputs // 2 if gated else outputs, dtype=x.dtype, device=x.device)
-    config = many_config(pairs, experts, inputs, False, gated)
-    for some, dense_EOI in _unpacked(weights, x):
-        many_product(
-            x, dense_EOI, None if bias_EO is None else bias_EO[some],
-            routes._replace(starts_E1=routes.starts_E1[some.start : some.stop + 1]), activation, weigh=weigh, config=config, out=out,
-            registers=MOST_REGISTERS if isinstance(weights, Stored4) else None,
-        )  # fmt: skip
-    return out
-
-
-def _unpacked(weights_EOI: Stored, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some experts after others, and their matrices. The next ones are unpacked beside what the caller launches for these.
-
-    Reading codes and writing numbers takes memory and integer units, products take matrix units. There are two rooms in turns. What one
-    holds is overwritten when the products of it have ended.
-    """
-    experts, outputs, inputs = weights_EOI.shape
-    at_once, rooms = experts_at_once(weights_EOI, x.dtype.itemsize, EXPERTS_BYTES)
-    room_REOI = torch.empty(rooms, at_once, outputs, inputs, dtype=x.dtype, device=x.device)
-    parts = [slice(first, min(first + at_once, experts)) for first in range(0, experts, at_once)]
-    filled = [room_REOI[n % rooms, : some.stop - some.start] for n, some in enumerate(parts)]
-
-    def fill(n: int, beside: bool) -> None:
-        unpack(_flat(weights_EOI, parts[n]), filled[n].flatten(0, 1), beside=beside)
-
-    fill(0, False)
-    if rooms == 1 or x.device.type != "cuda":
-        for n, own in enumerate(zip(parts, filled, strict=True)):
-            if n:
-                fill(n, False)
-            yield own
-        return
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    try:
-        for n, own in enumerate(zip(parts, filled, strict=True)):
-            if n:
-                main.wait_stream(side)
-            if n + 1 < len(parts):
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    fill(n + 1, True)
-            yield own
-    finally:  # an interrupt may leave the other stream current, or rooms that it still writes
-        torch.cuda.set_stream(main)
-        main.wait_stream(side)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def unpacks(x: torch.Tensor, weights: Stored) -> bool:
-    """Whether `unpacked_product` serves such weights here."""
-    outputs = weights.shape[1]
-    if isinstance(weights, Stored8) and outputs % weights.block[0]:
-        return False
-    return _fits_dense(x, weights.shape[2])
-
-
-def _flat(weights: Stored, some: slice) -> Stored:
-    """The matrices of some experts, one below another."""
-    own = {name: part[some].flatten(0, 1) for name, part in weights._asdict().items() if isinstance(part, torch.Tensor)}
-    return weights._replace(**own)
