@@ -33,6 +33,7 @@ SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}
 _MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
 _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
+_COUNTS, _MANY_COUNTS = 4096, 16384  # that a program adds up at a time: of few tokens there are fewer
 _FEW_LOGITS = 4096  # up to which each token has programs of its own, as its experts' weights are little to read again
 _MOST_FEATURES = 2048  # of which a program holds 16 experts' weights and 8 tokens at a time
 _FEW_BLOCKS = (
@@ -222,7 +223,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
     starts = tl.cumsum(total, 0) - total
     tokens = block * BT + tl.arange(0, BT)
     slots = tl.full((BT, BE), -1, tl.int32)
-    for a in range(A):
+    for a in tl.static_range(A):  # no load waits for another
         ids = tl.load(experts_ptr + tokens * A + a, mask=tokens < num_tokens, other=-1)
         slots = tl.where(ids[:, None] == experts[None, :], a, slots)
     own = (slots >= 0).to(tl.int32)
@@ -393,11 +394,12 @@ def kind_of_scores(routing: Routing) -> int:
 
 
 class RouteConfig(NamedTuple):
-    """Whether one launch chooses experts and places pairs; the tokens of a program; its warps."""
+    """Whether one launch chooses experts and places pairs; the tokens of a program; its warps; programs whose counts are added up at a time."""
 
     at_once: bool
     rows: int
     warps: int
+    counts: int = 0
 
 
 @functools.cache
@@ -408,7 +410,8 @@ def route_config(tokens: int, experts: int) -> RouteConfig:
     few = tokens <= _FEW_BLOCKS
     scores = max(_FEWEST // 2 if few else _FEWEST, min(_MOST, padded(tokens * wide // (32 if few else _BLOCKS))))
     rows = padded(max(tokens, 1)) if at_once else max(1, scores // wide)
-    return RouteConfig(at_once, rows, 1 if rows == 1 and at_once else 8 if rows > 8 else 4)
+    counts = 0 if at_once else max(1, (_COUNTS if few else _MANY_COUNTS) // wide)
+    return RouteConfig(at_once, rows, 1 if rows == 1 and at_once else 8 if rows > 8 else 4, counts)
 
 
 def _order_block(pairs: int) -> int:
@@ -556,7 +559,7 @@ def route(
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1, tiles = _starts(experts, weights_TA)
     touched, counting = _meter(starts_E1), counts_experts()
-    at_once, rows, warps = route_config(tokens, experts)
+    at_once, rows, warps, counted = route_config(tokens, experts)
     count = blocks(max(tokens, 1), rows)
     counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
     _route_kernel[(count,)](
@@ -567,6 +570,6 @@ def route(
     if not at_once:
         _place_kernel[(count,)](
             experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
-            BC=max(1, 4096 // padded(experts)), COUNT=counting, num_warps=8, **dependent(device),
+            BC=counted, COUNT=counting, num_warps=8, **dependent(device),
         )  # fmt: skip
     return Routes(weights_TA, experts_TA, order_P, starts_E1, tiles)
