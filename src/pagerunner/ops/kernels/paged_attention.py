@@ -25,6 +25,7 @@ from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan
 MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
 SHORT_QUERIES = 2048  # up to so many in most rows, heads of 256 bytes take smaller tiles (docs/performance.md)
 LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
+SHORT_WINDOW = 256  # keys
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
 MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
@@ -78,16 +79,19 @@ def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
     return Tiles(64, keys, 4, 3) if queries <= 64 else Tiles(128, keys, 8, 3)
 
 
-def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool) -> Tiles:
-    """Tiles of prefill, where most rows have at most `queries` new tokens.
+def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool, window: int = 0) -> Tiles:
+    """Tiles of prefill, where most rows have at most `queries` new tokens, which see `window` keys if it isn't 0.
 
-    In short rows, half of a large tile would be empty, and a program has few keys: two programs on a multiprocessor wait for less.
+    In short rows, half of a large tile would be empty, and a program has few keys, as in short windows: several programs on a multiprocessor
+    wait for less.
     """
     if exact:
         return Tiles(max(32, group), 32, 4, 2)
     if queries * group <= 64 or (row_bytes == 256 and queries <= SHORT_QUERIES):
         return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3)
-    return Tiles(128, {128: 64, 256: 128}.get(row_bytes, 32), 8, 3)
+    if row_bytes == 128:
+        return Tiles(64, 32, 4, 3) if 0 < window <= SHORT_WINDOW else Tiles(128, 64, 8, 3)
+    return Tiles(128, 128 if row_bytes == 256 else 32, 8, 3)
 
 
 @dataclass(slots=True)
@@ -162,7 +166,7 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -
         dot=_TL_DTYPES[dot],
         row_bytes=row_bytes,
         decode=decode,
-        prefill=prefill_tiles(row_bytes, plan.usual_query_len, group_padded, exact),
+        prefill=prefill_tiles(row_bytes, plan.usual_query_len, group_padded, exact, plan.window),
         slices=slices,
         # with fewer rows than slices, no slice has to go over to many of them
         entry_tiles=decode.entry if tokens > slices else 0,
@@ -340,6 +344,7 @@ class _Call:
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
             self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot,
             dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8 if tiles.programs > 1 else None,
         )  # fmt: skip
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ from pagerunner.ops.kernels.paged_tiles import (
     joined,
     load_tile,
     online,
+    online_of,
     softcapped,
     tile_scales,
 )
@@ -45,16 +46,15 @@ def _new_tiles(
             k = load_tile(k_ptr, tl.cast(start, tl.int64) * k_st + n * k_st, there, D, DP, None, TO)
             v = load_tile(v_ptr, tl.cast(start, tl.int64) * v_st + n * v_st, there, DV, DVP, None, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor = scale * LOG2E
         if SOFTCAP:
-            scores = softcapped(scores * scale, softcap) * LOG2E
-        else:
-            scores = scores * (scale * LOG2E)
+            scores, factor = softcapped(scores * scale, softcap) * LOG2E, 1.0
         if MASKED or REACH:
             seen = at[None, :] <= query_M[:, None]
             if REACH:
                 seen = seen & (at[None, :] >= oldest_M[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        weights, highest, total, shrink = online(scores, 1.0, highest, total, 1)
+        weights, highest, total, shrink = online_of(scores, factor, highest, total)
         acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
     return highest, total, acc
 

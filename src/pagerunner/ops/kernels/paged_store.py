@@ -18,6 +18,8 @@ from pagerunner.ops.kernels.paged_runs import store_runs_
 from pagerunner.ops.paged_attention import HeadPrep
 
 _QUERY_BLOCK = 16  # query heads of one program
+_SMALL_QUERY_BLOCK = 32  # if a head has at most _SMALL_HEAD elements
+_SMALL_HEAD = 64
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def _launch(
     norm = prep is not None and prep.q_norm_D is not None
     q_norm, k_norm = (prep.q_norm_D, prep.k_norm_D) if prep is not None and norm else (k, k)
     cos, sin = (k, k) if prep is None else prep.angles
-    query_block = min(_QUERY_BLOCK, padded(max(num_heads, 1)))
+    query_block = min(_SMALL_QUERY_BLOCK if dim <= _SMALL_HEAD else _QUERY_BLOCK, padded(max(num_heads, 1)))
     half, half_v = (dim + 1) // 2, (dim_v + 1) // 2
     _prepare_kernel[(num_tokens * (blocks(num_heads, query_block) + (0 if runs else 2)),)](
         k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],

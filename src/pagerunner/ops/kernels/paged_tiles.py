@@ -119,6 +119,15 @@ def online(scores, share, highest, total, AXIS: tl.constexpr):
 
 
 @triton.jit
+def online_of(products, factor, highest, total):
+    """`online` for scores [M, N] that are `products` times a positive factor. The multiplication is part of the subtraction."""
+    new = tl.maximum(highest, tl.max(products, 1) * factor)
+    weights = tl.math.exp2(products * factor - new[:, None])
+    shrink = tl.math.exp2(highest - new)
+    return weights, new, total * shrink + tl.sum(weights, 1), shrink
+
+
+@triton.jit
 def prefetch_tile(
     ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
     D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
