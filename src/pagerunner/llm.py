@@ -55,7 +55,7 @@ class LLM:
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
         check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
-        resolved = resolve(args)
+        resolved = resolve(args, offline=True)
         with _loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
         self._config = resolved.config

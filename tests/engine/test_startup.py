@@ -14,6 +14,7 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from helpers.fake_driver import FakeDriver, fake_card
+from pagerunner.bench.workloads import write_model
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.core import EngineCore
@@ -87,6 +88,32 @@ def test_defaults_on_a_card_are_the_checkpoints_dtype_large_steps_and_two_in_fli
     config = resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).config
     assert (config.device, config.max_num_batched_tokens, config.max_in_flight) == ("cuda", 8192, 2)
     assert config.dtype == resolve(EngineArgs(model=checkpoint, max_num_seqs=4)).model.dtype
+
+
+@pytest.mark.parametrize(
+    ("shape", "gib", "offline", "settings", "tokens"),
+    [
+        ("qwen3-30b-a3b", 80, True, {"quantization": "fp8", "activation_quantization": "none"}, 16_384),
+        ("qwen3-30b-a3b", 80, False, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
+        ("qwen3-30b-a3b", 64, True, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
+        ("qwen3-30b-a3b", 80, True, {}, 8_192),
+        ("qwen3-8b", 80, True, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
+        ("qwen3-30b-a3b", 80, True, {"quantization": "fp8", "activation_quantization": "none", "max_num_batched_tokens": 512}, 512),
+    ],
+)  # fmt: skip
+def test_offline_steps_are_larger_on_a_large_card_that_unpacks_experts(
+    card: DeviceMemory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: str,
+    gib: int,
+    offline: bool,
+    settings: dict[str, object],
+    tokens: int,
+) -> None:
+    monkeypatch.setattr(resolving, "device_memory", lambda: DeviceMemory(gib * 2**30, gib * 2**30))
+    args = EngineArgs(model=str(write_model(shape, tmp_path)), max_num_seqs=4, max_model_len=4096, **settings)  # type: ignore[arg-type]
+    assert resolve(args, offline=offline).config.max_num_batched_tokens == tokens
 
 
 @pytest.mark.parametrize("utilization", [0.3, 0.9, 1.0])

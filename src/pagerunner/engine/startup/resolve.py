@@ -13,7 +13,7 @@ from pagerunner import limits
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
-from pagerunner.engine.startup.weights import count_weights, too_large
+from pagerunner.engine.startup.weights import count_weights, too_large, unpacks_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
@@ -30,6 +30,9 @@ from pagerunner.runner.sampling.sampler import Sampler
 logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 8_192}
+LARGE_STEP_TOKENS = 16_384
+LARGE_DEVICE = 70 * 2**30
+"""Bytes of a device from which on offline steps that unpack experts have LARGE_STEP_TOKENS, as all of vLLM's have there."""
 DEFAULT_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 DEFAULT_CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; more only when one request of full length needs it
 _DTYPE_NAMES: dict[str, Dtype] = {
@@ -61,11 +64,14 @@ class Resolved:
     kv_scales: Scales = field(default_factory=dict)
 
 
-def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: bool = False) -> Resolved:
+def resolve(
+    args: EngineArgs, memory_bytes: int | None = None, *, plan_only: bool = False, offline: bool = False
+) -> Resolved:
     """Settle every choice. `memory_bytes` stands for the device's available memory (measured when None).
 
     `plan_only`: nothing will be loaded. With `memory_bytes` the device is then another machine's, a CUDA device unless
     `args.device` is "cpu"; and weights may be stored in formats that can't be run.
+    `offline`: nobody waits for single tokens, so by default steps may be larger.
 
     Raises:
         ConfigError: an argument contradicts the model or another argument.
@@ -89,8 +95,9 @@ def resolve(args: EngineArgs, memory_bytes: int | None = None, *, plan_only: boo
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
-    batched_tokens = _batched_tokens(args, longest, DEFAULT_BATCHED_TOKENS[device])
     card = device_memory() if device == "cuda" and memory_bytes is None else None
+    large = offline and card is not None and card.total >= LARGE_DEVICE and unpacks_experts(model, dtype)
+    batched_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS if large else DEFAULT_BATCHED_TOKENS[device])
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(model.layer_specs(kv_dtype), kv_scales)
     wish = _Wish(args, model, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device)

@@ -30,6 +30,8 @@ from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.panels import InPanels
 
 _NONE = Names("module")
+_MANY_PAIRS = 2**17
+"""Of a token and an expert, in a large step."""
 _SMALLER = {
     "fp8": (Scheme("fp8", "channel"),),
     "int4": tuple(Scheme("int4", "group", (1, group), layout="compressed") for group in (128, 32)),
@@ -78,6 +80,14 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
             f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
         )
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
+
+
+def unpacks_experts(model: ModelConfig, dtype: Dtype) -> bool:
+    """Whether a CUDA device unpacks experts before a prompt's products. It does so once for each step, so large steps are faster."""
+    if model.format is None:
+        return False
+    made = build_model(model, dtype, keep_forms=True)
+    return any(module.unpacked_bytes(_MANY_PAIRS) for module in made.modules() if isinstance(module, Experts))
 
 
 def _put_in_panels(model: Model, tokens: int) -> int:
