@@ -3,7 +3,7 @@
 Three ways, by the weights and by what was measured (docs/performance.md):
 
 * The input is rounded to 8 bits, as the weights are, where the checkpoint's writer means it so (`kernels/linear_rounded.py`).
-* The weights are converted in registers (`kernels/linear_tiles.py`).
+* The weights are converted in registers (`kernels/linear_wide.py` where it can, else `kernels/linear_tiles.py`).
 * A matrix is unpacked, some of its output features at a time, and multiplied by cuBLAS. What is unpacked at a time stays in the device's
   second-level cache.
 
@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_rounded
+from pagerunner.ops.kernels import linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.linear_shares import run_shares
@@ -66,6 +66,8 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
     """What decides which kernels the products of this file launch for so many tokens."""
     if (how := _rounding_of(tokens, dtype, weight_OI)) is not None:
         return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
+    if linear_wide.serves(tokens, dtype, weight_OI, device):
+        return linear_wide.wide_config(tokens, weight_OI, device)
     if _in_tiles(tokens, dtype, weight_OI):
         config = tiles_config(tokens, weight_OI, device)
         # by their number, a tile is cut into shares or isn't; and large numbers of tokens have tiles that small ones have
@@ -143,10 +145,15 @@ def _product(
     """Write the product into `out`, or add it: of `x`, of its norm, or of `silu(gate) * up`."""
     if not out_TO.numel():
         return
-    tokens = x_TI.shape[0]
+    tokens, device = x_TI.shape[0], x_TI.device
+    if linear_wide.serves(tokens, x_TI.dtype, weight_OI, device) and x_TI.stride(1) == out_TO.stride(1) == 1:
+        ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=True)
+        config = linear_wide.wide_config(tokens, weight_OI, device)
+        linear_wide.run_wide(ordered, weight_OI, bias_O, out_TO, config, add=add)
+        return
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
-        config = tiles_config(tokens, weight_OI, x_TI.device)
+        config = tiles_config(tokens, weight_OI, device)
         run = run_shares if config.shares else run_tiles
         run(ordered, weight_OI, bias_O, out_TO, config, add=add)
         return

@@ -55,10 +55,10 @@ WORD = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
 
 @triton.jit
-def _columns(place, PER: tl.constexpr):
-    """The input features that are multiplied at these places; PER codes are in a byte."""
+def _columns(place, PER: tl.constexpr, PAIRS: tl.constexpr):
+    """The input features that are multiplied at these places; PER codes are in a byte. PAIRS: of four neighbouring bytes, 0 and 2 come first."""
     step, half, quad, pair = place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
-    within = 4 * step + 2 * half + pair
+    within = 4 * step + 2 * pair + half if PAIRS else 4 * step + 2 * half + pair
     if PER == 2:
         within += 16 * (place // 64 % 2)
     return place // (64 * PER) * (64 * PER) + 16 * PER * quad + within
@@ -66,13 +66,13 @@ def _columns(place, PER: tl.constexpr):
 
 @triton.jit
 def _order_kernel(x_ptr, norm_ptr, out_ptr, x_row, eps, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-                  PER: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  PER: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token, of at most BLOCK features; zeros from K to PADDED."""
     if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
-    cols = _columns(place, PER)
+    cols = _columns(place, PER, PAIRS)
     inside = cols < K
     weight = cols
     if NORM != NO_NORM:
@@ -386,8 +386,13 @@ def serves(weight_OI: Stored) -> bool:
     return weight_OI.codes.is_contiguous() and _scales(weight_OI) is not None
 
 
-def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *, gated: bool = False) -> torch.Tensor:
-    """The inputs, their norm, or `silu(gate) * up` of them, in the order in which the codes come; [T, I or more], with zeros beyond I."""
+def in_order(
+    x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *, gated: bool = False, pairs: bool = False
+) -> torch.Tensor:
+    """The inputs, their norm, or `silu(gate) * up` of them, in the order in which the codes come; [T, I or more], with zeros beyond I.
+
+    With `pairs` it is the order of `kernels/linear_wide.py`: one operation makes the numbers of bytes 0 and 2 of a word, so these come first.
+    """
     tokens, inputs = x_TI.shape[0], weight_OI.shape[1]
     per = 1 if isinstance(weight_OI, Stored8) else 2
     wide = blocks(inputs, BYTES * per) * BYTES * per
@@ -398,7 +403,7 @@ def in_order(x_TI: torch.Tensor, weight_OI: Stored, norm: Norm | None = None, *,
     _order_kernel[(tokens,)](
         x_TI, x_TI if norm is None else norm.weight_I, out_TI, x_TI.stride(0),
         0.0 if norm is None else norm.eps,
-        K=inputs, PADDED=wide, BLOCK=block, PER=per,
+        K=inputs, PADDED=wide, BLOCK=block, PER=per, PAIRS=pairs,
         NORM=norm_kind(norm), GATED=gated,
         num_warps=row_warps(block),
         **dependent(x_TI.device),

@@ -1,0 +1,77 @@
+"""Wide tiles of int4 on the device, against float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.stored_cases import stored
+from pagerunner.ops.kernels import linear_wide
+from pagerunner.ops.kernels.linear_tiles import in_order
+from pagerunner.ops.kernels.linear_wide import WideConfig
+from pagerunner.ops.linear import linear, linear_add_
+from pagerunner.ops.stored import Stored, dense
+
+pytestmark = pytest.mark.skipif(
+    not linear_wide.has_gluon(torch.device("cuda", 0)), reason="another device or version of Triton than was measured"
+)
+CASES = [
+    ("int4 bf16 128", 1000, 2048), ("int4 bf16 128 zeros", 1536, 4096), ("int4 f16 128 zeros", 192, 2816), ("int4 f16 128", 48, 384),
+    ("int4 bf16 256", 208, 2048), ("int4 bf16 all", 2880, 2880), ("int4 bf16 all zeros", 576, 160), ("int4 bf16 128", 128, 12_288),
+]  # fmt: skip
+
+
+def on_device(form: str, outputs: int, inputs: int) -> Stored:
+    return stored(form, outputs, inputs, device="cuda")
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The difference's norm as a share; NaN stays NaN."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize(("form", "outputs", "inputs"), CASES)
+@pytest.mark.parametrize("tokens", [17, 48, 96, 133, 160, 192, 250])
+def test_products(form: str, outputs: int, inputs: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operation, with a bias, and added; outputs that nobody wrote would be NaN."""
+    matrix = on_device(form, outputs, inputs)
+    dtype = torch.float16 if " f16" in form else torch.bfloat16
+    assert linear_wide.reads(dtype, matrix)
+    monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
+    x, bias = torch.randn(tokens, inputs, device="cuda", dtype=dtype), torch.randn(outputs, device="cuda", dtype=dtype)
+    want = x.float() @ dense(matrix, dtype).float().T
+    torch.full(
+        (tokens, 2 * outputs), float("nan"), device="cuda", dtype=torch.float32
+    )  # what is allocated next holds NaN
+    assert error(linear(x, matrix, bias), want + bias.float()) < 4e-3
+    wider = torch.randn(tokens, outputs + 64, device="cuda", dtype=dtype)
+    old = wider.clone()
+    linear_add_(x, matrix, wider[:, :outputs])
+    assert error(wider[:, :outputs], want + old[:, :outputs].float()) < 4e-3
+    assert torch.equal(wider[:, outputs:], old[:, outputs:]), "nothing beside the outputs is written"
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(("tokens", "parts"), [(32, 1), (64, 3), (96, 5), (160, 1), (192, 4)])
+def test_tiles_and_parts(tokens: int, parts: int, groups: int) -> None:
+    matrix = on_device("int4 bf16 128 zeros", 1000, 4096)
+    x = torch.randn(tokens + 7, 4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.full((tokens + 7, 1000), float("nan"), device="cuda", dtype=torch.bfloat16)
+    config = WideConfig(tokens, groups, parts)
+    linear_wide.run_wide(in_order(x, matrix, pairs=True), matrix, None, out, config)
+    assert error(out, x.float() @ dense(matrix, torch.bfloat16).float().T) < 4e-3
+
+
+def test_weights_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One input feature at a time: each output is a weight, which is rounded once."""
+    monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
+    matrix = on_device("int4 bf16 128", 256, 256)
+    eye = torch.eye(256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(linear(eye, matrix), dense(matrix, torch.bfloat16).T)
+
+
+def test_repeated_products_are_the_same() -> None:
+    matrix = on_device("int4 bf16 128", 6144, 4096)
+    x = torch.randn(160, 4096, device="cuda", dtype=torch.bfloat16)
+    first = linear(x, matrix)
+    assert all(torch.equal(linear(x, matrix), first) for _ in range(50))

@@ -1,0 +1,178 @@
+"""Wide tiles of int4, as far as they can be tested without a card. Triton's interpreter doesn't know Gluon; `tests/gpu` runs the kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers.stored_cases import stored
+from pagerunner.ops.kernels import linear_many, linear_wide
+from pagerunner.ops.kernels.linear_tiles import in_order
+from pagerunner.ops.kernels.linear_wide import WideConfig, has_gluon, reads, stages_of, steps_of, wide_config
+from pagerunner.ops.stored import dense
+
+ROOM = 227 * 1024
+
+
+def as_multiplied(codes: torch.Tensor) -> torch.Tensor:
+    """Nibbles [O, I] of packed codes in the order in which the kernel's operands have them: its reads, words, reshapes, and halves."""
+    steps = codes.unflatten(1, (-1, 16, 4))[..., [0, 2, 1, 3]].flatten(2)  # [O, steps, 64 bytes]
+    halves = torch.stack((steps & 15, steps >> 4), 2)
+    return halves.unflatten(3, (4, 4, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
+
+
+@pytest.mark.parametrize("inputs", [128, 384])
+def test_the_order_of_inputs_is_that_of_the_operands(inputs):
+    matrix = stored("int4 f32 all", 24, inputs)
+    x = torch.randn(5, inputs)
+    got = in_order(x, matrix, pairs=True) @ (as_multiplied(matrix.codes).float() - 8.0).T * matrix.scales.T
+    torch.testing.assert_close(got, x @ dense(matrix, torch.float32).T, atol=1e-4, rtol=1e-4)
+
+
+def test_the_order_keeps_every_input_once_and_pads_with_zeros():
+    x = torch.arange(1.0, 2 * 288 + 1).reshape(2, 288)
+    ordered = in_order(x, stored("int4 f32 all", 8, 288), pairs=True)
+    assert ordered.shape == (2, 384)
+    assert [sorted(row.tolist()) for row in ordered] == [[0.0] * 96 + row.tolist() for row in x]
+    assert ordered[0, :16].tolist() == [1, 3, 33, 35, 65, 67, 97, 99, 2, 4, 34, 36, 66, 68, 98, 100]
+
+
+def test_the_conversion_is_exact_in_bfloat16():
+    """n * 2 ** -133 times s * 2 ** 70, less 8 s * 2 ** -63: every factor is a bfloat16, and the result is the twin's times 2 ** -63."""
+    scale = (torch.rand(4096) * 0.1).bfloat16()
+    for code in range(16):
+        nibble = torch.tensor(code, dtype=torch.int16).view(torch.bfloat16).double()
+        assert nibble == code * 2.0**-133
+        raised, taken = (scale.double() * 2.0**70).bfloat16(), (scale.double() * -8 * 2.0**-63).bfloat16()
+        got = (nibble * raised.double() + taken.double()) * 2.0**63
+        assert torch.equal(got.bfloat16(), ((code - 8) * scale.float()).bfloat16())
+
+
+def test_which_matrices_are_read():
+    half, single = torch.bfloat16, torch.float16
+    assert reads(half, stored("int4 bf16 128", 48, 384)) and reads(half, stored("int4 bf16 128 zeros", 48, 384))
+    assert reads(single, stored("int4 f16 128", 48, 384)) and reads(half, stored("int4 bf16 all", 48, 288))
+    assert not reads(half, stored("int4 f16 128", 48, 384)), "such a scale isn't a number of the activations' dtype"
+    assert not reads(half, stored("int4 bf16 64", 48, 384)) and not reads(half, stored("int4 bf16 192", 48, 384))
+    assert not reads(half, stored("e2m1 e8m0 32", 48, 384)) and not reads(half, stored("fp8 row", 48, 384))
+    assert not reads(torch.float32, stored("int4 f32 128", 48, 384))
+    shifted = stored("int4 bf16 128", 48, 384)
+    assert not reads(half, shifted._replace(codes=shifted.codes[:, :64])), "rows lie apart"
+
+
+def test_only_measured_versions_and_devices_run_it(monkeypatch):
+    matrix = stored("int4 bf16 128", 48, 384)
+    monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384 - 1)
+    assert not linear_wide.serves(64, torch.bfloat16, matrix, torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    card = torch.device("cuda", 0)
+    for version, capability, want in (("3.6.0", (9, 0), True), ("3.7.0", (9, 0), False), ("3.6.1", (10, 0), False)):
+        monkeypatch.setattr(linear_wide.triton, "__version__", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
+        has_gluon.cache_clear()
+        assert linear_wide.serves(64, torch.bfloat16, matrix, card) is want
+        assert not linear_wide.serves(linear_wide.MAX_TOKENS + 1, torch.bfloat16, matrix, card)
+        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384)
+        assert not linear_wide.serves(64, torch.bfloat16, matrix, card), "tiles are faster"
+        assert linear_wide.serves(32, torch.bfloat16, matrix, card) is want
+        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384 - 1)
+    has_gluon.cache_clear()
+
+
+def test_parts_fill_the_multiprocessors(monkeypatch):
+    monkeypatch.setattr(linear_wide, "multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (576, 2880), (48, 128)):
+        matrix = stored("int4 bf16 all", 8, 128)._replace(codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8))
+        for tokens in (17, 48, 100, 160, 200, 256):
+            config = wide_config(tokens, matrix, device)
+            tiles = -(-tokens // config.tokens) * -(-outputs // config.features)
+            assert config.parts == 1 or tiles * config.parts <= 132
+            steps = -(-inputs // 128)
+            assert 1 <= config.parts <= max(1, steps // linear_wide.PART_STEPS)
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 96, 128, 160, 192])
+def test_steps_in_flight_fit_into_shared_memory(tokens):
+    config = WideConfig(tokens, 3, 1)
+    for steps, zeros in ((4, False), (16, True), (32, False), (34, True)):
+        stages = stages_of(config, steps, zeros, ROOM)
+        used = stages * (256 * tokens + 64 * 192) + -(-steps // 32) * 32 * 192 * (4 if zeros else 2)
+        assert 2 <= stages <= 8 and used < ROOM - 8 * 1024
+
+
+def test_parts_have_an_even_number_of_steps():
+    assert [steps_of(inputs, parts) for inputs, parts in ((4096, 1), (4096, 4), (4096, 6), (2880, 1), (160, 1))] == [
+        32,
+        8,
+        6,
+        24,
+        2,
+    ]
+
+
+PROGRAM = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from pagerunner.ops.kernels.linear_gluon import wide_kernel
+
+tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+for name, tokens, more, zeros, done in (("bf16", 128, 32, False, True), ("bf16", 128, 64, True, False), ("fp16", 64, 0, True, True)):
+    inputs, codes = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 8, 2)
+    types = {"x_desc": f"tensordesc<{name}[{tokens},64],{inputs!r}>", "more_desc": f"tensordesc<{name}[{more or 8},64],{inputs!r}>",
+             "w_desc": f"tensordesc<u8[64,64],{codes!r}>", "s_ptr": "*" + name, "z_ptr": "*u8", "bias_ptr": "*" + name,
+             "y_ptr": "*" + name if done else "*fp32", "num_tokens": "i32", "num_features": "i32", "num_groups": "i32", "y_stride": "i32", "total": "i32", "steps": "i32"}
+    constants = {"G": 128, "BT": tokens, "MORE": more, "C": 3, "STAGES": 3, "ROOM": 32, "ZEROS": zeros, "DONE": done,
+                 "ADD": done, "BIAS": done, "PDL": True}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in (3, 4, 5, 6, 8, 10)}
+    types.update(dict.fromkeys(constants, "constexpr"))
+    values = {(list(types).index(key),): value for key, value in constants.items()}
+    source = GluonASTSource(wide_kernel, types, values, attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    ptx = Path("kernel.ptx")
+    ptx.write_text(kernel.asm["ptx"])
+    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert not re.search("C75[0-9][0-9]", said), said
+    assert " 0 bytes spill stores" in said, said
+"""
+
+
+@pytest.mark.skipif(
+    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
+)
+def test_the_compiler_keeps_products_on_their_way(tmp_path):
+    """Compiled for a card that isn't there. ptxas says so (C75xx) when it runs products one by one; nothing else would show it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    subprocess.run([sys.executable, "program.py"], env=env, cwd=tmp_path, check=True, timeout=300)
+
+
+def test_many_tokens_take_it_where_it_serves(monkeypatch):
+    """`linear_many` hands it the inputs in its order, and the warm-up knows its kernels."""
+    seen = []
+    monkeypatch.setattr(linear_many.linear_wide, "has_gluon", lambda device: True)
+    monkeypatch.setattr(linear_many.linear_wide, "run_wide", lambda *given, add: seen.append((*given, add)))
+    matrix = stored("int4 bf16 128", 48, 384)
+    x, stream = torch.randn(20, 384).bfloat16(), torch.zeros(20, 48).bfloat16()
+    linear_many.linear_add_(x, matrix, stream)
+    ordered, weight, bias, out, config, add = seen.pop()
+    assert (
+        torch.equal(ordered, in_order(x, matrix, pairs=True))
+        and weight is matrix
+        and bias is None
+        and out is stream
+        and add
+    )
+    assert config == linear_many.kernels_of(20, torch.bfloat16, matrix, x.device)
+    linear_many.linear_add_(x.float(), matrix, stream.float())
+    assert not seen
