@@ -71,7 +71,7 @@ def _run(
         x, x if norm is None else norm.weight_I, codes_TI, scales_GT, tokens, x.stride(0), tokens,
         0.0 if norm is None else norm.eps, K=inputs, ROWS=rows, BLOCK=block, WIDE=GROUP if grouped else block, MOST=LARGEST[dtype],
         NORM=norm_kind(norm), GATED=gated,
-        num_warps=row_warps(block) // 2, **dependent(x.device),
+        num_warps=row_warps(block) // (1 if rows > 1 else 2), **dependent(x.device),
     )  # fmt: skip
     return Quantized(codes_TI, scales_GT.t())
 
