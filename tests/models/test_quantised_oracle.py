@@ -26,7 +26,7 @@ from helpers.effort import by_days
 from helpers.engine_oracle import check, engine, prompt, run, tokens_of
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.quantise import CONFIGS, PACKED, quantise
+from helpers.quantise import BLOCK, CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.startup.weights import in_fewer_bits
@@ -323,6 +323,22 @@ def test_transformers_reads_gpt_oss_as_published_and_has_the_same_tokens(tmp_pat
     ).eval()
     assert reference.model.layers[0].mlp.experts.gate_up_proj.dim() == 3
     check(reference.float(), run(engine(path), [prompt(1, 20), prompt(2, 50)]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_transformers_reads_fp8_blocks_as_published_and_has_the_same_tokens(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}  # its blocks divide them
+    path = make_checkpoint(tmp_path, family, tokenizer=False, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    quantise(path, "fp8 block")
+    asks = "transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer.validate_environment"
+    monkeypatch.setattr(asks, lambda *_, **__: None)  # for a package that a CPU doesn't need
+    read = transformers.FineGrainedFP8Config(
+        weight_block_size=BLOCK, modules_to_not_convert=["lm_head"], dequantize=True
+    )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=read, dtype=torch.float32)
+    check(reference.eval(), run(engine(path), [prompt(1, 20), prompt(2, 50)]))
 
 
 @pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
