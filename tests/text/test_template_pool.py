@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import statistics
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from helpers.checkpoints import write_tokenizer
 from helpers.effort import effort
 from helpers.patience import patient
 from pagerunner import limits
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from pagerunner.text import chat_template, template_pool
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
@@ -208,6 +211,41 @@ def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(
             assert renderer._slow.take("") and renderer._quick.take("")
 
     with_renderer(tokenizer, work)
+
+
+@pytest.mark.parametrize("leaves", ["not at all", "once", "twice"])
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_close_leaves_no_process_to_a_loop_that_ends(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, leaves: str, slow: bool
+) -> None:
+    """Whoever waits for the end of a killed process may be cancelled. asyncio warns of a process that outlives its loop."""
+    monkeypatch.setattr(template_pool, "_QUICK_SECONDS", 0.05 if slow else 60)
+    unclosed: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: unclosed.append(repr(error.exc_value)))
+
+    async def main() -> None:
+        renderer = TemplateRenderer(tokenizer)
+        assert await renderer.render(ask("fine"), {}) == "<fine>"
+        task = asyncio.create_task(renderer.render(ask("loop"), {}))
+        async with asyncio.timeout(patient(5)):
+            while renderer._idle or (slow and renderer._slow.free == 4):
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        for _ in range(("not at all", "once", "twice").index(leaves)):
+            task.cancel()
+            await asyncio.sleep(0)
+        await renderer.close()
+        with pytest.raises(EngineDeadError if leaves == "not at all" else asyncio.CancelledError):
+            await task
+        with pytest.raises(EngineDeadError, match="has stopped and renders no more conversations"):
+            await renderer.render(ask("late"), {})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        for _ in range(3):
+            asyncio.run(main())
+            gc.collect()
+    assert not unclosed
 
 
 def test_a_process_that_dies_is_replaced(tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.children import helper_environment, start_async
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from pagerunner.text.fair_slots import FairSlots
 from pagerunner.text.template_worker import Done, Job, Setup, pack
 from pagerunner.text.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ _SLOW_NICENESS = 19
 _KEPT_IDLE = 4
 _PATIENCE_SECONDS = 0.05
 _START_SECONDS = 60.0
+_CLOSED = "The engine has stopped and renders no more conversations."
 
 
 class TemplateRenderer:
@@ -40,6 +41,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._processes = _Processes()
         self._idle: list[asyncio.subprocess.Process] = []
         self._hoping: list[asyncio.Future[asyncio.subprocess.Process]] = []
         self._busy = 0  # processes with a conversation that is not slow yet
@@ -72,6 +74,7 @@ class TemplateRenderer:
         Raises:
             InvalidRequestError: there is no template, it refuses the conversation, or takes too long or too much memory.
             RequestFailedError: no process could be started.
+            EngineDeadError: `close` has been called.
         """
         if self._tokenizer.chat_template is None:
             return self._tokenizer.apply_chat_template(messages)  # says what is missing
@@ -87,9 +90,9 @@ class TemplateRenderer:
         return done.text
 
     async def close(self) -> None:
-        """End the idle processes; busy ones end with their requests."""
-        while self._idle:
-            await _end(self._idle.pop())
+        """End all processes, and the conversations that are still rendered; EngineDeadError tells their clients."""
+        self._idle.clear()
+        await self._processes.close()
 
     async def _in_turn(self, frame: bytes, source: str) -> Done:
         await self._quick.acquire(source)
@@ -131,9 +134,10 @@ class TemplateRenderer:
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
-                return _Run(process, frame, self._done)
+                return _Run(self._processes, process, frame, self._done)
+            await self._processes.end(process)
         process = await self._spare() or (await self._start())[0]
-        return _Run(process, frame, self._done)
+        return _Run(self._processes, process, frame, self._done)
 
     async def _spare(self) -> asyncio.subprocess.Process | None:
         """A process that gets free in a moment. Most conversations take less time than starting a process."""
@@ -156,7 +160,7 @@ class TemplateRenderer:
         elif len(self._idle) < _KEPT_IDLE:
             self._idle.append(process)
         else:
-            await _end(process)
+            await self._processes.end(process)
 
     async def _start(self) -> tuple[asyncio.subprocess.Process, Done]:
         template = self._tokenizer.chat_template
@@ -164,10 +168,10 @@ class TemplateRenderer:
             raise RuntimeError("there is no chat template")
         setup = Setup(template.templates, template.where)
         try:
-            process, frame = await _start(setup)
+            process, frame = await self._processes.start(setup)
         except EOFError:  # the system may have killed it, for want of memory
             try:
-                process, frame = await _start(setup)
+                process, frame = await self._processes.start(setup)
             except EOFError as error:
                 raise RequestFailedError(
                     "The process that renders chat templates ended twice while it was started. The system may be short of memory."
@@ -179,9 +183,13 @@ class _Run:
     """One conversation in one process, which is ended if the caller leaves."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, frame: bytes, decoder: msgspec.msgpack.Decoder[Done]
+        self,
+        processes: _Processes,
+        process: asyncio.subprocess.Process,
+        frame: bytes,
+        decoder: msgspec.msgpack.Decoder[Done],
     ) -> None:
-        self.process = process
+        self.process, self._processes = process, processes
         self._decoder = decoder
         self._answer = asyncio.ensure_future(self._exchange(frame))
 
@@ -222,7 +230,7 @@ class _Run:
         self._answer.cancel()
         _kill(self.process)
         await asyncio.gather(self._answer, return_exceptions=True)
-        await _end(self.process)
+        await self._processes.end(self.process)
 
     def lower_priority(self) -> None:
         """Let all other processes on this machine go first."""
@@ -240,6 +248,8 @@ class _Run:
                 param="messages",
             ) from None
         except (OSError, EOFError) as error:
+            if self._processes.closed:
+                raise EngineDeadError(_CLOSED) from None
             raise _DiedError(
                 "The process that rendered the chat template died of this conversation.", param="messages"
             ) from error
@@ -247,6 +257,67 @@ class _Run:
 
 class _DiedError(InvalidRequestError):
     """The process has ended without an answer."""
+
+
+class _Processes:
+    """The processes of a renderer, from their start to their end. Nobody who leaves early leaves one to a loop that has ended."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.subprocess.Process] = set()
+        self._ending: dict[asyncio.subprocess.Process, asyncio.Future[None]] = {}
+        self.closed = False
+
+    async def start(self, setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
+        """A process and what it says of the template.
+
+        Raises:
+            EOFError: it ends first.
+            RequestFailedError: it is late or can't be started.
+            EngineDeadError: no more processes are started.
+        """
+        if self.closed:
+            raise EngineDeadError(_CLOSED)
+        try:
+            process = await start_async("pagerunner.text.template_worker", helper_environment())
+        except OSError as error:
+            raise RequestFailedError(f"The process that renders chat templates can't be started: {error}.") from error
+        self._running.add(process)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                return process, await _ask(process, pack(setup))
+        except TimeoutError as error:
+            await self.end(process)
+            raise RequestFailedError(
+                f"The process that renders chat templates didn't start within {_START_SECONDS:g} seconds."
+            ) from error
+        except OSError as error:  # the process is gone, and so is the pipe to it
+            await self.end(process)
+            raise EOFError from error
+        except BaseException:
+            await self.end(process)
+            raise
+
+    async def end(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process and wait until it is gone. Whoever waits may be cancelled; the process is gone soon all the same."""
+        _kill(process)
+        ending = self._ending.get(process)
+        if ending is None:
+            ending = self._ending[process] = asyncio.ensure_future(self._gone(process))
+        await asyncio.shield(ending)
+
+    async def close(self) -> None:
+        """End all processes, and start no others."""
+        self.closed = True
+        while self._running:
+            await asyncio.gather(*map(self.end, self._running))
+
+    async def _gone(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        if process.stdout is not None:
+            with contextlib.suppress(RuntimeError):  # its conversation reads to the end
+                await process.stdout.read()
+        self._running.discard(process)
+        self._ending.pop(process, None)
 
 
 async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
@@ -258,35 +329,8 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
     return await process.stdout.readexactly(int.from_bytes(size, "big"))
 
 
-async def _start(setup: Setup) -> tuple[asyncio.subprocess.Process, bytes]:
-    """A process and what it says of the template. Raises EOFError when it ends first, RequestFailedError when it is late."""
-    try:
-        process = await start_async("pagerunner.text.template_worker", helper_environment())
-    except OSError as error:
-        raise RequestFailedError(f"The process that renders chat templates can't be started: {error}.") from error
-    try:
-        async with asyncio.timeout(_START_SECONDS):
-            return process, await _ask(process, pack(setup))
-    except TimeoutError as error:
-        await _end(process)
-        raise RequestFailedError(
-            f"The process that renders chat templates didn't start within {_START_SECONDS:g} seconds."
-        ) from error
-    except OSError as error:  # the process is gone, and so is the pipe to it
-        await _end(process)
-        raise EOFError from error
-    except BaseException:
-        await _end(process)
-        raise
-
-
 def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     if process.stdin is not None:
         process.stdin.close()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    _kill(process)
-    await asyncio.shield(process.wait())
