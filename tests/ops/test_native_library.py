@@ -6,17 +6,39 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from helpers.compiler import needs_compiler
+from helpers.programs import run_python
 from pagerunner.ops.native import library as module
 from pagerunner.ops.native.library import SWITCH, library, loaded
+
+STUB = """
+long pagerunner_threads(const char *commands, long bytes, long most) { return most; }
+long pagerunner_bytes(long kind) { return kind; }
+long pagerunner_scratch(const char *commands, long bytes, long threads) { return 0; }
+long pagerunner_run(const char *commands, long bytes, float *scratch, long threads) { return 0; }
+int pagerunner_init(void *parallel, void *thread, void *threads) { return 8; }
+"""
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Compile a library that computes nothing: the kernels themselves take a second, and these tests are about files."""
+    source = folder / "stub.c"
+    source.write_text(STUB)
+    monkeypatch.setattr(module, "SOURCES", (str(source),))
+
+
+def fast(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Compile a stub, into a folder in this one."""
+    folder.mkdir(exist_ok=True)
+    stub(monkeypatch, folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +96,7 @@ def test_a_compiler_that_is_no_command_is_named(
 @pytest.mark.parametrize("left", [0, 20, 4096, -1])
 def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    stub(monkeypatch, tmp_path)
     monkeypatch.setattr(module, "Library", lambda path: path)  # to map a damaged file could end the tests
     kept = module._found_or_made()
     whole = kept.read_bytes()
@@ -96,7 +118,7 @@ def test_a_cache_whose_files_cannot_be_run_is_not_compiled_for_twice(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    stub(monkeypatch, tmp_path)
     monkeypatch.setattr(module, "Library", mapped)
     compiled = module._compile
     monkeypatch.setattr(module, "_compile", lambda *given: (made.append(given[2]), compiled(*given)))
@@ -140,15 +162,9 @@ def test_without_a_folder_to_keep_it_nothing_is_left(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "_cache", lambda: None)
     monkeypatch.setattr(module, "_temporary", lambda: None)
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    stub(monkeypatch, tmp_path)
     assert library() is not None
-    assert not list(tmp_path.iterdir())
-
-
-def fast(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Compile without optimising, into this folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    assert [left.name for left in tmp_path.iterdir()] == ["stub.c"]
 
 
 @needs_compiler
@@ -186,8 +202,9 @@ def test_two_processes_compile_at_once(tmp_path: Path) -> None:
         "sys.exit(module.library() is None)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
-    assert [one.wait(timeout=240) for one in both] == [0, 0]
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda _: run_python(code, (), environment), range(2)))
+    assert [one.returncode for one in both] == [0, 0], both
     (kept,) = (tmp_path / "pagerunner").iterdir()
     assert module._is_whole(kept)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -21,12 +23,13 @@ FORMS = [
 
 
 ADDED_AND_BIAS = [(False, True), (True, False), (True, True), (False, False)]
+PLACES = list(itertools.product([32, 24], ADDED_AND_BIAS))  # rows of a tile, and what the product is added to
 
 
-@pytest.mark.parametrize(("form", "parts", "high", "extras"), by_days(FORMS, [1, 3], [32, 24], ADDED_AND_BIAS))
-def test_tiles(form, parts, high, extras):
+@pytest.mark.parametrize(("form", "parts", "place"), by_days(FORMS, [1, 3], PLACES))
+def test_tiles(form, parts, place):
     """Tiles of 32 or of 16 + 8 tokens."""
-    add, bias = extras
+    high, (add, bias) = place
     matrix = stored(form, 200, 384)
     x, bias_O = torch.randn(40, 400)[:, 8:-8], torch.randn(200) if bias else None
     out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
