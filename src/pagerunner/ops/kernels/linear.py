@@ -201,7 +201,7 @@ MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for nor
 def rows_config(inputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows."""
     block = min(4096, padded(inputs + 1) // 2)
-    warps = 2 if block <= 1024 else 4 if block == 2048 == inputs or gated else 8
+    warps = 2 if block <= 1024 else 4 if block == 2048 and inputs <= 3072 or gated else 8
     features = max(1, 64 * 32 * warps // block // (2 if gated else 1))
     return RowsConfig(features, block, warps)
 
