@@ -169,6 +169,24 @@ def test_stored_experts(form, tokens, activation):
     close(got - residual, want)
 
 
+@pytest.mark.parametrize("tokens", [3, 8, 17, 48, 64, 100, 160, 250])
+@pytest.mark.parametrize(("features", "inner"), [(2880, 2880), (2048, 768), (576, 192), (704, 448), (160, 64)])
+@pytest.mark.parametrize("activation", [SILU, CLAMPED])
+@pytest.mark.parametrize("weigh_inputs", [False, True])
+def test_experts_in_mxfp4_of_any_size(tokens, features, inner, activation, weigh_inputs):
+    form = "e2m1 e8m0 32"
+    gate_up = stored(form, 2 * inner, features, experts=32, device="cuda")
+    down = stored(form, features, inner, experts=32, device="cuda")
+    biases = random(32, 2 * inner).bfloat16(), random(32, features).bfloat16()
+    x, residual = random(tokens, features).bfloat16(), random(tokens, features).bfloat16()
+    routes = route(random(tokens, 32), Routing(4, normalise=True))
+    own, exactly = (gate_up, down, activation), {"weigh_inputs": weigh_inputs}
+    want = moe_experts.twin(x.float(), routes, *own, *(bias.float() for bias in biases), **exactly)
+    got = residual.clone()
+    moe_experts(x, routes, *own, *biases, residual_TD=got, **exactly)
+    close(got - residual, want)
+
+
 @pytest.mark.parametrize(("form", "activations"), [("fp8 row", "token"), ("int8 row", "token"), ("fp8 block", "block")])
 @pytest.mark.parametrize("tokens", [1, 64, 1500])
 def test_many_tokens_are_rounded_as_8_bit_experts_ask(form, activations, tokens):

@@ -23,6 +23,7 @@ from pagerunner.ops.kernels.moe_joint import (
     joint_products,
     most_pairs,
 )
+from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, lanes_config, lanes_products, serves_lanes
 from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
@@ -55,7 +56,9 @@ def _products(
     (up, up_bias), (low, low_bias) = gate_up, down
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
-        return codes_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
+        few = routes.experts_TA.numel() <= LANES_PAIRS * up.shape[0] and serves_lanes(up) and serves_lanes(low)
+        products = lanes_products if few else codes_products
+        return products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
     if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
         first = UnpackedProduct(up, up_bias, weigh_inputs, activation)
         return unpacked_products(x_TD, (first, UnpackedProduct(low, low_bias, not weigh_inputs)), routes)
@@ -224,7 +227,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
-    return *ways, most_pairs(pairs, experts), *codes, *many
+    lanes = each <= LANES_PAIRS, lanes_config(pairs, experts)
+    return *ways, *lanes, most_pairs(pairs, experts), *codes, *many
 
 
 def _dense(routes: Routes) -> Routes:
