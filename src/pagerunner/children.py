@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from pagerunner.limits import PREFIX as LIMIT
 from pagerunner.limits import TABLE
@@ -35,6 +38,7 @@ ENGINE_PREFIXES = tuple(
 """What an engine core or a rank may know: what compilers, libraries and drivers are set by, and the settings of this package."""
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 
 
 def helper_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -49,6 +53,24 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
         for name, value in environ.items()
         if (name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS)
     }
+
+
+def private_directory() -> Path:
+    """A new directory that only this user may read, for sockets between processes: its path is short enough for one."""
+    directory = Path(tempfile.mkdtemp(prefix="pagerunner-"))
+    if len(os.fsencode(directory)) > _LONGEST_SOCKET_PATH:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="pagerunner-", dir="/tmp"))
+    return directory
+
+
+def exit_reason(who: str, status: int) -> str:
+    """A sentence for the end of a process with this status, a negative one for a signal."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = ", which is what the kernel does when memory runs out" if -status == signal.SIGKILL else ""
+        return f"{who} was ended by {name}{hint}."
+    return f"{who} ended with exit status {status}."
 
 
 def command(module: str, *arguments: str) -> list[str]:

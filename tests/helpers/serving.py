@@ -94,6 +94,43 @@ class RunningServer:
             time.sleep(0.01)
 
 
+class Reader(threading.Thread):
+    """Reads one stream to its end and keeps what came, or the error."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.url = url
+        self.body = body
+        self.text = ""
+        self.reason: str | None = None
+        self.error: Exception | None = None
+        self.ended_at = 0.0
+        self.begun = threading.Event()
+
+    def run(self) -> None:
+        """Read."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        try:
+            for chunk in client.completions.create(model=MODEL, stream=True, **self.body):
+                self.begun.set()
+                for choice in chunk.choices:
+                    self.text += choice.text
+                    self.reason = choice.finish_reason or self.reason
+        except openai.OpenAIError as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+
+
+def readers(url: str, count: int, **body: Any) -> list[Reader]:
+    """Threads that read one stream each, and have begun to."""
+    found = [Reader(url, body) for _ in range(count)]
+    for reader in found:
+        reader.start()
+    for reader in found:
+        assert reader.begun.wait(patient(10))
+    return found
+
+
 def write_text_side(path: Path, **config: Any) -> Path:
     """A checkpoint directory without weights: config.json and tokenizer, all that a fake core's frontend needs."""
     import json

@@ -23,7 +23,7 @@ import pytest
 
 from helpers import failing_core, fake_core
 from helpers.patience import patient, until
-from helpers.serving import MODEL, RunningServer, running_server
+from helpers.serving import MODEL, RunningServer, readers, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
@@ -73,41 +73,6 @@ def refuses(url: str) -> bool:
     except httpx.TransportError:  # closed while the request was on its way
         return False
     return False
-
-
-class Reader(threading.Thread):
-    """Reads one stream to its end and keeps what came, or the error."""
-
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__()
-        self.url = url
-        self.body = body
-        self.text = ""
-        self.reason: str | None = None
-        self.error: Exception | None = None
-        self.ended_at = 0.0
-        self.begun = threading.Event()
-
-    def run(self) -> None:
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
-        try:
-            for chunk in client.completions.create(model=MODEL, stream=True, **self.body):
-                self.begun.set()
-                for choice in chunk.choices:
-                    self.text += choice.text
-                    self.reason = choice.finish_reason or self.reason
-        except openai.OpenAIError as error:
-            self.error = error
-        self.ended_at = time.monotonic()
-
-
-def readers(url: str, count: int, **body: Any) -> list[Reader]:
-    found = [Reader(url, body) for _ in range(count)]
-    for reader in found:
-        reader.start()
-    for reader in found:
-        assert reader.begun.wait(patient(10))
-    return found
 
 
 @pytest.mark.parametrize("how", ["crash", "kill"])

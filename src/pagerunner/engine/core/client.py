@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pagerunner import limits
-from pagerunner.children import engine_environment, start
+from pagerunner.children import engine_environment, exit_reason, private_directory, start
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_FACTORY = "pagerunner.engine.core.factory:build_with_progress"
 STALL_SECONDS = float(limits.STALL_SECONDS)
 """How long the core may be silent, with requests to run, before it counts as unhealthy."""
-_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
+_WHO = "The engine core process"
 _LAST_WORDS_SECONDS = 0.2
 
 
@@ -65,7 +64,7 @@ async def launch_core(
         ConfigError, CheckpointError, CapacityError: as the core raised it.
         EngineDeadError: the process ended, or failed in another way, before it was ready.
     """
-    directory = _private_directory()
+    directory = private_directory()
     socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -206,7 +205,7 @@ class CoreClient:
     async def _watch(self) -> None:
         status = await asyncio.shield(self._core.exited)
         await asyncio.sleep(_LAST_WORDS_SECONDS)  # the reader may still find the reason in the socket
-        self._die(EngineDeadError(_exit_reason(status)))
+        self._die(EngineDeadError(exit_reason(_WHO, status)))
 
     def _die(self, error: EngineDeadError) -> None:
         if self._death is not None:
@@ -218,14 +217,6 @@ class CoreClient:
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._died(error)
-
-
-def _private_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="pagerunner-"))
-    if len(os.fsencode(directory)) > _LONGEST_SOCKET_PATH:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="pagerunner-", dir="/tmp"))
-    return directory
 
 
 def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
@@ -271,7 +262,7 @@ async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]
         if not received.done():
             await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
         if not received.done():
-            raise EngineDeadError(f"{_exit_reason(exited.result())} It had not finished loading.")
+            raise EngineDeadError(f"{exit_reason(_WHO, exited.result())} It had not finished loading.")
         message = msgspec.msgpack.decode(received.result(), type=wire.Ready | wire.StartFailed)
     finally:
         received.cancel()
@@ -279,11 +270,3 @@ async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]
         error: PagerunnerError = message.error.exception()
         raise error
     return message
-
-
-def _exit_reason(status: int) -> str:
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = ", which is what the kernel does when memory runs out" if -status == signal.SIGKILL else ""
-        return f"The engine core process was ended by {name}{hint}."
-    return f"The engine core process ended with exit status {status}."
