@@ -36,6 +36,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 on a device of 70 GiB and more, if experts are
     unpacked before a prompt's products (those in 4 bits are).
+    `tensor_parallel_size` is the number of ranks that every layer is divided among.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
@@ -58,6 +59,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     served_model_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    tensor_parallel_size: int = 1
     max_model_len: int | str | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -103,6 +105,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_in_flight",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -192,6 +195,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     tokenizer_path: str
     dtype: Dtype
     device: Literal["cpu", "cuda"]
+    tensor_parallel_size: int
     max_model_len: int
     kv_cache_dtype: KVDtype
     block_size: int

@@ -58,6 +58,11 @@ TABLE: tuple[Limit, ...] = (
     Limit("BODY_TOTAL_SECONDS", 300, "seconds that a client may take to send a body, in all"),
     Limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation"),
     Limit("STALL_SECONDS", 120, "seconds that a step may take before /health fails and all stacks are logged"),
+    Limit(
+        "RANK_SECONDS",
+        30,
+        "seconds that a rank may be behind the others, or give no sign of life, before the engine ends",
+    ),
     Limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates"),
 )
 FAULTS: list[str] = []
@@ -114,6 +119,7 @@ BODY_SECONDS = _VALUES["BODY_SECONDS"]
 BODY_TOTAL_SECONDS = _VALUES["BODY_TOTAL_SECONDS"]
 TEMPLATE_SECONDS = _VALUES["TEMPLATE_SECONDS"]
 STALL_SECONDS = _VALUES["STALL_SECONDS"]
+RANK_SECONDS = _VALUES["RANK_SECONDS"]
 TEMPLATE_MEGABYTES = _VALUES["TEMPLATE_MEGABYTES"]
 
 

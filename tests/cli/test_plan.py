@@ -47,6 +47,21 @@ def test_another_machines_memory_is_a_gpus_and_weights_keep_their_dtype(tmp_path
     assert weights(on_cpu) == 2 * 16_381_470_720
 
 
+def test_ranks_halve_weights_and_pages_until_a_key_value_head_is_left(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    one, two, sixteen = (planned(capsys, model, "--memory", "80GiB", "-tp", str(ranks)) for ranks in (1, 2, 16))
+    assert [plan["tensor_parallel_size"] for plan in (one, two, sixteen)] == [1, 2, 16]
+    assert one["request_bytes"] == 2 * two["request_bytes"] == 8 * sixteen["request_bytes"], (
+        "there are 8 of these heads"
+    )
+    assert weights(one) / 2 < weights(two) < weights(one) / 2 * 1.001, "norms are whole on each rank"
+    said = refused(capsys, model, "--memory", "80GiB", "-tp", "3")
+    assert "tensor_parallel_size=3: The model's 32 heads can't be divided among 3 ranks." in said
+    assert "whole model: 1, 2, 4, 8, 16, 32." in said
+    assert main(["plan", model, "--memory", "80GiB", "-tp", "2"]) == 0
+    assert "Divided among 2 ranks. The numbers are those of each rank." in capsys.readouterr().out
+
+
 def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
     said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80")
     assert "80 is 80 B" in said and "80GiB" in said

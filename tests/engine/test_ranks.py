@@ -84,6 +84,14 @@ class Ranks:
         level: int | None = first
         return level
 
+    failure_fd = None
+
+    def check_alive(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     @property
     def busy_seconds(self) -> float:
         busy: float = self._workers[0].busy_seconds
@@ -113,7 +121,7 @@ def start(model: str, **settings: Any) -> tuple[EngineCore, Ranks]:
     limits = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8}
     args = EngineArgs(model=model, max_in_flight=2, poison_fresh_pages=True, **limits | settings)  # type: ignore[arg-type]
     resolved = resolve(args)
-    ranks = Ranks([load_worker(resolved, rank=rank) for rank in range(2)])
+    ranks = Ranks([load_worker(resolved) for _ in range(2)])
     return build_on(resolved, ranks), ranks
 
 

@@ -255,12 +255,15 @@ class TwoRanks:
     def take_pages(self, num_bytes: int) -> Started:
         return [worker.take_pages(num_bytes) for worker in self.workers][0]
 
+    def close(self) -> None:
+        pass
+
 
 def test_ranks_with_unequal_devices_map_equally_many_pages(card: DeviceMemory, checkpoint: str) -> None:
     resolved, first = on_card(checkpoint, gpu_memory_utilization=1.0)
     second = FakeDriver(CARD.total)
     second.others = first.others + 16 * MIB
-    workers = [load_worker(resolved, card=fake_card(driver), rank=rank) for rank, driver in enumerate((first, second))]
+    workers = [load_worker(resolved, card=fake_card(driver)) for driver in (first, second)]
     core = build_on(resolved, TwoRanks(workers))
     alone = build_from(resolved, card=fake_card(second_alone := FakeDriver(CARD.total)))
     assert second_alone.used > second.used

@@ -40,6 +40,13 @@ class FailingExecutor:
 
     sleep_level = None
     busy_seconds = 0.0
+    failure_fd = None
+
+    def check_alive(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def run(self, plan: StepPlan) -> _Pending:
         if _has(plan, IN_RUN):

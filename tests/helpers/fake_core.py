@@ -75,6 +75,11 @@ class FakeCore:
             max_in_flight=1,
         )
 
+    failure_fd = None
+
+    def check_alive(self) -> None:
+        """It has no other processes."""
+
     def add(self, request: EngineRequest) -> None:
         if self._level:
             raise EngineSleepingError("The engine sleeps; call wake_up first.")

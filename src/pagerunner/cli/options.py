@@ -24,6 +24,7 @@ ENGINE_HELP: dict[str, str] = {
     "served_model_name": "name of the model in answers and metrics",
     "dtype": "what weights and activations are computed in: auto (the checkpoint's), float32, bfloat16, float16",
     "device": "auto, cpu or cuda",
+    "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
     "max_model_len": "longest prompt plus output in tokens; auto or -1 takes the longest that fits the memory",
     "gpu_memory_utilization": "share of the device's memory to use, if no size is given",
     "kv_cache_memory_bytes": "memory for pages, for example 10GiB or 512MiB",
@@ -89,6 +90,7 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
     "scheduling": ("max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy", "max_in_flight"),
     "execution": (
         "device",
+        "tensor_parallel_size",
         "attention_backend",
         "structured_outputs_config",
         "enforce_eager",
@@ -135,10 +137,13 @@ PLAN_FIELDS: frozenset[str] = frozenset(
         "quantization",
         "hf_overrides",
         "device",
+        "tensor_parallel_size",
         "revision",
         "download_dir",
     }
 )
+# vLLM's
+_SHORT: dict[str, tuple[str, ...]] = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",)}
 _UNITS: dict[str, int] = {
     "": 1,
     "k": 10**3,
@@ -307,7 +312,9 @@ def add_engine_options(
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             convert, shown = _converter(field.name, field.type)
-            short = ("-q",) if field.name == "quantization" and parser.prog.endswith(" serve") else ()  # as vLLM's
+            short = _SHORT.get(field.name, ())
+            if field.name == "quantization" and not parser.prog.endswith(" serve"):
+                short = ()  # other verbs have no -q, as --quiet would be expected of it
             group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
 
 

@@ -72,7 +72,13 @@ def run(namespace: argparse.Namespace) -> int:
         _write(namespace.svg, arena_svg(plan, state))
     if namespace.json or state is None:
         config = resolved.config
-        planned = {"device": config.device, "dtype": config.dtype, "quantization": quantization, "refused": refusal}
+        planned = {
+            "device": config.device,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "dtype": config.dtype,
+            "quantization": quantization,
+            "refused": refusal,
+        }
         print(json.dumps({**plan_json(plan), **planned}, indent=2))
     else:
         print(f"{_heading(namespace, resolved, refusal)}\n{plan_table(plan)}\n\n{arena_text(plan, state)}")
@@ -87,6 +93,9 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
         f"{where} with {human_bytes(namespace.memory)}" if namespace.memory is not None else f"{where}, this machine's"
     )
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
+    if config.tensor_parallel_size > 1:
+        shared = ", which share this machine's memory" if namespace.memory is None and config.device == "cpu" else ""
+        lines.append(f"Divided among {config.tensor_parallel_size} ranks{shared}. The numbers are those of each rank.")
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
     return "\n".join([*lines, *([refusal] if refusal else []), ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -230,6 +231,13 @@ class ModelRunner:
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
         return self._graphs.capture(self._work, progress)
+
+    def state_digest(self) -> str:
+        """A digest of all page tables and of all slots' last tokens, which runners with the same plans share. Waits for the device."""
+        digest = hashlib.sha256()
+        for state in (self._tables.all.entries, self._last_tokens.tokens):
+            digest.update(state.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def num_graphs(self) -> int:

@@ -24,11 +24,13 @@ class StepThreads:
     Args:
         layer_bytes: of a layer's weights: the model's, embedding and output weights included, over its number of layers.
         token_bytes: of a layer's keys and values, or whatever its memory is, for one token.
+        ranks: how many ranks of this machine run a step at the same time, each on its share of the threads.
     """
 
-    def __init__(self, layer_bytes: int, token_bytes: int) -> None:
+    def __init__(self, layer_bytes: int, token_bytes: int, ranks: int = 1) -> None:
         self._layer_bytes = layer_bytes
         self._token_bytes = token_bytes
+        self._ranks = ranks
         self._set = own_thread_setter()
         self._usual: int | None = None  # during a step, and after one that an interrupt kept from ending
 
@@ -42,7 +44,7 @@ class StepThreads:
     @property
     def usual(self) -> int:
         """The threads of a step that isn't small."""
-        return self._usual or torch.get_num_threads()
+        return max((self._usual or torch.get_num_threads()) // self._ranks, 1)
 
     @contextmanager
     def during(self, rows: Sequence[StepRow]) -> Iterator[None]:
@@ -50,7 +52,7 @@ class StepThreads:
         if self._usual is None:
             self._usual = torch.get_num_threads()
         try:
-            self._set(1 if self.is_small(rows) else self._usual)
+            self._set(1 if self.is_small(rows) else self.usual)
             yield
         finally:
             self._set(self._usual)

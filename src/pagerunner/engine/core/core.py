@@ -65,7 +65,7 @@ class EngineCore:
             EngineSleepingError: the engine sleeps at level 1 or 2.
             EngineDeadError: a step has failed.
         """
-        self._check_alive()
+        self.check_alive()
         if self.sleep_level != 0:
             self.check_awake()
         self._check_ids(request)
@@ -125,7 +125,7 @@ class EngineCore:
         Raises EngineDeadError when a step fails, and at every later call. The device and the scheduler may no longer agree
         on what was computed. Raises EngineSleepingError while the engine sleeps or is paused; no request is harmed by that.
         """
-        self._check_alive()
+        self.check_alive()
         self.check_awake()
         try:
             return self._step()
@@ -170,11 +170,22 @@ class EngineCore:
             never_free(error, self._executor, *self._in_flight)
         self._death = step_fault(error, failure)
         self._in_flight.clear()
+        self._executor.close()
         return EngineDeadError(self._death)
 
-    def _check_alive(self) -> None:
+    @property
+    def failure_fd(self) -> int | None:
+        """See Executor.failure_fd."""
+        return self._executor.failure_fd
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError with the reason if a step, or another process of the engine, has failed."""
         if self._death is not None:
             raise EngineDeadError(self._death)
+        try:
+            self._executor.check_alive()
+        except EngineDeadError as error:
+            raise self._die(error) from None
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, the memory manager and the device."""
@@ -242,7 +253,7 @@ class EngineCore:
         if not self._enable_sleep_mode and level != 0:  # a pause moves no memory
             raise ConfigError("Sleep needs an engine started with enable_sleep_mode=True (--enable-sleep-mode).")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
-        self._check_alive()
+        self.check_alive()
         to_finish = len(self._scheduler.request_ids) if mode == "wait" and self.is_sleeping else 0
         if to_finish and self.sleep_level != 0:
             raise EngineSleepingError(
@@ -291,5 +302,5 @@ class EngineCore:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back; the engine runs again when every region is mapped."""
-        self._check_alive()
+        self.check_alive()
         self._executor.wake_up(tags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagerunner.errors import EngineDeadError
 from pagerunner.ops.device_errors import first_line, out_of_memory
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())  # what torch raises for an error of the CUDA runtime
@@ -14,6 +15,8 @@ def step_fault(error: BaseException, failure: str | None = None) -> str:
 
     `failure` is the device's error, if `device_failure` found one. The exception may be only its consequence.
     """
+    if isinstance(error, EngineDeadError):  # of another rank, which has said it
+        return str(error)
     first = first_line(error)
     if failure is None and out_of_memory(error):
         return (

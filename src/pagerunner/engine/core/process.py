@@ -85,6 +85,13 @@ class Core(Protocol):
     def reset_prefix_cache(self) -> bool:
         """Forget cached pages."""
 
+    @property
+    def failure_fd(self) -> int | None:
+        """What can be read once another process of the engine has failed."""
+
+    def check_alive(self) -> None:
+        """Raise if it has failed."""
+
     def memory_state(self) -> MemoryState:
         """Who holds the page memory."""
 
@@ -110,8 +117,15 @@ class CoreLoop:
     def run(self) -> None:
         """Serve until `Shutdown`. Raises what a step raises."""
         core = self._core
+        poller = zmq.Poller()
+        for source in (self._socket, core.failure_fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
         while self._running:
-            for message in self._receive(wait=not core.has_work):
+            if not core.has_work:
+                poller.poll()
+                core.check_alive()
+            for message in self._receive():
                 self._handle(message)
             if self._running and core.has_work:
                 self._watchdog.begin()
@@ -127,9 +141,7 @@ class CoreLoop:
         """Send one message to the frontend."""
         self._socket.send(self._encoder.encode(message))
 
-    def _receive(self, wait: bool) -> Iterator[wire.ToCore]:
-        if wait:
-            self._socket.poll()
+    def _receive(self) -> Iterator[wire.ToCore]:
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

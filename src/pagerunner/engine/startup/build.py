@@ -18,6 +18,7 @@ import msgspec
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
+from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.startup.measure import final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
@@ -48,10 +49,16 @@ def build_core(args: EngineArgs, progress: Progress | None = None) -> EngineCore
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
-    """An engine core from a resolved configuration, with one rank in this process.
+    """An engine core from a resolved configuration, with the first rank in this process.
 
     `card` is the CUDA device for which it was resolved, if there is one.
+
+    Raises:
+        CapacityError, CheckpointError, ConfigError: of several ranks it names the one that can't come up.
+        EngineDeadError: another rank has ended, or hangs.
     """
+    if resolved.config.tensor_parallel_size > 1:
+        return build_on(resolved, load_ranks(resolved, progress))
     return build_on(resolved, load_worker(resolved, progress, card))
 
 
@@ -61,15 +68,19 @@ def build_on(resolved: Resolved, ranks: LoadedRanks) -> EngineCore:
     Raises:
         CapacityError: what is left on the fullest of the devices can't hold what was asked for.
     """
-    plan = final_plan(
-        resolved.plan,
-        ranks.facts,
-        resolved.gpu_memory_utilization,
-        fixed=resolved.fixed_pages,
-        auto=resolved.auto_length,
-    )
-    config = msgspec.structs.replace(resolved.config, max_model_len=plan.max_model_len)
-    executor, startup = ranks.take_pages(plan.kv_bytes)
+    try:
+        plan = final_plan(
+            resolved.plan,
+            ranks.facts,
+            resolved.gpu_memory_utilization,
+            fixed=resolved.fixed_pages,
+            auto=resolved.auto_length,
+        )
+        config = msgspec.structs.replace(resolved.config, max_model_len=plan.max_model_len)
+        executor, startup = ranks.take_pages(plan.kv_bytes)
+    except BaseException:
+        ranks.close()
+        raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
         partial(build_scheduler, config, plan, _make_guides(resolved)),

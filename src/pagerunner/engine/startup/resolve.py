@@ -22,6 +22,7 @@ from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.checkpoint.loader import checkpoint_files
+from pagerunner.models.checkpoint.ranks import configs_of_ranks
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
@@ -48,11 +49,15 @@ _DTYPE_NAMES: dict[str, Dtype] = {
 class Resolved:
     """What an engine is built from. `kv_scales` are the static scales that its fp8 pages take, if any.
 
+    `model` is the whole model. `plan` is that of each rank; all of them have equally many pages of the same sizes.
+    `available`: the bytes of a CPU's memory that the plan of each rank was made for. None where a card's memory, or another machine's, was.
+
     With a `card` the plan comes from an upper bound. The final plan is made when everything except the pages has been
     allocated. It stays within `gpu_memory_utilization` of the card, or has exactly these pages if they are `fixed`.
     `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took.
     """
 
+    args: EngineArgs
     config: EngineConfig
     model: ModelConfig
     plan: MemoryPlan
@@ -62,16 +67,23 @@ class Resolved:
     auto_length: bool = False
     seconds: float = 0.0
     kv_scales: Scales = field(default_factory=dict)
+    available: int | None = None
 
 
 def resolve(
-    args: EngineArgs, memory_bytes: int | None = None, *, plan_only: bool = False, offline: bool = False
+    args: EngineArgs,
+    memory_bytes: int | None = None,
+    *,
+    plan_only: bool = False,
+    offline: bool = False,
+    available: int | None = None,
 ) -> Resolved:
     """Settle every choice. `memory_bytes` stands for the device's available memory (measured when None).
 
     `plan_only`: nothing will be loaded. With `memory_bytes` the device is then another machine's, a CUDA device unless
     `args.device` is "cpu"; and weights may be stored in formats that can't be run.
     `offline`: nobody waits for single tokens, so by default steps may be larger.
+    `available`: what the engine's first rank has measured, for another rank of the same machine. So both make the same plan.
 
     Raises:
         ConfigError: an argument contradicts the model or another argument.
@@ -95,23 +107,57 @@ def resolve(
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    of_ranks = _of_ranks(model, dtype, device, args.tensor_parallel_size, plan_only)
     card = device_memory() if device == "cuda" and memory_bytes is None else None
     large = offline and card is not None and card.total >= LARGE_DEVICE and unpacks_experts(model, dtype)
     batched_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS if large else DEFAULT_BATCHED_TOKENS[device])
     kv_scales = _kv_scales(args, model, kv_dtype)
-    specs = with_static_scales(model.layer_specs(kv_dtype), kv_scales)
-    wish = _Wish(args, model, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device)
+    specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
+    if memory_bytes is None and card is None and available is None:
+        available = available_memory() // args.tensor_parallel_size  # ranks on CPUs share it
+    wish = _Wish(args, model, of_ranks, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available)
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)
-    config = EngineConfig(
+    return Resolved(
+        args,
+        _engine_config(wish, plan, kv_dtype),
+        model,
+        plan,
+        card,
+        args.gpu_memory_utilization,
+        fixed_pages=args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None,
+        auto_length=wanted_length == "auto",
+        seconds=time.perf_counter() - started,
+        kv_scales=kv_scales,
+        available=available if memory_bytes is None and card is None else None,
+    )
+
+
+def _of_ranks(model: ModelConfig, dtype: Dtype, device: str, ranks: int, plan_only: bool) -> list[ModelConfig]:
+    """The configs of the ranks' models, equal ones once. Raises ConfigError for what can't be divided."""
+    if ranks > 1 and device == "cuda" and not plan_only:
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
+            'or take device="cpu".'
+        )
+    try:
+        return configs_of_ranks(model, dtype, device, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"tensor_parallel_size={ranks}: {error}") from None
+
+
+def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineConfig:
+    args = wish.args
+    return EngineConfig(
         model_path=str(args.model),
         tokenizer_path=str(args.tokenizer or args.model),
-        dtype=dtype,
-        device=device,
+        dtype=wish.dtype,
+        device=wish.device,
+        tensor_parallel_size=args.tensor_parallel_size,
         max_model_len=plan.max_model_len,
         kv_cache_dtype=kv_dtype,
         block_size=args.block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched_tokens,
+        max_num_seqs=wish.max_num_seqs,
+        max_num_batched_tokens=wish.batched_tokens,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
@@ -121,21 +167,10 @@ def resolve(
         enforce_eager=args.enforce_eager,
         cudagraph_capture_sizes=None if args.cudagraph_capture_sizes is None else tuple(args.cudagraph_capture_sizes),
         enable_sleep_mode=args.enable_sleep_mode,
-        max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[device],
+        max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
         poison_fresh_pages=args.poison_fresh_pages,
         attention_backend=args.attention_backend,
         kv_cache_metrics_sample=args.kv_cache_metrics_sample,
-    )
-    return Resolved(
-        config,
-        model,
-        plan,
-        card,
-        args.gpu_memory_utilization,
-        fixed_pages=args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None,
-        auto_length=wanted_length == "auto",
-        seconds=time.perf_counter() - started,
-        kv_scales=kv_scales,
     )
 
 
@@ -212,23 +247,38 @@ def _batched_tokens(args: EngineArgs, max_model_len: int, default: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a plan is made for."""
+    """What a plan is made for. `of_ranks` are the configs of the ranks' models, equal ones once.
+
+    `available` is a CPU's memory for each rank, where no other memory is given.
+    """
 
     args: EngineArgs
     model: ModelConfig
+    of_ranks: list[ModelConfig]
     dtype: Dtype
     specs: tuple[Spec, ...]
     length: int | str
     max_num_seqs: int
     batched_tokens: int
-    device: str
+    device: Literal["cpu", "cuda"]
+    available: int | None
+
+    def memory(self, given: int | None) -> int:
+        """Bytes of the memory that is planned for."""
+        found = self.available if given is None else given
+        assert found is not None
+        return found
 
 
 def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> MemoryPlan:
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    counted = count_weights(model, wish.dtype, wish.device, wish.batched_tokens)
+    ranks = args.tensor_parallel_size
+    counted = max(
+        (count_weights(own, wish.dtype, wish.device, wish.batched_tokens) for own in wish.of_ranks),
+        key=lambda weights: weights.size,
+    )
     weights = counted.name, counted.size
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
@@ -253,11 +303,11 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_model_len=length,
             max_num_seqs=max_num_seqs,
             tokens=wish.batched_tokens,
-            heads=getattr(model, "num_heads", 0),
+            heads=getattr(wish.of_ranks[0], "num_heads", 0),
             work_space=counted.work_space,
-            eager=args.enforce_eager,
+            eager=args.enforce_eager or ranks > 1,
         )
-        return (*always, *steps)
+        return (*always, *steps, *(_sums_of_ranks(wish) if ranks > 1 else ()))
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(
@@ -275,11 +325,13 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
 
     if args.num_gpu_blocks_override is not None:
         made = plan(None)
-        _check_fixed(made, "num_gpu_blocks_override", args.num_gpu_blocks_override, weights[1], memory_bytes)
+        asked = args.num_gpu_blocks_override
+        _check_fixed(made, "num_gpu_blocks_override", asked, weights[1], wish.memory(memory_bytes))
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
         if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
-            _check_fixed(made, "kv_cache_memory_bytes", args.kv_cache_memory_bytes, weights[1], memory_bytes)
+            asked = args.kv_cache_memory_bytes
+            _check_fixed(made, "kv_cache_memory_bytes", asked, weights[1], wish.memory(memory_bytes))
     else:
         widest = num_groups * -(-longest // args.block_size)
         made = _plan_in(memory_bytes, card, wish, other(longest, widest), longest, plan)
@@ -287,9 +339,17 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     return replace(made, other=other(made.max_model_len, width))
 
 
-def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, memory_bytes: int | None) -> None:
-    """Refuse more pages than the memory holds beside the weights; argument `name` asked for them with `asked`."""
-    total = available_memory() if memory_bytes is None else memory_bytes
+def _sums_of_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:
+    """What a rank on a CPU takes to add up the others' parts of a step's outputs, and to gather their logits."""
+    ranks, tokens = wish.args.tensor_parallel_size, max(wish.batched_tokens, wish.max_num_seqs)
+    return (
+        ("sums of all ranks", (ranks + 1) * tokens * wish.model.hidden_size * 4),
+        ("logits of all ranks", 2 * 4 * wish.max_num_seqs * wish.model.vocab_size),
+    )
+
+
+def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, total: int) -> None:
+    """Refuse more pages than `total` bytes hold beside the weights; argument `name` asked for them with `asked`."""
     room = total - weights
     if plan.kv_bytes <= room:
         return
@@ -310,7 +370,7 @@ def _plan_in(
     plan: Callable[[int | None], MemoryPlan],
 ) -> MemoryPlan:
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
-    total = available_memory() if memory_bytes is None else memory_bytes
+    total = wish.memory(memory_bytes)
     utilization = wish.args.gpu_memory_utilization
     needed = sum(size for _, size in other)
     room, free = int(total * utilization) - needed, ""
@@ -326,10 +386,11 @@ def _plan_in(
             f"{human_bytes(total)} there are{free} is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
             "lower max_num_seqs or max_model_len, or take a machine with more memory."
         )
-    if memory_bytes is not None or room <= DEFAULT_CPU_KV_BYTES:
+    usual = DEFAULT_CPU_KV_BYTES // wish.args.tensor_parallel_size
+    if memory_bytes is not None or room <= usual:
         return plan(room)
     try:
-        modest = plan(DEFAULT_CPU_KV_BYTES)
+        modest = plan(usual)
     except CapacityError:
         return plan(room)
     return modest if modest.max_model_len == longest else plan(room)

@@ -14,11 +14,13 @@ import torch
 from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineConfig
+from pagerunner.dist.base import Comm
 from pagerunner.engine.startup.machine import available_memory
 from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
 from pagerunner.engine.worker.card import Card
 from pagerunner.layers import linear, moe
+from pagerunner.layers.shares import Share
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
@@ -31,6 +33,7 @@ from pagerunner.models.checkpoint.loader import (
     weights_bytes,
 )
 from pagerunner.models.checkpoint.panels import store_in_panels
+from pagerunner.models.checkpoint.ranks import build_share, join_ranks
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.unpacked import MANY_TOKENS
@@ -57,25 +60,31 @@ def graph_engine(device: torch.device) -> GraphEngine | None:
 
 
 def load_model(
-    resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None
+    resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None, comm: Comm
 ) -> tuple[Model, torch.Tensor, Callable[[], None]]:
-    """The model, the arena's region that holds its weights, and what fills that region again."""
+    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the part of this one."""
     config = resolved.config
+    share: Share | None = None
     with meter.phase("model", "constants"):
-        model = build_model(resolved.model, config.dtype, config.device)
+        if comm.size == 1:
+            model = build_model(resolved.model, config.dtype, config.device)
+        else:
+            model, share = build_share(resolved.model, config.dtype, config.device, comm.rank, comm.size)
         panels = store_in_panels(model) if config.device == "cpu" else 0
         if panels:
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
+        if share is not None:
+            join_ranks(model, share, comm)
 
     def fill_weights() -> None:
         if config.load_format == "dummy":
-            dummy_weights(model, config.seed)
+            dummy_weights(model, config.seed, divided=share is not None)
             return
         device = torch.device(config.device)
         copy = ThreadStagers(device) if device.type == "cuda" else copy_now
-        load_weights(model, Path(config.model_path), progress, copy)
+        load_weights(model, Path(config.model_path), progress, copy, share)
 
     with meter.phase("weights"):
         weights = arena.reserve("weights", weights_bytes(model))
@@ -88,6 +97,7 @@ def load_model(
 def make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped."""
     config, plan = resolved.config, resolved.plan
+    ranks = config.tensor_parallel_size
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
@@ -110,10 +120,10 @@ def make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mod
             mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
         ),
-        threads=_step_threads(model, plan) if device.type == "cpu" else None,
+        threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
-        recorded=RecordedSteps() if _can_record(config, backends) else None,
+        recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
     )
 
 
@@ -122,10 +132,10 @@ def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]])
     return not config.enforce_eager and all(backend.capabilities.cpu_kernels for backend in backends)
 
 
-def _step_threads(model: Model, plan: MemoryPlan) -> StepThreads:
+def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
     layers = sum(len(group.layers) for group in plan.groups)
     token_bytes = plan.request_bytes(plan.max_model_len) // plan.max_model_len
-    return StepThreads(weights_bytes(model) // layers, token_bytes // layers)
+    return StepThreads(weights_bytes(model) // layers, token_bytes // layers, ranks)
 
 
 def kernels_name(resolved: Resolved) -> str:
@@ -140,7 +150,9 @@ def kernels_name(resolved: Resolved) -> str:
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
     model = replace(resolved.model, path="")  # where it lies changes nothing
     held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
-    return repr((model, sorted(held), sizes, choices, graphs, pages, bool(resolved.kv_scales)))
+    return repr(
+        (model, config.tensor_parallel_size, sorted(held), sizes, choices, graphs, pages, bool(resolved.kv_scales))
+    )
 
 
 def reload(resolved: Resolved, fill_weights: Callable[[], None], runner: ModelRunner) -> None:

@@ -18,6 +18,8 @@ from functools import partial
 import torch
 
 from pagerunner.config import EngineConfig
+from pagerunner.dist.base import Comm
+from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Started
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
@@ -70,6 +72,18 @@ class Worker:
             return None
         return self._sleeper.level if self._sleeper.level is not None else 0
 
+    def state_digest(self) -> str:
+        """What this rank must have in common with the others of its engine, after the same plans; see ModelRunner."""
+        return self._runner.state_digest()
+
+    failure_fd = None  # there are no other processes
+
+    def check_alive(self) -> None:
+        """See Executor.check_alive."""
+
+    def close(self) -> None:
+        """See Executor.close."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWorker:
@@ -91,35 +105,44 @@ class LoadedWorker:
 
     def take_pages(self, num_bytes: int) -> Started:
         """See LoadedRanks.take_pages."""
+        return Started(self.map_pages(num_bytes), self.meter.report())
+
+    def map_pages(self, num_bytes: int) -> Worker:
+        """The worker with as many bytes of pages. To be called once. Raises CapacityError."""
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.config.enable_sleep_mode else None
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload)
         clock = DeviceClock.of(torch.device(self.config.device))
-        return Started(Worker(self.runner, sleeper, clock), self.meter.report())
+        return Worker(self.runner, sleeper, clock)
+
+    def close(self) -> None:
+        """See LoadedRanks.close."""
 
 
 def load_worker(
-    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, rank: int = 0
+    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, comm: Comm | None = None
 ) -> LoadedWorker:
     """Bring a worker up to the point where only its pages are missing.
 
     `card` is the CUDA device for which the configuration was resolved, if there is one. `progress` is called as by `build_core`.
+    `comm` joins it to the other ranks of its engine, all of which load at the same time.
 
     Raises:
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
     device = torch.device(config.device)
+    comm = comm or NullComm()
     if memory is None:
         card = None
     elif card is None:
-        card = Card.of(rank, memory)
+        card = Card.of(comm.rank, memory)
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     loading = load_libraries(device)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
-    model, weights, fill_weights = load_model(resolved, arena, meter, progress)
+    model, weights, fill_weights = load_model(resolved, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
@@ -132,7 +155,7 @@ def load_worker(
         with meter.phase("capture", "graphs"):
             runner.capture()
     return LoadedWorker(
-        rank=rank,
+        rank=comm.rank,
         config=config,
         card=card,
         arena=arena,

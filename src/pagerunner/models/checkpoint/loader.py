@@ -135,11 +135,16 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def dummy_weights(model: Model, seed: int = 0) -> None:
-    """Fill the weights with small random values, each as its form says: norms near 1, indices 0, all others near 0."""
+def dummy_weights(model: Model, seed: int = 0, *, divided: bool = False) -> None:
+    """Fill the weights with small random values, each as its form says: norms near 1, indices 0, all others near 0.
+
+    `divided`: the model is a rank's part of one. Modules that every rank has whole get the same values on all ranks.
+    """
     generator = torch.Generator(_device(model)).manual_seed(seed)
     with torch.inference_mode():  # weights that were made in this mode change only in it
-        for module in model.modules():
+        for number, module in enumerate(model.modules()):
+            if divided:
+                generator.manual_seed(seed + number)
             module.randomize(generator)
 
 

@@ -7,6 +7,7 @@ layer's form is put into another one that sums up or gathers (quant/ranked.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pagerunner.config import Dtype
 from pagerunner.dist.base import Comm
@@ -31,12 +32,24 @@ def build_share(
     Raises:
         ConfigError: the model can't be divided among so many ranks.
     """
-    keep = (
-        device.startswith("cuda") if keep_forms is None else keep_forms
-    )  # where matrices may be cut depends on their forms
-    whole = build_model(config, dtype, keep_forms=keep)
-    share = Share.of(whole, rank, ranks)
+    # where matrices may be cut depends on their forms
+    keep = device.startswith("cuda") if keep_forms is None else keep_forms
+    share = Share.of(build_model(config, dtype, keep_forms=keep), rank, ranks)
     return build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep), share
+
+
+def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int) -> list[ModelConfig]:
+    """The configs of the models that the ranks have, equal ones once.
+
+    Raises:
+        ConfigError: the model can't be divided among so many ranks.
+    """
+    if ranks == 1:
+        return [config]
+    whole = build_model(config, dtype, keep_forms=device.startswith("cuda"))
+    share = Share.of(whole, 0, ranks)
+    found = {repr(own): own for own in (replace(share, rank=rank).counts for rank in range(ranks))}
+    return [config.of_rank(own) for own in found.values()]
 
 
 def join_ranks(model: Model, share: Share, comm: Comm) -> None:

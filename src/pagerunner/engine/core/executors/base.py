@@ -27,7 +27,7 @@ class Executor(Protocol):
     """Runs plans in the order they come, on one device or many."""
 
     def run(self, plan: StepPlan) -> Pending:
-        """Launch a step without waiting for it."""
+        """Launch a step without waiting for it. Raises EngineDeadError if another rank has failed."""
         ...
 
     @property
@@ -52,6 +52,19 @@ class Executor(Protocol):
         """The level the device sleeps at, None while it can run steps."""
         ...
 
+    @property
+    def failure_fd(self) -> int | None:
+        """A file descriptor that can be read once another process of the engine has failed; None if there is none."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError with the reason if another process of the engine has failed."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes of the engine. Nothing can be run afterwards."""
+        ...
+
 
 class Started(NamedTuple):
     """An executor that can run steps, and what its start took."""
@@ -70,4 +83,8 @@ class LoadedRanks(Protocol):
 
     def take_pages(self, num_bytes: int) -> Started:
         """Map the pages of the plan, equally many bytes on each rank. Raises CapacityError."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of other ranks, as the engine can't be built."""
         ...

@@ -1,0 +1,278 @@
+"""RankWatch: a thread that knows how the other ranks are, and ends all of them when one has failed.
+
+A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
+This thread looks at four things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; and that
+a rank has begun fewer sums than the others for too long. The first of these that is found becomes the engine's reason. Then all
+ranks are killed, which frees whoever waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from pagerunner.children import exit_reason
+from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.worker import orders
+from pagerunner.errors import EngineDeadError, PagerunnerError
+from pagerunner.limits import knob
+
+logger = logging.getLogger(__name__)
+
+_FoundT = TypeVar("_FoundT")
+_LOOK_MS = 100
+_CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
+_LAST_WORDS_SECONDS = 0.3
+_STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
+
+
+class _Known:
+    """What is known of a rank: sums that it has begun, when it was last level with the others or moved, and when it was last heard."""
+
+    __slots__ = ("heard_at", "moved_at", "sums")
+
+    def __init__(self) -> None:
+        self.sums = 0
+        self.moved_at = time.monotonic()
+        self.heard_at: float | None = None
+
+
+class RankWatch:
+    """Knows how ranks 1, 2, ... are. Its methods are for the thread that runs the engine."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int, seconds: float) -> None:
+        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`."""
+        self._ranks, self._directory, self._seconds = ranks, directory, seconds
+        self._process = os.getpid()
+        self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._reports.setsockopt(zmq.RCVHWM, 0)
+        self._reports.bind(f"ipc://{directory}/{orders.REPORTS}")
+        self._context = context
+        self._decoder = msgspec.msgpack.Decoder(orders.Report)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[int, int] = {}
+        self._known = {rank: _Known() for rank in range(1, ranks)}
+        self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
+        self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
+        self._lost_at: float | None = None
+        self._changed = threading.Condition()
+        self._ending = False
+        self._error: PagerunnerError | None = None
+        self._stop = os.eventfd(0)
+        self.failure_fd = os.eventfd(0)
+        self.own_sums: Callable[[], int] | None = None
+        """How many sums rank 0 has begun; set when the ranks have met."""
+        self.here: dict[int, dict[str, str]] = {}
+        self.loaded: dict[int, orders.Loaded] = {}
+        self._done: dict[int, dict[int, orders.Done]] = {}
+        self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
+
+    def begin(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Watch the processes of ranks 1, 2, ..., which have just been started."""
+        self._processes = dict(enumerate(processes, 1))
+        self._pidfds = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise why the ranks are gone, if they are."""
+        if self._error is not None:
+            raise type(self._error)(str(self._error))  # a new one: an error that was raised refers to its callers
+
+    def wait(self, read: Callable[[], _FoundT | None], late: Callable[[], str], seconds: float) -> _FoundT:
+        """What `read` returns as soon as that isn't None. After `seconds` the ranks are ended, with the sentence `late()`.
+
+        Raises why the ranks are gone, if they are.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                self.check()
+                found = read()
+                if found is not None:
+                    return found
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+        raise self.fail(late())
+
+    def done(self, call_id: int, seconds: float) -> dict[int, orders.Done]:
+        """All ranks' answers to a call, for which they have `seconds` from now on. Raises why the ranks are gone, if they are."""
+
+        def all_of_them() -> dict[int, orders.Done] | None:
+            found = self._done.get(call_id, {})
+            return found if len(found) == self._ranks - 1 else None
+
+        def late() -> str:
+            rank = next(rank for rank in self._known if rank not in self._done.get(call_id, {}))
+            return f"Rank {rank} of {self._ranks} hasn't answered {seconds:g} seconds after rank 0 was done."
+
+        found = self.wait(all_of_them, late, seconds)
+        del self._done[call_id]
+        return found
+
+    def cause(self) -> PagerunnerError | None:
+        """Why the ranks are gone, if that becomes known in a moment."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None, _CAUSE_SECONDS + 2 * _LAST_WORDS_SECONDS + 1.0)
+        return self._error
+
+    def fail(self, sentence: str) -> PagerunnerError:
+        """End all ranks with this reason, if there is none yet. Returns the reason."""
+        self._end(EngineDeadError(sentence))
+        assert self._error is not None
+        return self._error
+
+    def close(self) -> None:
+        """End all ranks, and remove what they used."""
+        if os.getpid() != self._process:  # a fork, whose ranks they aren't
+            return
+        self._end(EngineDeadError("The engine has been shut down."))
+        os.eventfd_write(self._stop, 1)
+        if self._thread is not threading.current_thread():  # which may be collecting garbage
+            self._thread.join()
+            for fd in (self._stop, self.failure_fd):
+                os.close(fd)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            logger.exception("The ranks can't be watched any more.")
+            self._end(EngineDeadError(f"The ranks can't be watched any more ({error!r})."))
+        finally:
+            self._reports.close(0)
+            for fd in self._pidfds:
+                os.close(fd)
+
+    def _look(self) -> None:
+        poller = zmq.Poller()
+        for fd in (self._reports, self._stop, *self._pidfds):
+            poller.register(fd, zmq.POLLIN)
+        while not self._ending:
+            began = time.monotonic()
+            found = dict(poller.poll(_LOOK_MS))
+            self._read_reports()
+            now = time.monotonic()
+            if now - began > _STOPPED_SECONDS:
+                self._forgive(now)
+            ended = [rank for fd, rank in self._pidfds.items() if fd in found]
+            for fd in [fd for fd, rank in self._pidfds.items() if rank in ended]:
+                poller.unregister(fd)
+                os.close(fd)
+                del self._pidfds[fd]
+            reason = self._why_ended(ended) or self._why_failed(now) or self._why_late(now)
+            if reason is not None:
+                self._end(reason)
+
+    def _read_reports(self) -> None:
+        with self._changed:
+            while True:
+                try:
+                    report = self._decoder.decode(self._reports.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                self._take(report)
+            self._changed.notify_all()
+
+    def _take(self, report: orders.Report) -> None:
+        known, now = self._known[report.rank], time.monotonic()
+        known.heard_at = now
+        match report:
+            case orders.Here(rank, runs):
+                self.here[rank] = runs
+            case orders.Loaded(rank):
+                self.loaded[rank] = report
+            case orders.Done(rank, call_id):
+                self._done.setdefault(call_id, {})[rank] = report
+            case orders.Alive(_, _, sums):
+                if sums != known.sums:
+                    known.sums, known.moved_at = sums, now
+            case orders.Failed(rank, error, follows):
+                (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
+                self._lost_at = self._lost_at or now
+
+    def named(self, rank: int, error: WireError) -> PagerunnerError:
+        """An error of a rank, with the rank's number."""
+        found, who = error.exception(), f"Rank {rank} of {self._ranks}"
+        return type(found)(str(found) if str(found).startswith(who) else f"{who}: {found}")
+
+    def _why_ended(self, ended: Sequence[int]) -> PagerunnerError | None:
+        for rank in ended:
+            until = time.monotonic() + _LAST_WORDS_SECONDS
+            while rank not in self._said | self._lost and time.monotonic() < until:
+                self._reports.poll(int(1000 * _LAST_WORDS_SECONDS))
+                self._read_reports()
+            status = self._processes[rank].wait()
+            if rank not in self._said | self._lost:
+                return EngineDeadError(exit_reason(f"Rank {rank} of {self._ranks}", status))
+        return None
+
+    def _why_failed(self, now: float) -> PagerunnerError | None:
+        if self._said:
+            return next(iter(self._said.values()))
+        if self._lost and self._lost_at is not None and now - self._lost_at > _CAUSE_SECONDS:
+            return next(iter(self._lost.values()))
+        return None
+
+    def _why_late(self, now: float) -> PagerunnerError | None:
+        """Whether a rank is silent, or is behind the others, for too long."""
+        most = max([one.sums for one in self._known.values()] + ([self.own_sums()] if self.own_sums else []))
+        for rank, known in self._known.items():
+            if known.sums == most:
+                known.moved_at = now
+            who, limit = f"Rank {rank} of {self._ranks}", f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
+            if known.heard_at is not None and now - known.heard_at > self._seconds:
+                return self._hung(rank, f"{who} has given no sign of life for {limit}.")
+            if now - known.moved_at > self._seconds:
+                where = f"it has begun {known.sums:,} sums, and another rank {most:,}"
+                return self._hung(
+                    rank, f"{who} hangs: it hasn't come further for {limit}, while others wait for it; {where}."
+                )
+        return None
+
+    def _hung(self, rank: int, sentence: str) -> PagerunnerError:
+        logger.error("%s Its threads say on standard error where they are.", sentence)
+        self._processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(_LAST_WORDS_SECONDS)
+        return EngineDeadError(sentence)
+
+    def _forgive(self, now: float) -> None:
+        """This process was stopped for a while, so it couldn't hear anybody."""
+        for known in self._known.values():
+            known.moved_at = now
+            known.heard_at = known.heard_at and now
+
+    def _end(self, reason: PagerunnerError) -> None:
+        """Kill all ranks, and then tell why. The first reason counts."""
+        with self._changed:
+            if self._ending:
+                self._changed.wait_for(lambda: self._error is not None)
+                return
+            self._ending = True
+        try:
+            for process in self._processes.values():
+                process.kill()
+            for process in self._processes.values():
+                process.wait()
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        finally:
+            with self._changed:
+                self._error = reason
+                os.eventfd_write(self.failure_fd, 1)
+                self._changed.notify_all()

@@ -1,0 +1,197 @@
+"""A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py.
+
+It resolves the same arguments as the core, loads its share of the model, and carries out the core's plans in their order. It decides
+nothing and answers no step. The process ends when a step raises, after its reason has been sent, and when its standard input closes,
+because then the core is gone. It always leaves by `os._exit`: the ends of libraries may wait for other ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+import zmq
+
+from pagerunner.children import read_first_line, wait_for_parents_end
+from pagerunner.dist.base import CommError
+from pagerunner.dist.gloo import GlooComm
+from pagerunner.engine.core.garbage import set_apart
+from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.startup.resolve import Resolved, resolve
+from pagerunner.engine.worker import orders
+from pagerunner.engine.worker.worker import LoadedWorker, Worker
+from pagerunner.errors import PagerunnerError, RequestFailedError
+from pagerunner.logs import set_up_logging
+
+ALIVE_SECONDS = 0.1
+_LINGER_MS = 2_000
+_OrderT = TypeVar("_OrderT")
+
+
+def what_it_runs(resolved: Resolved) -> dict[str, str]:
+    """A digest of each thing that must be the same on all ranks, by its name."""
+    things = {
+        "engine configuration": resolved.config,
+        "model configuration": resolved.model,
+        "memory plan": resolved.plan,
+        "version of torch": torch.__version__,
+    }
+    return {name: hashlib.sha256(repr(thing).encode()).hexdigest() for name, thing in things.items()}
+
+
+class Reports:
+    """The rank's way to the core, for several threads."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+        self._rank = rank
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._lock = threading.Lock()
+        self.steps = 0
+        self.comm: GlooComm | None = None
+
+    def send(self, report: orders.Report) -> None:
+        """Send one report."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(msgspec.msgpack.encode(report))
+
+    def say_alive(self) -> None:
+        """In a thread: tell for ever how far the rank has come."""
+        while True:
+            self.send(orders.Alive(self._rank, self.steps, 0 if self.comm is None else self.comm.calls))
+            time.sleep(ALIVE_SECONDS)
+
+    def close(self) -> None:
+        """Send what is left, and nothing more."""
+        with self._lock:
+            self._socket.close()
+
+
+class Rank:
+    """Carries out the core's orders."""
+
+    def __init__(self, launch: orders.RankLaunch, socket: zmq.Socket[bytes], reports: Reports) -> None:
+        self._launch = launch
+        self._socket = socket
+        self._reports = reports
+        self._decoder = msgspec.msgpack.Decoder(orders.Order)
+
+    def load(self) -> Worker:
+        """Come up together with the other ranks."""
+        launch, send = self._launch, self._reports.send
+        resolved = resolve(launch.args, available=launch.available)
+        send(orders.Here(launch.rank, what_it_runs(resolved)))
+        self._next(orders.Join)
+        comm = GlooComm(Path(launch.directory) / orders.MEETING, launch.rank, launch.ranks, launch.seconds)
+        self._reports.comm = comm
+        loaded = _loader(launch.loader)(resolved, comm=comm)
+        send(orders.Loaded(launch.rank, list(loaded.facts)))
+        order = self._next(orders.TakePages)
+        worker = loaded.map_pages(order.num_bytes)
+        send(orders.Done(launch.rank, order.call_id))
+        return worker
+
+    def serve(self, worker: Worker) -> None:
+        """Run steps and make calls, until the process is ended."""
+        while True:
+            order = self._decoder.decode(self._socket.recv())
+            match order:
+                case orders.Run(plan):
+                    worker.run(plan)
+                    self._reports.steps += 1
+                case orders.Compare(call_id):
+                    self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))
+                case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp():
+                    error = self._call(worker, order)
+                    self._reports.send(orders.Done(self._launch.rank, order.call_id, worker.sleep_level, error))
+                case _:
+                    raise RuntimeError(f"{type(order).__name__} is no order for a rank that runs")
+
+    def _call(self, worker: Worker, call: orders.Call) -> WireError | None:
+        try:
+            match call:
+                case orders.PrepareSleep(_, level):
+                    worker.prepare_sleep(level)
+                case orders.Sleep(_, level):
+                    worker.sleep(level)
+                case orders.WakeUp(_, tags):
+                    worker.wake_up(tags)
+        except PagerunnerError as error:
+            return WireError.of(error)
+        except Exception as error:
+            traceback.print_exc()
+            said = f"{type(call).__name__} has failed ({type(error).__name__}: {error}); it can be tried again."
+            return WireError.of(RequestFailedError(said))
+        return None
+
+    def _next(self, kind: type[_OrderT]) -> _OrderT:
+        order = self._decoder.decode(self._socket.recv())
+        if not isinstance(order, kind):
+            raise RuntimeError(f"{type(order).__name__} came where {kind.__name__} is next")
+        return order
+
+
+def _loader(path: str) -> Callable[..., LoadedWorker]:
+    module, _, name = path.partition(":")
+    found: Callable[..., LoadedWorker] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _exit_with_parent(parent: int, directory: str) -> None:
+    """Thread: end this process when the core is gone."""
+    wait_for_parents_end(parent)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of a rank's process. It doesn't return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parent = os.getppid()
+    launch = msgspec.json.decode(read_first_line("pagerunner.engine.rank"), type=orders.RankLaunch)
+    set_up_logging(max(launch.log_level, logging.WARNING))  # rank 0 says the rest
+    threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    reports = Reports(context, f"ipc://{launch.directory}/{orders.REPORTS}", launch.rank)
+    threading.Thread(target=reports.say_alive, daemon=True).start()
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(f"ipc://{launch.directory}/{orders.ORDERS.format(launch.rank)}")
+    rank = Rank(launch, socket, reports)
+    try:
+        worker = rank.load()
+        with set_apart():
+            rank.serve(worker)
+    except BaseException as error:
+        if not isinstance(error, PagerunnerError):
+            traceback.print_exc()
+        reports.send(orders.Failed(launch.rank, WireError.of(error), isinstance(error, CommError)))
+    reports.close()
+    socket.close(0)
+    context.term()  # waits until the report is sent
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the core and the ranks in other processes say to each other: typed msgspec structs as MessagePack, nothing else.
+
+The core binds a ZeroMQ socket for its orders to each rank, and one for the reports of all ranks, in a private directory. `RankLaunch`
+goes to a rank's standard input as one line of JSON. A step has no answer: a rank says every tenth of a second how far it has come, and at
+once what has failed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.startup.measure import MemoryFacts
+from pagerunner.types import StepPlan
+
+
+class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a rank's process starts. `loader` is `module:function`, called as `load_worker`.
+
+    `available`: see `resolve`. `directory` has the sockets, and a directory in which the ranks meet. `seconds`: the longest
+    that a rank may be waited for in a sum.
+    """
+
+    args: EngineArgs
+    rank: int
+    ranks: int
+    available: int | None
+    directory: str
+    loader: str
+    log_level: int
+    seconds: float
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """All ranks are there: meet them, and load."""
+
+
+class TakePages(msgspec.Struct, frozen=True, tag="take_pages"):
+    """Call `LoadedWorker.map_pages(num_bytes)`."""
+
+    call_id: int
+    num_bytes: int
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    """Call `Worker.run(plan)`."""
+
+    plan: StepPlan
+
+
+class PrepareSleep(msgspec.Struct, frozen=True, tag="prepare_sleep"):
+    """Call `Worker.prepare_sleep(level)`."""
+
+    call_id: int
+    level: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Call `Worker.sleep(level)`."""
+
+    call_id: int
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Call `Worker.wake_up(tags)`."""
+
+    call_id: int
+    tags: list[str] | None
+
+
+class Compare(msgspec.Struct, frozen=True, tag="compare"):
+    """Call `Worker.state_digest()`."""
+
+    call_id: int
+
+
+Call = PrepareSleep | Sleep | WakeUp | Compare
+Order = Join | TakePages | Run | PrepareSleep | Sleep | WakeUp | Compare
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """The rank has started. `runs` has a digest of each thing that must be the same on all ranks, by its name."""
+
+    rank: int
+    runs: dict[str, str]
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The rank's worker has everything but its pages."""
+
+    rank: int
+    facts: list[MemoryFacts]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The call with this id is done, or was refused. `sleep_level` is the worker's afterwards, `digest` what `Compare` asks for."""
+
+    rank: int
+    call_id: int
+    sleep_level: int | None = None
+    error: WireError | None = None
+    digest: str = ""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """How many steps the rank has launched, and how many sums it has begun."""
+
+    rank: int
+    steps: int
+    sums: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The rank's process ends. `follows`: because another rank is gone, which says why."""
+
+    rank: int
+    error: WireError
+    follows: bool
+
+
+Report = Here | Loaded | Done | Alive | Failed
+ORDERS, REPORTS, MEETING = "orders-{}", "reports", "ranks"
+"""Names in the private directory: the socket to a rank, the socket of all, the directory in which ranks meet."""

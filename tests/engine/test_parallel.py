@@ -1,0 +1,420 @@
+"""An engine whose layers are divided among ranks in processes: its tokens are those of one rank, and one rank's end is the engine's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import faulty_ranks
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import TEST_DAY, effort, share_of_the_day
+from helpers.patience import patient, until
+from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors import process
+from pagerunner.engine.core.executors.process import ProcessExecutor
+from pagerunner.engine.rank import what_it_runs
+from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
+from pagerunner.types import EngineRequest
+
+LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
+SIX: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
+
+
+def of_the_day(cases: list[Any], days: int) -> list[Any]:
+    """Each case starts processes, so some of them have their turn on each day."""
+    return [cases[number] for number in share_of_the_day(len(cases), days)]
+
+
+def rank_pids() -> list[int]:
+    """Processes of ranks that this process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"pagerunner.engine.rank" in stat.with_name("cmdline").read_bytes():
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    until(lambda: not rank_pids(), 5)
+    assert "pagerunner-ranks" not in [thread.name for thread in threading.enumerate()]
+
+
+def outputs(llm: LLM) -> list[Any]:
+    """Tokens and how likely they were, of all kinds of requests, with prefixes and more sequences than there are pages for."""
+    begin = list(range(30, 62))
+    prompts = [{"prompt_token_ids": begin[: 8 * n] + [90 + n, 7, 9 + n]} for n in range(4)]
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=1, seed=7, max_tokens=16, ignore_eos=True, n=2, logprobs=2),
+        SamplingParams(temperature=1, seed=2, top_k=20, top_p=0.9, presence_penalty=0.5, max_tokens=12),
+        SamplingParams(temperature=0, logit_bias={7: 2.0}, allowed_token_ids=list(range(5, 400)), max_tokens=8),
+    ]
+    found = []
+    for params in kinds:
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            assert output.error is None
+            found.append([list(one.token_ids) for one in output.outputs])
+            for steps in (*(one.logprobs for one in output.outputs), (output.prompt_logprobs or [])[1:]):
+                found.append(
+                    [
+                        {token: pytest.approx(entry.logprob, abs=1e-3) for token, entry in step.items()}
+                        for step in steps or ()
+                    ]
+                )
+    return found
+
+
+def checkpoint(family: str, path: Path) -> Path:
+    if family == "qwen3_moe":
+        return Path(make_window_checkpoint(path, family))
+    return make_checkpoint(
+        path, family, **{"llama": SIX, "qwen3": {"num_attention_heads": 8, "vocab_size": 513}}[family]
+    )
+
+
+@pytest.mark.parametrize(("family", "ranks"), of_the_day([("qwen3_moe", 2), ("llama", 3), ("qwen3", 4)], 2))
+def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -> None:
+    """Four ranks have two key/value heads, so two of them keep the same one. Vocabularies and inner features aren't multiples."""
+    settings = {
+        "model": str(checkpoint(family, tmp_path)),
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 9,
+    } | LIMITS
+    alone = outputs(LLM(**settings, use_tqdm=False))
+    llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=ranks, enable_sleep_mode=True, poison_fresh_pages=True)
+    assert len(rank_pids()) == ranks - 1
+    found = outputs(llm)
+    assert found == alone
+    assert llm.stats().preemptions_total > 0 and llm.stats().prefix_hits_total > 0
+    for level in (1, 2)[: 2 if ranks == 2 else 0]:
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        assert llm._core.sleep_level == level
+        llm.wake_up()
+        assert outputs(llm) == alone
+    assert len(rank_pids()) == ranks - 1
+    del llm
+    assert rank_pids() == []
+
+
+def test_a_chat_with_a_grammar_and_text_is_that_of_one_rank() -> None:
+    settings = {"model": str(demo_path()), "use_tqdm": False} | LIMITS | {"max_model_len": 128}
+    params = [
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(
+            temperature=0.8, seed=4, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}")
+        ),
+    ]
+    prompts = ["Once upon a time", "A number: "]
+    one, two = (
+        [
+            output.outputs[0].text
+            for output in LLM(**settings, tensor_parallel_size=ranks).generate(prompts, params, use_tqdm=False)
+        ]
+        for ranks in (1, 2)
+    )
+    assert one == two and one[1].isdigit() and len(one[1]) == 4
+
+
+def test_embeddings_are_those_of_one_rank(tmp_path: Path) -> None:
+    settings = {
+        "model": str(make_checkpoint(tmp_path, "qwen3")),
+        "use_tqdm": False,
+        "pooler_config": {"pooling_type": "MEAN"},
+    } | LIMITS
+    one, two = (LLM(**settings, tensor_parallel_size=ranks).embed(["some words", "others"]) for ranks in (1, 2))
+    assert two == [pytest.approx(vector, abs=1e-4) for vector in one]
+
+
+def test_dummy_weights_are_a_model_too(tmp_path: Path) -> None:
+    settings = {"model": str(make_checkpoint(tmp_path, "qwen3")), "load_format": "dummy"} | LIMITS
+    llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=2)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    first, second = (llm.generate("some words", params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+    assert first == second and len(first) == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (3, r"tensor_parallel_size=3: The model's 4 heads can't be divided among 3 ranks\. .*: 1, 2, 4\.$"),
+        (0, "tensor_parallel_size must be a whole number of at least 1, got 0"),
+        ("two", "tensor_parallel_size must be a whole number, got 'two'"),
+    ],
+)
+def test_sizes_that_can_not_be_cut_are_refused_with_those_that_can(asked: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(model=str(make_checkpoint(tmp_path, "qwen3")), tensor_parallel_size=asked, use_tqdm=False, **LIMITS)
+    assert rank_pids() == []
+
+
+def test_families_and_devices_that_can_not_yet_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^tensor_parallel_size=2: Models of the family qwen3_5_text can't be divided among ranks yet",
+    ):
+        resolve(EngineArgs(model=str(Path(demo_path()).parent / "demo-hybrid"), tensor_parallel_size=2, device="cpu"))
+    monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
+    monkeypatch.setattr(resolving, "device_memory", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r'tensor_parallel_size=2 divides a model among ranks on CPUs only .*device="cpu"'
+    ):
+        resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
+
+
+def test_ranks_share_a_machines_memory_and_halve_what_a_token_takes(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=4, vocab_size=2048)
+    one, two, four = (
+        resolve(
+            EngineArgs(model=str(path), tensor_parallel_size=n, device="cpu", max_model_len=256), available=2**30 // n
+        ).plan
+        for n in (1, 2, 4)
+    )
+    assert one.groups[0].page_bytes == 2 * two.groups[0].page_bytes == 2 * four.groups[0].page_bytes, (
+        "four ranks have two heads"
+    )
+    weights = [plan.other[0][1] for plan in (one, two, four)]
+    assert weights[0] > weights[1] > weights[2] > weights[0] / 4
+    assert two.kv_bytes + two.other_bytes <= 2**29
+    assert {"sums of all ranks", "logits of all ranks"} <= {name for name, _ in two.other}
+
+
+# Faults
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RANK_SECONDS", 3)
+
+
+def faulty(ranks: int = 2, **settings: Any) -> EngineCore:
+    asked = {
+        "model": str(demo_path()),
+        "tensor_parallel_size": ranks,
+        "enable_sleep_mode": True,
+        "num_gpu_blocks_override": 32,
+    }
+    return faulty_ranks.build(EngineArgs(**asked | LIMITS | settings))
+
+
+def ask(core: EngineCore, *prompt: int, tokens: int = 40) -> None:
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    core.add(
+        EngineRequest(
+            request_id=f"r{time.monotonic_ns()}",
+            prompt_token_ids=list(prompt),
+            params=params,
+            seed=0,
+            max_tokens=tokens,
+        )
+    )
+
+
+def run(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def the_end(core: EngineCore, message: str, act: Callable[[EngineCore], object] = run) -> float:
+    """Seconds until the core has ended with this sentence, which it says ever after. No rank is left."""
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=message) as found:
+        act(core)
+    assert rank_pids() == []
+    with pytest.raises(EngineDeadError) as again:
+        ask(core, 7)
+    assert str(again.value) == str(found.value)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    of_the_day(
+        [
+            (faulty_ranks.RAISE, r"Rank 1 of 2: ValueError: a planted error"),
+            (faulty_ranks.NO_MEMORY, r"Rank 1 of 2: RuntimeError: .*DefaultCPUAllocator"),
+            (faulty_ranks.EXIT, r"Rank 1 of 2 ended with exit status 3\."),
+        ],
+        3,
+    ),
+)
+def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_own_sentence(token: int, message: str) -> None:
+    core = faulty()
+    ask(core, 7, 8, 9, tokens=4)
+    run(core)
+    ask(core, 7, token)
+    assert the_end(core, message) < patient(4)
+
+
+def test_a_rank_that_hangs_is_named_and_ended(short: None) -> None:
+    core = faulty()
+    ask(core, 7, faulty_ranks.HANG)
+    message = (
+        r"Rank 1 of 2 hangs: it hasn't come further for 3 seconds \(PAGERUNNER_LIMIT_RANK_SECONDS.*others wait for it"
+    )
+    assert 2 < the_end(core, message) < patient(8)
+
+
+@pytest.mark.parametrize("how", of_the_day(["killed", "stopped"], 2))
+def test_a_rank_that_is_killed_or_stopped_in_the_middle_of_steps(how: str, short: None) -> None:
+    core = faulty(4 if how == "killed" else 2)
+    victim = sorted(rank_pids())[len(rank_pids()) // 2]
+    number, message = {
+        "killed": (
+            signal.SIGKILL,
+            r"Rank [123] of 4 was ended by SIGKILL, which is what the kernel does when memory runs out",
+        ),
+        "stopped": (signal.SIGSTOP, r"Rank 1 of 2 (hangs|has given no sign of life)"),
+    }[how]
+    for _ in range(4):
+        ask(core, 7, 8)
+    threading.Timer(0.05, lambda: os.kill(victim, number)).start()
+    assert the_end(core, message, lambda core: [run(core) or ask(core, 7, 8) for _ in range(100_000)]) < patient(8)
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
+    core = faulty()
+    executor = core._executor
+    assert isinstance(executor, ProcessExecutor)
+    [victim] = rank_pids()
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: executor._ranks.watch._error is not None, 2)
+    the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
+
+
+def test_random_traffic_leaves_the_same_tokens_and_tables_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "COMPARE_STEPS", 7)
+    core = faulty(num_gpu_blocks_override=10)
+    executor = core._executor
+    assert isinstance(executor, ProcessExecutor)
+    choose = random.Random(TEST_DAY)
+    while executor._steps < effort(150, 100_000):
+        for _ in range(choose.randrange(4)):
+            ask(core, *(choose.randrange(5, 500) for _ in range(choose.randint(1, 60))), tokens=choose.randint(1, 30))
+        for _ in range(choose.randint(1, 20)):
+            if core.has_work:
+                core.step()
+    assert core.stats().preemptions_total > 0
+    ask(core, 7, faulty_ranks.OTHER_TABLE)
+    the_end(
+        core, r"Rank 1 of 2 has other tokens or page tables than rank 0 after step [0-9,]+: ranks must compute the same"
+    )
+
+
+def test_a_first_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = faulty()
+
+    def fail(plan: object) -> None:
+        raise ValueError("planted in the first rank")
+
+    monkeypatch.setattr(core._executor._worker, "run", fail)  # type: ignore[attr-defined]
+    ask(core, 7)
+    the_end(core, r"A step failed \(ValueError: planted in the first rank\)")
+
+
+def test_an_interrupt_while_a_step_is_given_out_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = faulty()
+    worker: Any = core._executor._worker  # type: ignore[attr-defined]
+
+    def interrupt(plan: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "run", interrupt)
+        ask(core, 7)
+        with pytest.raises(KeyboardInterrupt):
+            run(core)
+    core.recover([])
+    ask(core, 7, 8)
+    the_end(core, "An interrupt came while a step was given to the ranks")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    of_the_day(
+        [
+            ("load raises", CapacityError, r"^Rank 1 of 2: the weights don't fit\.$"),
+            ("load ends", EngineDeadError, r"^Rank 1 of 2 ended with exit status 7\.$"),
+            ("pages", CapacityError, r"^Rank 1 of 2: no room for pages\.$"),
+        ],
+        3,
+    ),
+)
+def test_a_rank_that_can_not_come_up_is_named(
+    fault: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(faulty_ranks.VARIABLE, fault)
+    with pytest.raises(kind, match=message):
+        faulty()
+    assert rank_pids() == []
+
+
+def test_ranks_that_would_run_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        process, "what_it_runs", lambda resolved: what_it_runs(resolved) | {"memory plan": "another one"}
+    )
+    with pytest.raises(
+        ConfigError, match=r"^Rank 1 of 2 has another memory plan than rank 0\. All ranks must run the same"
+    ):
+        faulty()
+    assert rank_pids() == []
+
+
+def test_a_rank_that_refuses_to_sleep_keeps_all_awake_and_one_that_can_not_wake_keeps_all_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "sleep")
+    core = faulty()
+    ask(core, 7, 8, 9)
+    with pytest.raises(CapacityError, match=r"^Rank 1 of 2: there is no host memory for the weights\.$"):
+        core.sleep(1)
+    assert core.sleep_level is None
+    run(core)
+    core._executor.close()
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "wake once")
+    core = faulty()
+    core.sleep(1)
+    with pytest.raises(CapacityError, match=r"^Rank 1 of 2: another process has taken the memory\.$"):
+        core.wake_up()
+    assert core.sleep_level == 1
+    core.wake_up()
+    ask(core, 7, 8, 9)
+    run(core)
+    core._executor.close()
+
+
+def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import time
+from pagerunner import LLM
+llm = LLM({str(demo_path())!r}, max_model_len=64, max_num_seqs=2, tensor_parallel_size=2, device="cpu", use_tqdm=False)
+print(llm._core._executor._ranks.watch._processes[1].pid, llm._core._executor._ranks.directory, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as program_process:
+        assert program_process.stdout is not None
+        pid, directory = program_process.stdout.readline().split()
+        program_process.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text(), 5)
+    until(lambda: not Path(directory).exists(), 5)

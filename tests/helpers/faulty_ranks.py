@@ -1,0 +1,96 @@
+"""Ranks other than the first whose workers fail where a prompt has one of these tokens, or as PAGERUNNER_TEST_FAULT says."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from pagerunner.config import EngineArgs
+from pagerunner.dist.base import Comm
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors.process import load_ranks
+from pagerunner.engine.startup.build import build_on
+from pagerunner.engine.startup.resolve import Resolved, resolve
+from pagerunner.engine.worker.worker import load_worker
+from pagerunner.errors import CapacityError
+from pagerunner.types import StepPlan
+
+LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
+RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
+VARIABLE = "PAGERUNNER_TEST_FAULT"
+"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once"."""
+
+
+class FaultyWorker:
+    """The last rank's worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._wakes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def run(self, plan: StepPlan) -> Any:
+        tokens = {token for row in plan.rows for token in row.tokens}
+        if RAISE in tokens:
+            raise ValueError("a planted error")
+        if HANG in tokens:
+            time.sleep(3600)
+        if NO_MEMORY in tokens:
+            torch.empty(2**60, dtype=torch.uint8)
+        if EXIT in tokens:
+            os._exit(3)
+        pending = self._worker.run(plan)
+        if OTHER_TABLE in tokens:
+            self._worker._runner._tables.all.entries[-1] += 1
+        return pending
+
+    def prepare_sleep(self, level: int) -> None:
+        if os.environ.get(VARIABLE) == "sleep":
+            raise CapacityError("there is no host memory for the weights.")
+        self._worker.prepare_sleep(level)
+
+    def wake_up(self, tags: Any) -> None:
+        self._wakes += 1
+        if os.environ.get(VARIABLE) == "wake once" and self._wakes == 1:
+            raise CapacityError("another process has taken the memory.")
+        self._worker.wake_up(tags)
+
+
+class FaultyLoaded:
+    """The same before it has pages."""
+
+    facts = ()
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def map_pages(self, num_bytes: int) -> Any:
+        if os.environ.get(VARIABLE) == "pages":
+            raise CapacityError("no room for pages.")
+        return FaultyWorker(self._loaded.map_pages(num_bytes))
+
+
+def load(resolved: Resolved, *, comm: Comm) -> Any:
+    """As `load_worker`."""
+    loaded = load_worker(resolved, comm=comm)
+    if comm.rank + 1 < comm.size:
+        return loaded
+    match os.environ.get(VARIABLE):
+        case "load raises":
+            raise CapacityError("the weights don't fit.")
+        case "load ends":
+            os._exit(7)
+        case "load hangs":
+            time.sleep(3600)
+    return FaultyLoaded(loaded)
+
+
+def build(args: EngineArgs) -> EngineCore:
+    """A core over ranks of which the last one is faulty."""
+    resolved = resolve(args)
+    return build_on(resolved, load_ranks(resolved, loader=LOADER))

@@ -1,0 +1,109 @@
+"""A server whose engine has several ranks: answers are those of one, and a rank's end reaches every client with its own sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers import faulty_ranks
+from helpers.effort import share_of_the_day
+from helpers.patience import patient, until
+from helpers.serving import RunningServer, readers, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.errors import CapacityError
+
+ARGS = EngineArgs(
+    model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_blocks_override=640, tensor_parallel_size=2
+)
+
+
+def ranks_of(server: RunningServer) -> list[int]:
+    """Processes of ranks that the server's core has started."""
+    pid = server.engine.core_pid
+    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [
+        int(child)
+        for found in children
+        for child in found
+        if b"engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+HOW = ["killed", "killed while nothing runs", "raises", "hangs"]
+
+
+@pytest.mark.parametrize("how", [HOW[number] for number in share_of_the_day(4, 2)])
+def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGERUNNER_LIMIT_RANK_SECONDS", "3")
+    with running_server(ARGS, core_factory=faulty_ranks.FACTORY) as server:
+        [rank], core = ranks_of(server), server.engine.core_pid
+        idle = how == "killed while nothing runs"
+        streams = [] if idle else readers(server.url, 3, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})
+        reason, limit = "SIGKILL", 1.0
+        began = time.monotonic()
+        if how.startswith("killed"):
+            os.kill(rank, signal.SIGKILL)
+        else:
+            token, reason, limit = {
+                "raises": (faulty_ranks.RAISE, "Rank 1 of 2: ValueError: a planted error", 2.0),
+                "hangs": (faulty_ranks.HANG, "Rank 1 of 2 hangs", 6.0),
+            }[how]
+            response = server.post("/v1/completions", {"prompt": [token], "max_tokens": 1})
+            assert response.status_code == 503 and reason in response.json()["error"]["message"]
+        until(lambda: server.get("/health").status_code == 503, 10)
+        assert time.monotonic() - began < patient(limit)
+        for reader in streams:
+            reader.join(patient(5))
+            assert reason in str(reader.error) and "Rank 1 of 2" in str(reader.error)
+        for response in (server.get("/health"), server.post("/v1/completions", {"prompt": "a"})):
+            assert response.status_code == 503 and reason in response.json()["error"]["message"]
+        until(lambda: gone(rank) and gone(core), 5)
+
+
+def test_a_rank_that_can_not_come_up_is_the_servers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "load raises")
+    with (
+        pytest.raises(CapacityError, match=r"Rank 1 of 2: the weights don't fit\."),
+        running_server(ARGS, core_factory=faulty_ranks.FACTORY),
+    ):
+        pass
+
+
+def test_answers_sleep_and_the_end_of_a_server_with_ranks() -> None:
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "seed": 3, "n": 1}
+    found = []
+    for ranks in (1, 2):
+        args = EngineArgs(
+            model=ARGS.model,
+            device="cpu",
+            num_gpu_blocks_override=64,
+            max_model_len=512,
+            tensor_parallel_size=ranks,
+            enable_sleep_mode=True,
+        )
+        with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+            first = server.post("/v1/completions", body).json()["choices"][0]["text"]
+            for level in (1, 2):
+                assert httpx.post(f"{server.url}/sleep?level={level}", timeout=60).status_code == 200
+                assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
+            assert server.post("/v1/completions", body).json()["choices"][0]["text"] == first
+            others = ranks_of(server)
+            assert len(others) == ranks - 1
+        until(lambda pids=others: all(map(gone, pids)), 5)  # type: ignore[misc]
+        found.append(first)
+    assert found[0] == found[1]
