@@ -14,6 +14,7 @@ from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_l
 from pagerunner.ops.stored import Stored
 
 moe_unpacked = pytest.importorskip("pagerunner.ops.kernels.moe_unpacked")
+moe_piped = pytest.importorskip("pagerunner.ops.kernels.moe_piped")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -255,6 +256,41 @@ def test_an_interrupt_between_products_leaves_streams_in_order(monkeypatch):
         layers(x, routes, gate_up, down, wait=False)
     assert calls[0] == calls[2] == stream != calls[1] and torch.cuda.current_stream() == stream
     assert torch.equal(layers(x, routes, gate_up, down, wait=False), want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "inner", "activation", "weigh_inputs"),
+    [
+        (torch.bfloat16, 256, 64, SILU, False),
+        (torch.float16, 320, 192, CLAMPED, False),
+        (torch.bfloat16, 576, 320, GatedActivation("limited_silu", 2.0), True),
+        (torch.bfloat16, 2880, 704, CLAMPED, False),
+        (torch.float16, 256, 64, SILU, True),
+    ],
+)
+def test_piped_products(dtype, features, inner, activation, weigh_inputs, monkeypatch):
+    """In Gluon. Of seven experts one has no pair and one has few."""
+    if not moe_piped.has_gluon(torch.device("cuda", 0)):
+        pytest.skip("another version of Triton, or another card")
+    own = (random(7, 2 * inner, features) / features**0.5, random(7, features, inner) / inner**0.5)
+    gate_up, down = (weights.to(dtype) for weights in own)
+    biases = random(7, 2 * inner).to(dtype), random(7, features).to(dtype)
+    chances = torch.tensor([0.0, 0.0, -20.0, 0.0, 2.0, -5.0, 1.0], device="cuda")
+    for tokens, given in ((1333, biases), (700, ())):
+        x, routes = random(tokens, features).to(dtype), route(random(tokens, 7) + chances, Routing(2, normalise=True))
+        exact_given = (bias.float() for bias in given)
+        want = moe_experts.twin(
+            x.float(), routes, gate_up.float(), down.float(), activation, *exact_given, weigh_inputs=weigh_inputs
+        )
+        got = moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs)
+        close(got, want)
+        with monkeypatch.context() as only:
+            only.setattr(moe_piped, "has_gluon", lambda device: False)
+            close(got, moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs))
+        for _ in range(5):
+            assert torch.equal(
+                moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs), got
+            )
 
 
 def layers(x: torch.Tensor, routes: list[Routes], gate_up: Stored, down: Stored, *, wait: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TypeGuard
 import torch
 
 from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.kernels import moe_piped
 from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
@@ -27,6 +28,7 @@ from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, lanes_config, lanes_pr
 from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
+from pagerunner.ops.kernels.moe_piped import piped_product, row_blocks
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_tiles import serves
 from pagerunner.ops.kernels.moe_unpacked import UnpackedProduct, unpacked_products, unpacks
@@ -62,6 +64,10 @@ def _products(
     if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
         first = UnpackedProduct(up, up_bias, weigh_inputs, activation)
         return unpacked_products(x_TD, (first, UnpackedProduct(low, low_bias, not weigh_inputs)), routes)
+    if _piped(x_TD, routes, up) and _piped(x_TD, routes, low):
+        table = row_blocks(routes)
+        inner_PI = piped_product(x_TD, up, up_bias, routes, table, activation, weigh=weigh_inputs)
+        return piped_product(inner_PI, low, low_bias, routes, table, None, weigh=not weigh_inputs)
     inner_PI = _any_product(x_TD, *gate_up, routes, activation, weigh=weigh_inputs)
     return _any_product(inner_PI, *down, routes, None, weigh=not weigh_inputs)
 
@@ -74,6 +80,11 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
     if each > MOST_OF_CODES and unpacks(x, weights):
         return False
     return weights.numbers == "e2m1" or each > MOST_FEW
+
+
+def _piped(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[torch.Tensor]:
+    """Whether `piped_product` is the fastest kernel, and serves such weights here."""
+    return moe_piped.serves(x, weights) and routes.experts_TA.numel() > MANY_PAIRS * weights.shape[0]
 
 
 def _unpacked_before(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored]:

@@ -344,7 +344,6 @@ class _Call:
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
             self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot,
             dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=65536 // (32 * tiles.warps * tiles.programs) // 8 * 8 if tiles.programs > 1 else None,
         )  # fmt: skip
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:
