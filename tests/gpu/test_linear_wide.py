@@ -62,6 +62,37 @@ def test_tiles_and_parts(tokens: int, parts: int, groups: int) -> None:
     assert error(out, x.float() @ dense(matrix, torch.bfloat16).float().T) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("form", "inputs"), [("int4 bf16 128", 896), ("int4 f16 128 zeros", 384), ("int4 bf16 all", 2880)]
+)
+@pytest.mark.parametrize(("tokens", "parts"), [(32, 1), (160, 2)])
+def test_what_lies_behind_the_scales_is_not_read(form: str, inputs: int, tokens: int, parts: int) -> None:
+    """The last of an even number of steps may have no columns. NaN times their zeros would be NaN."""
+    matrix = on_device(form, 200, inputs)
+    dtype = torch.float16 if " f16" in form else torch.bfloat16
+    behind = torch.full((matrix.scales.numel() + 64,), float("nan"), device="cuda", dtype=dtype)
+    behind[:-64] = matrix.scales.flatten()
+    guarded = matrix._replace(scales=behind[:-64].view_as(matrix.scales))
+    x, out = (
+        torch.randn(tokens, inputs, device="cuda", dtype=dtype),
+        torch.empty(tokens, 200, device="cuda", dtype=dtype),
+    )
+    linear_wide.run_wide(in_order(x, guarded, pairs=True), guarded, None, out, WideConfig(tokens, 2, parts))
+    assert error(out, x.float() @ dense(matrix, dtype).float().T) < 4e-3
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(12_288, 28_672, 192), (8192, 49_152, 250)])
+def test_long_rows_with_zero_points(outputs: int, inputs: int, tokens: int) -> None:
+    """Down projections of Mistral-Large and Qwen1.5-110B in AWQ, whose rows have more scales than shared memory holds beside two steps."""
+    matrix = on_device("int4 bf16 128 zeros", outputs, inputs)
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
+    assert linear_wide.serves(tokens, torch.bfloat16, matrix, x.device)
+    got = linear(x, matrix)
+    some = slice(outputs - 100, outputs)
+    few = matrix._replace(codes=matrix.codes[some], scales=matrix.scales[some], zeros=matrix.zeros[some])
+    assert error(got[:, some], x.float() @ dense(few, torch.bfloat16).float().T) < 4e-3
+
+
 def test_weights_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """One input feature at a time: each output is a weight, which is rounded once."""
     monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)

@@ -6,6 +6,9 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +119,71 @@ def test_parts_have_an_even_number_of_steps():
         24,
         2,
     ]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"), [(12_288, 28_672, 192), (8192, 49_152, 250), (16_384, 53_248, 160)]
+)
+def test_long_rows_leave_room_for_two_steps(outputs, inputs, tokens, monkeypatch):
+    """Down projections of Mistral-Large, Qwen1.5-110B and Llama-3.1-405B in AWQ: scales and zero points of a whole row would fill the memory."""
+    monkeypatch.setattr(linear_wide, "multiprocessors", lambda device: 132)
+    matrix = stored("int4 bf16 128 zeros", 8, 128)._replace(codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8))
+    config = wide_config(tokens, matrix, torch.device("cpu"))
+    steps = steps_of(inputs, config.parts)
+    assert config.parts > 132 // (-(-tokens // config.tokens) * -(-outputs // config.features))
+    stages = stages_of(config, steps, True, ROOM)
+    assert stages >= 2
+    used = stages * (256 * config.tokens + 64 * config.features) + linear_wide.room_of(steps) * config.features * 4
+    assert used < ROOM - 8 * 1024
+
+
+class Tensor:
+    """A tensor of the device for Gluon's functions as Python runs them: notes which elements are loaded."""
+
+    def __init__(self, seen: list[Any], at: Any = 0) -> None:
+        self.seen, self.at = seen, at
+
+    def __add__(self, more: Any) -> Tensor:
+        return Tensor(self.seen, self.at + more)
+
+
+def as_python(function: Any, **known: Any) -> Callable[..., Any]:
+    """A function in Gluon as one in Python, with `known` in place of what its module knows."""
+    code: FunctionType = function.fn
+    return FunctionType(code.__code__, {**code.__globals__, **known})
+
+
+@pytest.mark.skipif(
+    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
+)
+@pytest.mark.parametrize(
+    ("inputs", "group"), [(384, 128), (896, 128), (2880, 2880), (2816, 256), (512, 128), (160, 160)]
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nothing_beyond_the_scales_is_read(inputs, group, parts):
+    """A part's steps are an even number, so the last one may have no columns and no scales."""
+    from pagerunner.ops.kernels import linear_gluon
+
+    def load(at: Tensor) -> torch.Tensor:
+        at.seen.append(at.at)
+        return torch.zeros(64)
+
+    def smaller(one: Any, other: Any) -> Any:
+        return min(one, other) if isinstance(one, int) else one.clamp(max=other)
+
+    language = SimpleNamespace(
+        arange=lambda first, last, layout: torch.arange(first, last), minimum=smaller, static_range=range, load=load,
+        int64=torch.int64, float32=torch.float32, uint16=torch.uint16, thread_barrier=lambda: None,
+    )  # fmt: skip
+    room = SimpleNamespace(dtype=torch.float16, index=lambda place: SimpleNamespace(store=lambda values: None))
+    load_scales = as_python(linear_gluon._load_scales, gl=language, LINE=None, BATCH=16)
+    features, groups, total, steps = 48, -(-inputs // group), -(-inputs // 128), steps_of(inputs, parts)
+    seen: list[torch.Tensor] = []
+    for first in range(0, total, steps):
+        own = min(steps, total - first)
+        load_scales(Tensor(seen), None, room, None, 0, 0, first, own + own % 2, features, groups, group, 2, True, False)
+    assert max(int(at.max()) for at in seen) == features * groups - 1
+    assert {int(place) for at in seen for place in at} == set(range(features * groups))
 
 
 PROGRAM = """

@@ -88,7 +88,9 @@ def _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_fea
     for begin in range(0, steps, BATCH):
         scales, zeros = (), ()
         for j in gl.static_range(BATCH):
-            group = gl.minimum(first + begin + j, last) * 128 // G
+            group = gl.minimum(
+                gl.minimum(first + begin + j, last) * 128 // G, num_groups - 1
+            )  # the last step may be none
             scales = scales + (gl.load(s_ptr + rows + group),)
             if ZEROS:
                 zeros = zeros + (gl.load(z_ptr + rows + group),)

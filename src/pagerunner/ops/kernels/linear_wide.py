@@ -36,6 +36,8 @@ SCALES = 32
 """The scales of a multiple of so many steps have room. So matrices of many sizes have one kernel."""
 PART_STEPS = 4
 """A part of the input features has so many steps or more."""
+LEAST_STAGES = 2
+"""So many steps must be in shared memory at a time, as a group's round takes two."""
 SMALL_WEIGHTS, SMALL_TOKENS = 1 << 24, range(33, 129)
 """With so few weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
 
@@ -89,12 +91,21 @@ def serves(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.dev
 
 
 def wide_config(tokens: int, weight_OI: Stored, device: torch.device) -> WideConfig:
-    """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs."""
+    """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs.
+
+    A part's scales lie in shared memory. There are more parts where two steps would have no room beside them: int4 with zero points of 28,672
+    columns, as 192 tokens of Mistral-Large meet them.
+    """
+    assert isinstance(weight_OI, Stored4)
     features, inputs = weight_OI.shape
     size = next((size for size in (32, 64, 96, 128, 160, 192) if tokens <= size), 128)
     config = WideConfig(size, 3 if features >= 16384 else 2, 1)
     tiles = blocks(tokens, size) * blocks(features, config.features)
-    return config._replace(parts=max(1, min(multiprocessors(device) // tiles, blocks(inputs, STEP) // PART_STEPS)))
+    parts = max(1, min(multiprocessors(device) // tiles, blocks(inputs, STEP) // PART_STEPS))
+    zeros, room = weight_OI.zeros is not None, shared_memory(device)
+    while stages_of(config, steps_of(inputs, parts), zeros, room) < LEAST_STAGES:  # scales take the room
+        parts += 1
+    return config._replace(parts=parts)
 
 
 @functools.cache
@@ -122,10 +133,10 @@ def room_of(steps: int) -> int:
 
 
 def stages_of(config: WideConfig, steps: int, zeros: bool, room: int) -> int:
-    """How many steps are in shared memory at a time, of so many in a part, where a program has so many bytes."""
+    """How many steps are in shared memory at a time, of so many in a part, where a program has so many bytes; perhaps fewer than are needed."""
     per_step = 256 * config.tokens + 64 * config.features
     scales = room_of(steps) * config.features * (4 if zeros else 2)
-    return max(2, min((room - scales - 16 * 1024) // per_step, 8))
+    return min((room - scales - 16 * 1024) // per_step, 8)
 
 
 def run_wide(
