@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from helpers import faulty_ranks
 from helpers.checkpoints import make_checkpoint
@@ -25,7 +26,7 @@ from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.core import EngineCore
-from pagerunner.engine.core.executors import process
+from pagerunner.engine.core.executors import process, watch
 from pagerunner.engine.core.executors.process import ProcessExecutor
 from pagerunner.engine.rank import what_it_runs
 from pagerunner.engine.startup import resolve as resolving
@@ -301,6 +302,23 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
     os.kill(victim, signal.SIGKILL)
     until(lambda: executor._ranks.watch._error is not None, 2)
     the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
+
+
+@pytest.mark.parametrize("call", [run, lambda core: core.sleep(1)], ids=["step", "sleep"])
+def test_a_rank_that_is_gone_before_anybody_has_said_so_is_named(
+    call: Callable[[EngineCore], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel closes a dead rank's sockets at once. The watch waits for its last words, so the core may meet the closed socket first."""
+    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 1.0)
+    core = faulty()
+    executor = core._executor
+    assert isinstance(executor, ProcessExecutor)
+    ask(core, 7, 8)
+    [victim], [socket] = rank_pids(), executor._ranks._sockets._sockets
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT, 5)
+    assert executor._ranks.watch._error is None
+    the_end(core, r"^Rank 1 of 2 was ended by SIGKILL", call)
 
 
 def test_random_traffic_leaves_the_same_tokens_and_tables_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

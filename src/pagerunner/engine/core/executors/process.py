@@ -54,11 +54,19 @@ class RankSockets:
             socket.bind(f"ipc://{directory}/{orders.ORDERS.format(rank)}")
             self._sockets.append(socket)
 
-    def send(self, order: orders.Order) -> None:
-        """Send an order to each rank. It never waits."""
+    def connected(self, seconds: float) -> bool:
+        """Wait until all ranks are connected, each for up to so many seconds."""
+        return all(socket.poll(int(1000 * seconds), zmq.POLLOUT) for socket in self._sockets)
+
+    def send(self, order: orders.Order) -> bool:
+        """Send an order to each rank. It never waits. False if a rank isn't connected any more, as its process is gone."""
         data = self._encoder.encode(order)
-        for socket in self._sockets:
-            socket.send(data, zmq.NOBLOCK)
+        try:
+            for socket in self._sockets:
+                socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def close(self) -> None:
         """Send nothing more."""
@@ -86,7 +94,6 @@ class Ranks:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.watch = RankWatch(context, self.directory, ranks, self.seconds)
         self._sockets = RankSockets(context, self.directory, ranks)
-        self.send = self._sockets.send
         self._calls = itertools.count()
         self._end = weakref.finalize(self, _end, self.watch, self._sockets)
         environment = {**engine_environment(), **thread_settings(os.environ, reserved=0)}
@@ -126,8 +133,17 @@ class Ranks:
                         f"Rank {rank} of {self.size} has another {name} than rank 0. All ranks must run the same: files of the model or of "
                         "the package have been changed during the start, or the machines differ."
                     )
+        if not self._sockets.connected(self.seconds):  # a rank's report may come before the way to it is there
+            raise watch.fail(
+                f"A rank of {self.size} can't be sent orders {self.seconds:g} seconds after it has started."
+            )
         self.send(orders.Join())
         return GlooComm(self.directory / orders.MEETING, 0, self.size, _SUMS * self.seconds)
+
+    def send(self, order: orders.Order) -> None:
+        """Send an order to all. Raises why the ranks are gone, if one of them is."""
+        if not self._sockets.send(order):
+            raise self.watch.cause() or self.watch.fail(f"A rank of {self.size} can't be sent orders any more.")
 
     def loaded(self, seconds: float) -> list[MemoryFacts]:
         """Wait until the other ranks have loaded, as rank 0 has in `seconds`."""
