@@ -44,9 +44,17 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_routes(routing, experts, bias, tokens):
     logits, biases = random(tokens, experts), random(experts) if bias else None
     got, want = route(logits, routing, biases), route.twin(logits, routing, biases)
-    assert torch.equal(got.experts_TA.long(), want.experts_TA)
-    torch.testing.assert_close(got.weights_TA, want.weights_TA, atol=1e-6, rtol=1e-4)
-    assert torch.equal(got.order_P.long(), want.experts_TA.flatten().argsort(stable=True))
+    clear = is_clear(logits, routing, biases)
+    assert (~clear).sum() <= 2
+    assert torch.equal(got.experts_TA.long()[clear], want.experts_TA[clear])
+    torch.testing.assert_close(got.weights_TA[clear], want.weights_TA[clear], atol=1e-6, rtol=1e-4)
+    assert torch.equal(got.order_P.long(), got.experts_TA.flatten().argsort(stable=True))
+
+
+def is_clear(logits, routing, biases):
+    """Which tokens choose the same experts where logits change by a rounding. Two scores of the others are nearly equal."""
+    chosen = [route.twin(logits * (1 + 1e-6 * random(*logits.shape)), routing, biases).experts_TA for _ in range(8)]
+    return torch.stack([(one == chosen[0]).all(1) for one in chosen]).all(0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
