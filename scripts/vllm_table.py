@@ -28,7 +28,7 @@ SAME = frozenset(
     --disable-uvicorn-access-log --download-dir --dtype --enable-auto-tool-choice --enable-chunked-prefill
     --enable-force-include-usage --enable-log-requests --enable-prefix-caching --enable-server-load-tracking --enable-sleep-mode
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
-    --long-prefill-token-threshold --max-log-len --max-num-batched-tokens --max-num-seqs --port --return-tokens-as-token-ids
+    --long-prefill-token-threshold --max-log-len --max-num-seqs --port --return-tokens-as-token-ids
     --revision --root-path --seed --served-model-name --skip-tokenizer-init --tokenizer-revision --uvicorn-log-level
     --disable-access-log-for-endpoints --response-role --chat-template-content-format --code-revision
     --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
@@ -44,6 +44,8 @@ DIFFERS = {
     "--reasoning-parser": "three parsers, see [Reasoning](server.md#reasoning)",
     "--tokenizer": "a directory or a hub name with `tokenizer.json`; other kinds of tokenizer are not read",
     "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
+    "--max-num-batched-tokens": "8,192 by default, and 2,048 on a CPU; 16,384 for `LLM` with experts in 4 bits where 32 GiB are left beside the "
+    "weights. `pagerunner plan` plans for the steps of `serve`",
     "--gpu-memory-utilization": "the share of the whole card that the engine takes in all, measured at start; on a CPU of the available memory",
     "--num-gpu-blocks-override": "pages of the largest memory group; other groups get their share beside it",
     "--quantization": "names a checkpoint's format, with which it must agree; floats are rounded to 8 bits by `fp8`, `fp8_per_block` and "

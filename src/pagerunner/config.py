@@ -34,8 +34,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
     `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
-    `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 on a device of 70 GiB and more, if experts are
-    unpacked before a prompt's products (those in 4 bits are).
+    `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
+    products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
     `tensor_parallel_size` is the number of ranks that every layer is divided among.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).

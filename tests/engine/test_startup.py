@@ -96,12 +96,13 @@ def test_defaults_on_a_card_are_the_checkpoints_dtype_large_steps_and_two_in_fli
         ("qwen3-30b-a3b", 80, True, {"quantization": "fp8", "activation_quantization": "none"}, 16_384),
         ("qwen3-30b-a3b", 80, False, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
         ("qwen3-30b-a3b", 64, True, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
+        ("qwen3-30b-a3b", 80, True, {"quantization": "fp8", "activation_quantization": "none", "gpu_memory_utilization": 0.6}, 8_192),
         ("qwen3-30b-a3b", 80, True, {}, 8_192),
         ("qwen3-8b", 80, True, {"quantization": "fp8", "activation_quantization": "none"}, 8_192),
         ("qwen3-30b-a3b", 80, True, {"quantization": "fp8", "activation_quantization": "none", "max_num_batched_tokens": 512}, 512),
     ],
 )  # fmt: skip
-def test_offline_steps_are_larger_on_a_large_card_that_unpacks_experts(
+def test_offline_steps_are_larger_where_experts_are_unpacked_and_there_is_room(
     card: DeviceMemory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

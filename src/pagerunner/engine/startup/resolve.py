@@ -13,7 +13,7 @@ from pagerunner import limits
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
-from pagerunner.engine.startup.weights import count_weights, too_large, unpacks_experts
+from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 8_192}
 LARGE_STEP_TOKENS = 16_384
-LARGE_DEVICE = 70 * 2**30
-"""Bytes of a device from which on offline steps that unpack experts have LARGE_STEP_TOKENS, as all of vLLM's have there."""
+LARGE_STEP_ROOM = 32 * 2**30
+"""Bytes beside the weights from which on offline steps that unpack experts have LARGE_STEP_TOKENS. Their activations take some GiB more than
+those of other steps, and pages get the rest."""
 DEFAULT_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 DEFAULT_CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; more only when one request of full length needs it
 _DTYPE_NAMES: dict[str, Dtype] = {
@@ -109,7 +110,7 @@ def resolve(
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     of_ranks = _of_ranks(model, dtype, device, args.tensor_parallel_size, plan_only)
     card = device_memory() if device == "cuda" and memory_bytes is None else None
-    large = offline and card is not None and card.total >= LARGE_DEVICE and unpacks_experts(model, dtype)
+    large = offline and card is not None and _takes_large_steps(args, model, dtype, card)
     batched_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS if large else DEFAULT_BATCHED_TOKENS[device])
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
@@ -230,6 +231,15 @@ def _wanted_length(args: EngineArgs, model: ModelConfig) -> int | str:
             f"{model.max_position_embeddings}; lower max_model_len."
         )
     return length
+
+
+def _takes_large_steps(args: EngineArgs, model: ModelConfig, dtype: Dtype, card: DeviceMemory) -> bool:
+    """Whether larger steps are faster, and leave enough of the card for pages."""
+    if args.max_num_batched_tokens is not None:
+        return False
+    weights = weights_with_unpacked_experts(model, dtype)
+    room = min(card.free, int(card.total * args.gpu_memory_utilization))
+    return weights is not None and room - weights >= LARGE_STEP_ROOM
 
 
 def _batched_tokens(args: EngineArgs, max_model_len: int, default: int) -> int:

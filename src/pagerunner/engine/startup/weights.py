@@ -82,12 +82,16 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
 
 
-def unpacks_experts(model: ModelConfig, dtype: Dtype) -> bool:
-    """Whether a CUDA device unpacks experts before a prompt's products. It does so once for each step, so large steps are faster."""
+def weights_with_unpacked_experts(model: ModelConfig, dtype: Dtype) -> int | None:
+    """Bytes of weights of which a CUDA device unpacks experts before a prompt's products; None if it unpacks none.
+
+    It unpacks once for each step, so large steps are faster.
+    """
     if model.format is None:
-        return False
+        return None
     made = build_model(model, dtype, keep_forms=True)
-    return any(module.unpacked_bytes(_MANY_PAIRS) for module in made.modules() if isinstance(module, Experts))
+    unpacks = any(module.unpacked_bytes(_MANY_PAIRS) for module in made.modules() if isinstance(module, Experts))
+    return weights_bytes(made) if unpacks else None
 
 
 def _put_in_panels(model: Model, tokens: int) -> int:
