@@ -109,6 +109,21 @@ def test_between_two_numbers_of_tokens_that_need_the_same_kernels_there_are_no_o
         assert len(answers) == len(set(answers)), (places, answers)
 
 
+@pytest.mark.parametrize("sizes", [(24_576, 4096), (6144, 4096), (4096, 4096), (12_288, 28_672), (4096, 896)])
+def test_that_holds_for_wide_tiles_too(monkeypatch, sizes):
+    """Steps of 97 to 128 tokens and of 193 to 256 may have the same tile, with others between them."""
+    weights = matrix("int4 f16 128", 8, 128)
+    weights = weights._replace(codes=torch.empty(sizes[0], sizes[1] // 2, dtype=torch.uint8, device="meta"))
+    monkeypatch.setattr(many.linear_wide, "reads", lambda dtype, weight: True)
+    monkeypatch.setattr(many.linear_wide, "has_gluon", lambda device: True)
+    for places in MULTIPROCESSORS:
+        for module in (many.linear_wide, linear_tiles):
+            monkeypatch.setattr(module, "multiprocessors", lambda device, places=places: places)
+        answers = [linear.kernels_for(n, weights, torch.float16, torch.device("cpu")) for n in range(1, 1025)]
+        runs = [answer for answer, _ in itertools.groupby(answers)]
+        assert len(runs) == len(set(runs)), (places, runs)
+
+
 def test_matrices_of_one_kind_are_asked_about_once():
     one, other = stored("int4 f16 32", 64, 64), stored("int4 f16 32", 64, 64)
     layers = [Linear(64, 64, torch.bfloat16, method=Held(matrix)) for matrix in (one, other, stored("fp8 row", 64, 64))]

@@ -67,7 +67,8 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
     if (how := _rounding_of(tokens, dtype, weight_OI)) is not None:
         return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
     if linear_wide.serves(tokens, dtype, weight_OI, device):
-        return linear_wide.wide_config(tokens, weight_OI, device)
+        wide = linear_wide.wide_config(tokens, weight_OI, device)
+        return wide, blocks(tokens, wide.tokens)  # 256 tokens are two tiles of 128, and 160 lie between
     if _in_tiles(tokens, dtype, weight_OI):
         config = tiles_config(tokens, weight_OI, device)
         # by their number, a tile is cut into shares or isn't; and large numbers of tokens have tiles that small ones have
