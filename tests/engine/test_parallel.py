@@ -304,6 +304,14 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
     the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
 
 
+def test_an_error_of_another_kind_that_a_rank_ends_with_is_the_engines_end_too() -> None:
+    core = faulty()
+    executor = core._executor
+    assert isinstance(executor, ProcessExecutor)
+    executor._ranks.watch._end(CapacityError("Rank 1 of 2: there is no memory for the step."))
+    the_end(core, r"^Rank 1 of 2: there is no memory for the step\.$", lambda core: ask(core, 7))
+
+
 @pytest.mark.parametrize("call", [run, lambda core: core.sleep(1)], ids=["step", "sleep"])
 def test_a_rank_that_is_gone_before_anybody_has_said_so_is_named(
     call: Callable[[EngineCore], object], monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from pagerunner.engine.core.executors.base import Executor, Pending
 from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
-from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.ops.device_errors import device_failure, never_free
@@ -184,8 +184,8 @@ class EngineCore:
             raise EngineDeadError(self._death)
         try:
             self._executor.check_alive()
-        except EngineDeadError as error:
-            raise self._die(error) from None
+        except PagerunnerError as error:  # of any kind: the process that has met it has ended
+            raise self._die(EngineDeadError(str(error))) from None
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, the memory manager and the device."""
