@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagerunner.ops.kernels import moe_lanes
+from pagerunner.ops.kernels import linear_wide, moe_lanes
 from pagerunner.ops.kernels.moe_lanes import serves_lanes
 from pagerunner.ops.stored import Stored4
 
@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 from check_compiled import disassembled, faults, overwritten
-from pagerunner.ops.kernels.moe_lanes import _arrange_kernel, _lanes_kernel, _wide, lanes_config
+from pagerunner.ops.kernels.moe_lanes import _wide, lanes_config
+from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
 
 TYPES = {"x_ptr": "*bf16", "w_ptr": "*u32", "s_ptr": "*u8", "bias_ptr": "*bf16", "weights_ptr": "*fp32", "order_ptr": "*i32",
          "starts_ptr": "*i32", "out_ptr": "*bf16", "limit": "fp32"}
@@ -40,12 +41,12 @@ def compiled(kernel, constants, **options):
     return code
 
 features, inner, each = (int(argument) for argument in sys.argv[1:])
-compiled(_arrange_kernel, {"K": features, "WIDE": _wide(features), "BLOCK": 1024, "PDL": True}, num_warps=4)
+compiled(arrange_kernel, {"K": features, "WIDE": _wide(features), "BLOCK": 1024, "PDL": True}, num_warps=4)
 config = lanes_config(each * 32, 32)
 for kind, gated in ((0, True), (2, True), (0, False)):
     N, K = (inner, features) if gated else (features, inner)
     code = compiled(
-        _lanes_kernel,
+        lanes_kernel,
         {"E": 32, "BE": 32, "N": N, "K": K, "WIDE": _wide(K), "OUT": _wide(N) if gated else N, "BM": config.pairs, "BN": config.rows,
          "STAGES": config.stages, "BIAS": True, "GATED": gated, "KIND": kind, "WEIGH": not gated, "GROUPS": config.groups, "PDL": True},
         num_warps=config.warps, maxnreg=config.registers,
@@ -54,6 +55,9 @@ for kind, gated in ((0, True), (2, True), (0, False)):
 """
 
 
+@pytest.mark.skipif(
+    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
+)
 @pytest.mark.parametrize(("features", "inner", "each"), [(2880, 2880, 20), (2048, 768, 8), (608, 352, 1)])
 def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -67,13 +71,16 @@ def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
     subprocess.run([sys.executable, tmp_path / "program.py", *own], env=env, cwd=tmp_path, check=True, timeout=300)
 
 
+@pytest.mark.skipif(
+    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
+)
 @pytest.mark.parametrize("columns", [2880, 2048, 608, 352, 448, 64, 256])
 def test_inputs_have_the_order_in_which_lanes_hold_weights(columns, monkeypatch):
-    wide = moe_lanes._wide(columns)
-    monkeypatch.setattr(moe_lanes, "gl", SimpleNamespace(where=torch.where))
-    monkeypatch.setattr(moe_lanes, "CHUNK", moe_lanes.CHUNK.value)
+    kernels, wide = moe_lanes._kernels(), moe_lanes._wide(columns)
+    monkeypatch.setattr(kernels, "gl", SimpleNamespace(where=torch.where))
+    monkeypatch.setattr(kernels, "CHUNK", moe_lanes.COLUMNS)
     assert columns <= wide < columns + 256
-    places = moe_lanes.place_of.fn(torch.arange(wide), columns)
+    places = kernels.place_of.fn(torch.arange(wide), columns)
     assert sorted(places.tolist()) == list(range(wide))
     at = torch.empty(wide, dtype=torch.long)
     at[places] = torch.arange(wide)
@@ -102,7 +109,7 @@ def test_only_mxfp4_of_whole_tiles_is_served(monkeypatch):
         return Stored4(codes, scales.to(dtype), group, numbers)
 
     assert not serves_lanes(stored())  # not on a card
-    monkeypatch.setattr(moe_lanes, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(moe_lanes, "has_gluon", lambda device: True)
     assert serves_lanes(stored()) and serves_lanes(stored(dtype=torch.float8_e8m0fnu))
     assert not serves_lanes(stored(dtype=torch.float8_e4m3fn)) and not serves_lanes(stored(group=16))
     assert not serves_lanes(stored(numbers="int4")) and not serves_lanes(stored(outputs=96))
