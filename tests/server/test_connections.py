@@ -107,6 +107,31 @@ def test_a_stop_waits_for_no_client_whose_answer_is_given(text_side: Path, monke
         assert time.monotonic() - began < patient(1.5)
 
 
+HALVES = {
+    "no byte": b"Content-Length: 1000\r\n\r\n",
+    "a part": b'Content-Length: 1000\r\n\r\n{"prompt": "a',
+    "a part of a chunk": b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"p',
+}
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stop_ends_requests_whose_bodies_do_not_come(text_side: Path, signals: int) -> None:
+    """When --shutdown-timeout is over, or at the second signal: not ten seconds later."""
+    with contextlib.ExitStack() as clients:
+        with running_server(EngineArgs(model=str(text_side)), drain_seconds=0.5 if signals == 1 else 60) as server:
+            sent = [clients.enter_context(connected(server)) for _ in HALVES]
+            for client, data in zip(sent, HALVES.values(), strict=True):
+                client.sendall(HEAD + data)
+            assert answer(server)  # the others have arrived
+            began = time.monotonic()
+            for _ in range(signals):
+                server.stop()
+            replies = [read_to_end(client) for client in sent]
+        assert time.monotonic() - began < patient(5)
+    for reply in replies:
+        assert reply.startswith(b"HTTP/1.1 503") and b"shutting down" in reply and b"is not complete" in reply
+
+
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_body_that_is_answered_already_is_not_waited_for_long(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, drips: bool

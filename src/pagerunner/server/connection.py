@@ -119,6 +119,19 @@ class Connection(H11Protocol):
         else:
             super().shutdown()
 
+    def give_up(self, error: HttpError) -> None:
+        """Answer a request whose body has not come whole, and which has no answer yet, with the error. Others are left alone."""
+        if self.conn.their_state is h11.SEND_BODY and self._ends_unanswered():
+            self._refuse(error)
+
+    def _ends_unanswered(self) -> bool:
+        """Tell the endpoint, which waits for the rest of the body, that its client is gone; False if an answer has begun."""
+        if self.cycle is None or self.cycle.response_started:
+            return False
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        return True
+
     def _more_comes(self) -> bool:
         """Whether the last answer is given and its request is not read to its end."""
         answered = self.cycle is None or self.cycle.response_complete
@@ -128,9 +141,7 @@ class Connection(H11Protocol):
         """What can't be read as HTTP gets an error object, or nothing where an answer has begun already."""
         if self._strict.fault:  # the request has not reached an endpoint
             return self._refuse(HttpError(400, self._strict.fault))
-        if self.conn.our_state is h11.SEND_RESPONSE and self.cycle is not None and not self.cycle.response_started:
-            self.cycle.disconnected = True  # the endpoint waits for the rest of the body
-            self.cycle.message_event.set()
+        if self.conn.our_state is h11.SEND_RESPONSE and self._ends_unanswered():
             return self._refuse(HttpError(400, "The request's body is not valid HTTP (its chunks can't be read)."))
         if self.conn.our_state is not h11.IDLE:
             return self.transport.close()

@@ -26,6 +26,7 @@ from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, on_loop_error
+from pagerunner.server.errors import HttpError
 from pagerunner.server.gate import Keys
 from pagerunner.server.http_logs import HttpLogs
 from pagerunner.server.live import LatencyTap, LiveFeed
@@ -305,6 +306,14 @@ def _uvicorn_config(app: ASGIApp, logs: HttpLogs) -> uvicorn.Config:
     )
 
 
+def _give_up_bodies(server: uvicorn.Server) -> None:
+    """End the requests that the engine knows nothing of yet, because their bodies have not come whole."""
+    error = HttpError(503, "The server is shutting down, and the request's body is not complete.")
+    for connection in list(server.server_state.connections):
+        assert isinstance(connection, Connection)
+        connection.give_up(error)
+
+
 async def _parked_with_work(engine: AsyncEngine) -> None:
     """Return once the engine is paused or asleep and has unfinished requests: they can't end then."""
     try:
@@ -349,6 +358,7 @@ async def _run(
     if not serving.done():
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
+        _give_up_bodies(server)
         await stop.wait(stop.forced, serving, timeout=_LAST_WORDS_SECONDS)  # clients still read their answers
         server.force_exit = True
     await serving
