@@ -16,7 +16,15 @@ import pytest
 
 from helpers.patience import patient
 from pagerunner import limits
-from pagerunner.children import command, engine_environment, helper_environment, start, start_async, with_path
+from pagerunner.children import (
+    command,
+    engine_environment,
+    exit_reason,
+    helper_environment,
+    start,
+    start_async,
+    with_path,
+)
 
 SECRETS = {
     "HF_TOKEN": "hf",
@@ -123,6 +131,20 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (3, "ended with exit status 3."),
+        (-6, "was ended by SIGABRT."),
+        (-40, "was ended by signal 40."),
+        (-9, "was ended by SIGKILL, which is"),
+    ],
+)
+def test_the_end_of_a_process_is_a_sentence(status: int, words: str) -> None:
+    """Signal 40 is one of the real-time signals, most of which have no name."""
+    assert exit_reason("A rank", status).startswith(f"A rank {words}")
 
 
 def test_a_child_that_a_user_starts_by_hand_says_so() -> None:

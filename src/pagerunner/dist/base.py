@@ -39,7 +39,7 @@ class Comm(Protocol):
 
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of `parts` [size, ...] along the first dimension, in its order; see Comm. The twin of kernels that add up ranks."""
+    """The sum of `parts` [size, ...] along the first dimension, in its order; see Comm."""
     narrow = parts.is_floating_point() and parts.itemsize < torch.float32.itemsize
     total = parts[0].float() if narrow else parts[0].clone()
     for part in parts[1:]:

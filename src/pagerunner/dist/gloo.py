@@ -1,4 +1,4 @@
-"""GlooComm: ranks on CPUs of one machine. It is also the twin of the ways between CUDA devices.
+"""GlooComm: ranks on CPUs of one machine.
 
 Ranks find each other by a file in a directory that only this user may read. Gloo then connects them over loopback, on ports that the kernel
 chooses. No process group of torch's is made the default one, so several groups may stand beside each other in a process.

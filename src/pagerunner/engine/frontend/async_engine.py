@@ -51,7 +51,8 @@ class AsyncEngine:
     """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
 
     The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
-    All methods are for the event loop that made the engine; in a fork of its process they raise RuntimeError. `dead` is set when the core has ended, whatever the reason.
+    All methods are for the event loop that made the engine; in a fork of its process they raise RuntimeError. `dead` is set when the
+    core has ended, whatever the reason.
     """
 
     def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
