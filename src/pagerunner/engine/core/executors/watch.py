@@ -142,7 +142,10 @@ class RankWatch:
         self._end(EngineDeadError("The engine has been shut down."))
         os.eventfd_write(self._stop, 1)
         if self._thread is not threading.current_thread():  # which may be collecting garbage
-            self._thread.join()
+            if self._thread.ident is None:  # the processes couldn't be watched, and nobody else closes this
+                self._reports.close(0)
+            else:
+                self._thread.join()
             for fd in (self._stop, self.failure_fd):
                 os.close(fd)
         shutil.rmtree(self._directory, ignore_errors=True)
