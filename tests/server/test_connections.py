@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers import failing_core
 from helpers.patience import patient, until
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner import limits
@@ -130,6 +133,21 @@ def test_a_stop_ends_requests_whose_bodies_do_not_come(text_side: Path, signals:
         assert time.monotonic() - began < patient(5)
     for reply in replies:
         assert reply.startswith(b"HTTP/1.1 503") and b"shutting down" in reply and b"is not complete" in reply
+
+
+def test_a_server_whose_core_has_died_waits_for_no_body(text_side: Path) -> None:
+    args = EngineArgs(model=str(text_side), num_gpu_blocks_override=128)
+    with contextlib.ExitStack() as clients:
+        options: dict[str, Any] = {"drain_seconds": 60, "death_seconds": 0.2, "core_factory": failing_core.FACTORY}
+        with running_server(args, **options) as server:
+            client = clients.enter_context(connected(server))
+            client.sendall(HEAD + HALVES["a part"])
+            assert server.get("/health").status_code == 200  # the half has arrived
+            began = time.monotonic()
+            os.kill(server.engine.core_pid, signal.SIGKILL)
+            reply = read_to_end(client)
+        assert time.monotonic() - began < patient(5)
+    assert reply.startswith(b"HTTP/1.1 503") and b"is not complete" in reply
 
 
 @pytest.mark.parametrize("drips", [False, True])

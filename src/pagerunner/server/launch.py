@@ -346,6 +346,8 @@ async def _run(
     if not serving.done():
         logger.info("Stopping: %d sequences are unfinished.", engine.num_unfinished)
         server.should_exit = True
+        if dying.done():  # no request can be answered
+            _give_up_bodies(server)
         parked = asyncio.create_task(_parked_with_work(engine))
         await stop.wait(stop.insisted, serving, parked, timeout=drain_seconds)
         late = None
