@@ -67,6 +67,12 @@ def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
     assert "80 is 80 B" in said and "80GiB" in said
 
 
+@pytest.mark.parametrize("memory", ["17TiB", "99999999999999999999GiB", "9" * 400])
+def test_more_memory_than_any_device_has_is_refused(tmp_path, capsys, memory) -> None:
+    said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", memory)
+    assert f"{memory} is more than any device has (16.00 TiB at most)" in said
+
+
 def test_weights_that_do_not_fit_alone_get_advice_that_helps(tmp_path, capsys) -> None:
     said = refused(capsys, place(tmp_path, "meta-llama/Llama-3.1-70B-Instruct"), "--memory", "80GiB")
     assert "131.42 GiB in bfloat16" in said and "59.42 GiB more than" in said

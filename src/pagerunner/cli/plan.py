@@ -28,6 +28,8 @@ from pagerunner.memory.units import human_bytes
 if TYPE_CHECKING:
     from pagerunner.engine.startup.resolve import Resolved
 
+_MOST_MEMORY = 2**44  # the drawing keeps a number for each slab
+
 
 def build_parser() -> Parser:
     """The verb's flags."""
@@ -116,6 +118,8 @@ def _refusal(resolved: Resolved) -> str:
 
 def _memory(text: str) -> int:
     size = parse_bytes(text)
+    if size > _MOST_MEMORY:
+        raise ValueError(f"{text} is more than any device has ({human_bytes(_MOST_MEMORY)} at most)")
     if size < 2**20:
         raise ValueError(f"{text} is {human_bytes(size)}, in which nothing fits; {text.rstrip(' B')}GiB has a unit")
     return size
