@@ -58,6 +58,18 @@ def test_the_conversion_is_exact_in_bfloat16():
         assert torch.equal(got.bfloat16(), ((code - 8) * scale.float()).bfloat16())
 
 
+def test_the_conversion_of_the_smallest_and_largest_scales():
+    """Up to 2 ** 57 and down to 2 ** -63 it is exact. Below, what is lost is nothing that an output shows."""
+    code = torch.arange(16.0, dtype=torch.float64)
+    for power in range(-133, 58):
+        for fraction in (1.0, 1.9921875):
+            scale = torch.tensor(fraction * 2.0**power, dtype=torch.float64).bfloat16().double()
+            raised, taken = (scale * 2.0**70).bfloat16(), (scale * -8 * 2.0**-63).bfloat16()
+            got = (code * 2.0**-133 * raised.double() + taken.double()).bfloat16().double() * 2.0**63
+            want = ((code - 8) * scale).bfloat16().double()
+            assert torch.equal(got, want) if power >= -63 else bool(((got - want).abs() <= 2.0**-70).all()), power
+
+
 def test_which_matrices_are_read():
     half, single = torch.bfloat16, torch.float16
     assert reads(half, stored("int4 bf16 128", 48, 384)) and reads(half, stored("int4 bf16 128 zeros", 48, 384))

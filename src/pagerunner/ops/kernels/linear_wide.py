@@ -6,7 +6,7 @@ four products were 1.1 to 1.35 times as fast (docs/performance.md).
 
 **Conversion.** A nibble n in the lowest bits of a bfloat16 is the number n * 2 ** -133. One operation makes two weights:
 n * 2 ** -133 times s * 2 ** 70, less 8 s * 2 ** -63. That is (n - 8) s * 2 ** -63, rounded once, as 8 s is a bfloat16. Sums are multiplied by 2 ** 63.
-Scales may be as large as 2 ** 57. With zero points, n - z comes first, exactly. In float16, which has no such room, n is 1024 + n at first, and n - z is
+Scales may be as large as 2 ** 57. With scales below 2 ** -63 weights lose bits, at most 2 ** -70 each. With zero points, n - z comes first, exactly. In float16, which has no such room, n is 1024 + n at first, and n - z is
 multiplied by s.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`VERSIONS`). With any other, `linear_tiles.py` serves.
