@@ -128,11 +128,14 @@ def test_the_log_line_and_the_verb_print_the_plan_that_runs(
     words = ["plan", args.model, "--num-gpu-blocks-override", "313", "--max-num-seqs", "1024", "--json"]
     assert main(words) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert {name: printed.pop(name) for name in ("device", "dtype", "quantization", "refused")} == {
+    assert {
+        name: printed.pop(name) for name in ("device", "dtype", "quantization", "refused", "tensor_parallel_size")
+    } == {
         "device": resolved.config.device,
         "dtype": resolved.config.dtype,
         "quantization": None,
         "refused": "",
+        "tensor_parallel_size": 1,
     }
     assert printed == plan_json(resolved.plan)
     assert resolved.plan.num_gpu_blocks == 313 and resolved.config.max_model_len == 2048

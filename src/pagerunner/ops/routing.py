@@ -65,7 +65,8 @@ class Routes(NamedTuple):
     """Where the tokens of a step go: float32 weights [T, A] and expert numbers [T, A].
 
     Number -1 is no expert: the token is a graph's padding. Kernels also say which pairs an expert has: those of expert e are
-    `order[starts[e] : starts[e + 1]]`, both int32, and their tiles. Twins leave these out.
+    `order[starts[e] : starts[e + 1]]`, both int32, and their tiles, unless there is one token.
+    Twins leave these out.
     """
 
     weights_TA: torch.Tensor

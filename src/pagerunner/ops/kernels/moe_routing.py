@@ -165,6 +165,8 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
                   PDL: tl.constexpr):  # fmt: skip
     """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted.
 
+    Of one token no tiles are stored: its experts have kernels that need none.
+
     PADS: tokens whose `row` is negative are padding, and go to no expert.
     """
     if PDL:
@@ -196,7 +198,8 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
         tl.store(order_ptr + places, pairs, mask=chosen)
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
-        _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, BE)
+        if BT > 1:
+            _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, BE)
         if COUNT:
             note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
@@ -572,4 +575,4 @@ def route(
             experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
             BC=counted, COUNT=counting, num_warps=8, **dependent(device),
         )  # fmt: skip
-    return Routes(weights_TA, experts_TA, order_P, starts_E1, tiles)
+    return Routes(weights_TA, experts_TA, order_P, starts_E1, None if at_once and rows == 1 else tiles)
