@@ -37,6 +37,7 @@ KERNEL_TESTS = [
         "moe",
         "stored_linear",
         "linear_many",
+        "linear_wide",
     )
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured
