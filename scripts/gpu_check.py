@@ -184,14 +184,13 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
     from pagerunner.bench.workloads import workload, write_model
     from pagerunner.engine.startup.mixture import Mixture, counting, touched_so_far
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, counting():  # graphs while they are captured, other steps while they run
         stored = quantization if quantization in QUANTIZED else None
         model = write_model(shape, Path(directory), stored)
         longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
         settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
         settings["quantization"] = quantization
-        with counting():
-            llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
+        llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
         mixture = Mixture.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
         print(llm.startup.text(), flush=True)
         for name in names:
