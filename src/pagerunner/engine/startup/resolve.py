@@ -394,7 +394,7 @@ def _plan_in(
             f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "
             f"{human_bytes(needed)}, and gpu_memory_utilization={utilization} of the "
             f"{human_bytes(total)} there are{free} is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
-            "lower max_num_seqs or max_model_len, or take a machine with more memory."
+            "lower max_num_seqs, max_num_batched_tokens or max_model_len, or take a machine with more memory."
         )
     usual = DEFAULT_CPU_KV_BYTES // wish.args.tensor_parallel_size
     if memory_bytes is not None or room <= usual:
