@@ -54,4 +54,4 @@ class Embedding(Module):
 
 def vocabulary(size: int) -> Features:
     """The token ids of embeddings and of output weights: devices take parts of `size` ids, the last one the rest."""
-    return Features("entries of the vocabulary", size)
+    return Features("vocabulary", size)
