@@ -20,6 +20,8 @@ from pagerunner.dist.base import Comm, CommError, sum_in_order
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.null import NullComm
 
+pytestmark = pytest.mark.days(2)  # most of them start processes
+
 SECONDS = 30.0
 SHORT = 1.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn)

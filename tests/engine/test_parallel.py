@@ -443,6 +443,8 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import time
 from pagerunner import LLM
+
+pytestmark = pytest.mark.days(3)  # most of them start processes
 llm = LLM({str(demo_path())!r}, max_model_len=64, max_num_seqs=2, tensor_parallel_size=2, device="cpu", use_tqdm=False)
 print(llm._core._executor._ranks.watch._processes[1].pid, llm._core._executor._ranks.directory, flush=True)
 time.sleep(600)

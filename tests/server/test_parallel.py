@@ -20,6 +20,8 @@ from pagerunner.demo import demo_path
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CapacityError
 
+pytestmark = pytest.mark.days(3)  # most of them start processes
+
 ARGS = EngineArgs(
     model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_blocks_override=640, tensor_parallel_size=2
 )

@@ -58,6 +58,7 @@ for kind, gated in ((0, True), (2, True), (0, False)):
 @pytest.mark.skipif(
     not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
 )
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("features", "inner", "each"), [(2880, 2880, 20), (2048, 768, 8), (608, 352, 1)])
 def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
