@@ -184,7 +184,8 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
     from pagerunner.bench.workloads import workload, write_model
     from pagerunner.engine.startup.mixture import Mixture, counting, touched_so_far
 
-    with tempfile.TemporaryDirectory() as directory, counting():  # graphs while they are captured, other steps while they run
+    # Experts are counted by graphs if they are captured in `counting`, and by other steps if they run in it.
+    with tempfile.TemporaryDirectory() as directory, counting():
         stored = quantization if quantization in QUANTIZED else None
         model = write_model(shape, Path(directory), stored)
         longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
