@@ -10,7 +10,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from pagerunner.errors import ConfigError
-from pagerunner.types.checks import show
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
@@ -163,7 +162,7 @@ def _as_type(name: str, value: Any, wanted: Any) -> Any:
             raise msgspec.ValidationError  # which msgspec takes for None
         taken = msgspec.convert(plain, Union[kinds], strict=False)  # noqa: UP007 - made of a tuple
         if isinstance(taken, int) and not -(2**63) <= taken < 2**63:
-            raise ConfigError(f"{name} must be a number of at most 64 bits, got {show(value)}.")
+            raise ConfigError(f"{name} must be below 2 ** 63, got a number of {taken.bit_length()} bits.")
         return taken
     except msgspec.ValidationError:
         meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]
