@@ -34,6 +34,8 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 from pagerunner.types import EngineRequest
 
+pytestmark = pytest.mark.days(3)  # most of them start processes
+
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
 SIX: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
 
@@ -443,8 +445,6 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import time
 from pagerunner import LLM
-
-pytestmark = pytest.mark.days(3)  # most of them start processes
 llm = LLM({str(demo_path())!r}, max_model_len=64, max_num_seqs=2, tensor_parallel_size=2, device="cpu", use_tqdm=False)
 print(llm._core._executor._ranks.watch._processes[1].pid, llm._core._executor._ranks.directory, flush=True)
 time.sleep(600)
