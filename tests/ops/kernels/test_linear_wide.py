@@ -165,9 +165,6 @@ def as_python(function: Any, **known: Any) -> Callable[..., Any]:
     return FunctionType(code.__code__, {**code.__globals__, **known})
 
 
-@pytest.mark.skipif(
-    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
-)
 @pytest.mark.parametrize(
     ("inputs", "group"), [(384, 128), (896, 128), (2880, 2880), (2816, 256), (512, 128), (160, 160)]
 )
@@ -241,9 +238,6 @@ def compiled_cases() -> list[tuple]:
     return cases
 
 
-@pytest.mark.skipif(
-    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
-)
 def test_the_compiler_keeps_products_on_their_way(tmp_path):
     """Compiled for a card that isn't there. ptxas says so (C75xx) when it runs products one by one; nothing else would show it.
 

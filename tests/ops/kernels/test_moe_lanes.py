@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagerunner.ops.kernels import linear_wide, moe_lanes
+from pagerunner.ops.kernels import moe_lanes
 from pagerunner.ops.kernels.moe_lanes import serves_lanes
 from pagerunner.ops.stored import Stored4
 
@@ -55,9 +55,6 @@ for kind, gated in ((0, True), (2, True), (0, False)):
 """
 
 
-@pytest.mark.skipif(
-    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
-)
 @pytest.mark.days(3)
 @pytest.mark.parametrize(("features", "inner", "each"), [(2880, 2880, 20), (2048, 768, 8), (608, 352, 1)])
 def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
@@ -72,9 +69,6 @@ def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
     subprocess.run([sys.executable, tmp_path / "program.py", *own], env=env, cwd=tmp_path, check=True, timeout=300)
 
 
-@pytest.mark.skipif(
-    not linear_wide.triton.__version__.startswith(linear_wide.VERSIONS), reason="another version of Triton"
-)
 @pytest.mark.parametrize("columns", [2880, 2048, 608, 352, 448, 64, 256])
 def test_inputs_have_the_order_in_which_lanes_hold_weights(columns, monkeypatch):
     kernels, wide = moe_lanes._kernels(), moe_lanes._wide(columns)
