@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pagerunner.bench.memory_models import ModelMemory, gemma3_27b, qwen35_27b
+from memory_models import ModelMemory, gemma3_27b, qwen35_27b
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan

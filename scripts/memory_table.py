@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pagerunner.bench import memory_models
-from pagerunner.bench.memory_models import ModelMemory
+import memory_models
+from memory_models import ModelMemory
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan

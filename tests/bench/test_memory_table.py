@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from pagerunner.bench import memory_models
-from pagerunner.bench.memory_models import ModelMemory
+import memory_models
+from memory_models import ModelMemory
 from project import checks
 
 GIB, MIB = 1 << 30, 1 << 20

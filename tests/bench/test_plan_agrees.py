@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pagerunner.bench import memory_models
-from pagerunner.bench.memory_models import ModelMemory
+import memory_models
+from memory_models import ModelMemory
 from pagerunner.cli.main import main
 from pagerunner.cli.session import demo_model_path
 from pagerunner.config import EngineArgs
