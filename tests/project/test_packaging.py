@@ -81,7 +81,9 @@ def test_make_has_the_two_commands_and_ci_runs_the_second():
 
 def test_package_data_names_the_demo_model_and_the_page():
     project = tomllib.loads((checks.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert {"demo/*/*", "server/page/*"} <= set(project["tool"]["setuptools"]["package-data"]["pagerunner"])
+    assert {"bench/configs/*.json", "demo/*/*", "server/page/*"} <= set(
+        project["tool"]["setuptools"]["package-data"]["pagerunner"]
+    )
 
 
 def test_version_is_a_release_number():
