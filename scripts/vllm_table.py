@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pagerunner.cli import serve, vllm_flags
-from pagerunner.cli.options import ENGINE_HELP, flag_of
+from pagerunner.cli.options import NO_FLAG, flag_of
 from pagerunner.config import EngineArgs
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "coming-from-vllm.md"
@@ -82,7 +82,7 @@ def flags() -> list[str]:
     """What `pagerunner serve` and `LLM` know: serve's flags, then those of engine arguments that only `LLM` takes."""
     known = [name for name in serve.build_parser().option_names() if name.startswith("--")]
     names = (field.name for field in msgspec.structs.fields(EngineArgs))
-    return known + [flag for name in names if name in ENGINE_HELP and (flag := flag_of(name)) not in known]
+    return known + [flag for name in names if name not in NO_FLAG and (flag := flag_of(name)) not in known]
 
 
 def compared(flag: str) -> tuple[str, str]:

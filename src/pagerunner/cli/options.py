@@ -16,145 +16,73 @@ from pagerunner.cli.vllm_flags import screen
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 
-ENGINE_HELP: dict[str, str] = {
-    "tokenizer": "directory or hub name of the tokenizer, if it isn't the model's",
-    "revision": "branch, tag or commit of a model on the hub",
-    "tokenizer_revision": "the same for --tokenizer",
-    "download_dir": "cache of what the hub sends, instead of the hub's own",
-    "served_model_name": "name of the model in answers and metrics",
-    "dtype": "what weights and activations are computed in: auto (the checkpoint's), float32, bfloat16, float16",
-    "device": "auto, cpu or cuda",
-    "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
-    "max_model_len": "longest prompt plus output in tokens; auto or -1 takes the longest that fits the memory",
-    "gpu_memory_utilization": "share of the device's memory to use, if no size is given",
-    "kv_cache_memory_bytes": "memory for pages, for example 10GiB or 512MiB",
-    "num_gpu_blocks_override": "number of pages of the largest group; beats every other memory flag",
-    "kv_cache_dtype": "what keys and values are stored in: auto (the model's), float32, bfloat16, float16, fp8 (fp8_e4m3), fp8_e5m2",
-    "quantization": "round weights in floats while loading (fp8, fp8_per_block, int8_per_channel_weight_only); or name the checkpoint's format",
-    "activation_quantization": "auto rounds activations where the checkpoint's format says so, none keeps them in dtype",
-    "block_size": "tokens in a page",
-    "max_num_seqs": "most requests that run at the same time",
-    "max_num_batched_tokens": "most tokens of one step",
-    "enable_prefix_caching": "reuse the pages of a common prefix",
-    "enable_chunked_prefill": "run long prompts in pieces, mixed with running requests",
-    "scheduling_policy": "fcfs or priority",
-    "seed": "seed of requests that don't bring one, and of dummy weights",
-    "load_format": "auto, safetensors, or dummy for small random weights",
-    "enforce_eager": "don't capture CUDA graphs",
-    "cudagraph_capture_sizes": "numbers of requests to capture decode steps for, for example 1,2,4,8",
-    "enable_sleep_mode": "keep weights and pages where sleep can free them",
-    "max_in_flight": "steps scheduled before the first one's tokens are read",
-    "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
-    "attention_backend": "attention implementation; auto takes the first that supports the model",
-    "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
-    "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
-    "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
-    "hf_overrides": 'fields to replace in config.json: JSON such as {"rope_theta": 1000000}; null passes a field over',
-    "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
-    "disable_log_stats": "log no statistics",
-    "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
-}
 # In the order of --help: what most people set, then the rest by what it is about.
-ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
-    "common options": (
-        "served_model_name",
-        "dtype",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "max_num_seqs",
-    ),
-    "model": (
-        "tokenizer",
-        "revision",
-        "tokenizer_revision",
-        "download_dir",
-        "chat_template",
-        "generation_config",
-        "load_format",
-        "quantization",
-        "activation_quantization",
-        "hf_overrides",
-        "pooler_config",
-        "seed",
-    ),
-    "memory": (
-        "kv_cache_memory_bytes",
-        "num_gpu_blocks_override",
-        "kv_cache_dtype",
-        "block_size",
-        "enable_prefix_caching",
-        "enable_sleep_mode",
-        "kv_cache_metrics_sample",
-        "poison_fresh_pages",
-    ),
-    "scheduling": ("max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy", "max_in_flight"),
-    "execution": (
-        "device",
-        "tensor_parallel_size",
-        "attention_backend",
-        "structured_outputs_config",
-        "enforce_eager",
-        "cudagraph_capture_sizes",
-    ),
-    "logging": ("disable_log_stats",),
+ENGINE_OPTIONS: dict[str, dict[str, str]] = {
+    "common options": {
+        "served_model_name": "name of the model in answers and metrics",
+        "dtype": "what weights and activations are computed in: auto (the checkpoint's), float32, bfloat16, float16",
+        "max_model_len": "longest prompt plus output in tokens; auto or -1 takes the longest that fits the memory",
+        "gpu_memory_utilization": "share of the device's memory to use, if no size is given",
+        "max_num_seqs": "most requests that run at the same time",
+    },
+    "model": {
+        "tokenizer": "directory or hub name of the tokenizer, if it isn't the model's",
+        "revision": "branch, tag or commit of a model on the hub",
+        "tokenizer_revision": "the same for --tokenizer",
+        "download_dir": "cache of what the hub sends, instead of the hub's own",
+        "chat_template": "chat template, or a file with one, to use instead of the checkpoint's",
+        "generation_config": "auto takes sampling defaults from the checkpoint, vllm ignores them",
+        "load_format": "auto, safetensors, or dummy for small random weights",
+        "quantization": "round weights in floats while loading (fp8, fp8_per_block, int8_per_channel_weight_only); or name the checkpoint's format",
+        "activation_quantization": "auto rounds activations where the checkpoint's format says so, none keeps them in dtype",
+        "hf_overrides": 'fields to replace in config.json: JSON such as {"rope_theta": 1000000}; null passes a field over',
+        "pooler_config": 'how hidden states become embeddings, over the checkpoint\'s files: JSON such as {"pooling_type": "LAST"}',
+        "seed": "seed of requests that don't bring one, and of dummy weights",
+    },
+    "memory": {
+        "kv_cache_memory_bytes": "memory for pages, for example 10GiB or 512MiB",
+        "num_gpu_blocks_override": "number of pages of the largest group; beats every other memory flag",
+        "kv_cache_dtype": "what keys and values are stored in: auto (the model's), float32, bfloat16, float16, fp8 (fp8_e4m3), fp8_e5m2",
+        "block_size": "tokens in a page",
+        "enable_prefix_caching": "reuse the pages of a common prefix",
+        "enable_sleep_mode": "keep weights and pages where sleep can free them",
+        "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
+        "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
+    },
+    "scheduling": {
+        "max_num_batched_tokens": "most tokens of one step",
+        "enable_chunked_prefill": "run long prompts in pieces, mixed with running requests",
+        "scheduling_policy": "fcfs or priority",
+        "max_in_flight": "steps scheduled before the first one's tokens are read",
+    },
+    "execution": {
+        "device": "auto, cpu or cuda",
+        "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
+        "attention_backend": "attention implementation; auto takes the first that supports the model",
+        "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
+        "enforce_eager": "don't capture CUDA graphs",
+        "cudagraph_capture_sizes": "numbers of requests to capture decode steps for, for example 1,2,4,8",
+    },
+    "logging": {
+        "disable_log_stats": "log no statistics",
+    },
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
-# Arguments that only a server uses, so `generate` and `chat` don't have them.
-TEXT_EXCLUDED: frozenset[str] = frozenset(
-    {
-        "served_model_name",
-        "enable_sleep_mode",
-        "pooler_config",
-        "structured_outputs_config",
-        "kv_cache_metrics_sample",
-    }
-)
-BENCH_EXCLUDED: frozenset[str] = frozenset(
-    {
-        "tokenizer",
-        "tokenizer_revision",
-        "served_model_name",
-        "generation_config",
-        "chat_template",
-        "pooler_config",
-        "structured_outputs_config",
-        "kv_cache_metrics_sample",
-    }
-)
-PLAN_FIELDS: frozenset[str] = frozenset(
-    {
-        "dtype",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "num_gpu_blocks_override",
-        "kv_cache_dtype",
-        "block_size",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_in_flight",
-        "quantization",
-        "hf_overrides",
-        "device",
-        "tensor_parallel_size",
-        "revision",
-        "download_dir",
-    }
+_SERVER_ONLY = frozenset({"served_model_name", "pooler_config", "structured_outputs_config", "kv_cache_metrics_sample"})
+# What `generate` and `chat` have no use for.
+TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode"}
+BENCH_EXCLUDED = _SERVER_ONLY | {"tokenizer", "tokenizer_revision", "generation_config", "chat_template"}
+PLAN_FIELDS = frozenset(
+    """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
+    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size revision
+    download_dir""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",)}
-_UNITS: dict[str, int] = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
-}
+_UNITS = {"": 1}
+for _power, _unit in enumerate("kmgt", 1):
+    _UNITS |= {_unit: 1000**_power, _unit.upper(): 1024**_power}
 
 
 def parse_number(text: str) -> int:
@@ -297,25 +225,28 @@ def add_engine_options(
     parser: argparse.ArgumentParser, *, only: Collection[str] | None = None, without: Collection[str] = ()
 ) -> None:
     """A flag for each field of `EngineArgs` but `model`; what isn't given keeps the field's own default."""
-    titles = {name: title for title, names in ENGINE_GROUPS.items() for name in names}
-    wanted = {
-        field.name: field
-        for field in msgspec.structs.fields(EngineArgs)
-        if field.name not in NO_FLAG and field.name not in without and (only is None or field.name in only)
-    }
-    for field in sorted(wanted.values(), key=lambda field: list(titles).index(field.name)):
-        group = named_group(parser, titles[field.name])
-        default = "" if field.default is None else f" (default: {field.default})"
-        text = (ENGINE_HELP[field.name] + default).replace("%", "%%")
-        flag = flag_of(field.name)
-        if field.type is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        else:
-            convert, shown = _converter(field.name, field.type)
-            short = _SHORT.get(field.name, ())
-            if field.name == "quantization" and not parser.prog.endswith(" serve"):
-                short = ()  # other verbs have no -q, as --quiet would be expected of it
-            group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
+    fields = {field.name: field for field in msgspec.structs.fields(EngineArgs)}
+    for title, options in ENGINE_OPTIONS.items():
+        for name, text in options.items():
+            if name not in without and (only is None or name in only):
+                _add_engine_option(parser, title, fields[name], text)
+
+
+def _add_engine_option(
+    parser: argparse.ArgumentParser, title: str, field: msgspec.structs.FieldInfo, text: str
+) -> None:
+    group = named_group(parser, title)
+    default = "" if field.default is None else f" (default: {field.default})"
+    text = (text + default).replace("%", "%%")
+    flag = flag_of(field.name)
+    if field.type is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    else:
+        convert, shown = _converter(field.name, field.type)
+        short = _SHORT.get(field.name, ())
+        if field.name == "quantization" and not parser.prog.endswith(" serve"):
+            short = ()  # other verbs have no -q, as --quiet would be expected of it
+        group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
 
 
 def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
