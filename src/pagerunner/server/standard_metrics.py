@@ -17,32 +17,11 @@ from prometheus_client import (
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagerunner.server.gate import ROUTE
+from pagerunner.server.metrics import bounds
 
 UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version", "/ui/live"))
 """Probes, which would drown what clients do (vLLM leaves out the same), and a stream that lasts as long as somebody looks."""
-_FINE: tuple[float, ...] = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    1.5,
-    2,
-    2.5,
-    3,
-    3.5,
-    4,
-    4.5,
-    5,
-    7.5,
-    10,
-    30,
-    60,
-)
+_FINE = bounds("0.01 0.025 0.05 0.075 0.1 0.25 0.5 0.75 1 1.5 2 2.5 3 3.5 4 4.5 5 7.5 10 30 60")
 _COARSE: tuple[float, ...] = (0.1, 0.5, 1)
 _METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"))
 
