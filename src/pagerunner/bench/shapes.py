@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+_CONFIGS = Path(__file__).parent / "configs"
+_NAMES = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite")
 SHAPES: dict[str, dict[str, Any]] = {
-    file.stem: json.loads(file.read_text(encoding="utf-8"))
-    for file in sorted((Path(__file__).parent / "configs").glob("*.json"))
+    name: json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")) for name in _NAMES
 }
 _INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 QUANTIZED: dict[str, dict[str, Any]] = {
