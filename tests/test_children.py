@@ -45,8 +45,18 @@ SETTINGS = {
     "LD_LIBRARY_PATH": "/l",
     "PAGERUNNER_LIMIT_MAX_N": "8",
     "LC_ALL": "C.UTF-8",
+    "GCC_EXEC_PREFIX": "/opt/gcc/lib/gcc/",
+    "COMPILER_PATH": "/opt/gcc/libexec",
+    "NIX_CFLAGS_COMPILE_x86_64_unknown_linux_gnu": "-isystem /nix/store/glibc-dev/include",
+    "NIX_LD_LIBRARY_PATH": "/nix/l",
 }
-OTHERS = {"EDITOR": "vi", "CUDAX": "1", "MYPATH": "x", "SSH_AUTH_SOCK": "/s"}
+OTHERS = {
+    "NIX_CONFIG": "access-tokens = github.com=ghp_1",
+    "EDITOR": "vi",
+    "CUDAX": "1",
+    "MYPATH": "x",
+    "SSH_AUTH_SOCK": "/s",
+}
 
 
 def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:

@@ -11,15 +11,18 @@ it open. Its end tells the child that the parent is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pagerunner.errors import EngineDeadError
 from pagerunner.limits import PREFIX as LIMIT
 from pagerunner.limits import TABLE
 
@@ -27,17 +30,24 @@ HELPER_NAMES = ("PATH", "LANG", "LC_ALL", "TZ", *(LIMIT + limit.name for limit i
 """What helpers may know, which work on what clients and checkpoints say."""
 ENGINE_NAMES = frozenset(
     "PATH HOME USER LOGNAME TMPDIR TMP TEMP LANG LANGUAGE TZ VIRTUAL_ENV TERM COLUMNS LINES NO_COLOR FORCE_COLOR "
-    "CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH MAX_JOBS".split()
+    "CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH COMPILER_PATH GCC_EXEC_PREFIX "
+    "MAX_JOBS".split()
 )
 ENGINE_PREFIXES = tuple(
     "PAGERUNNER_ LC_ LD_ XDG_ PYTHON CONDA_ COVERAGE_ RUST_ TQDM_ TOKENIZERS_ SAFETENSORS_ "
     "OMP_ KMP_ GOMP_ MKL_ OPENBLAS_ DNNL_ ONEDNN_ ATEN_ MALLOC_ GLIBC_ ASAN_ "
     "CUDA_ NVIDIA_ NVCC_ CUBLAS_ CUDNN_ CUPTI_ NCCL_ NVSHMEM_ NVTX_ NSYS_ QUADD_ GLOO_ UCX_ "
-    "TORCH PYTORCH_ KINETO_ TRITON_ TVM_ FLASHINFER_".split()
+    "TORCH PYTORCH_ KINETO_ TRITON_ TVM_ FLASHINFER_ "
+    "NIX_BINTOOLS NIX_CC NIX_CFLAGS NIX_CXX NIX_DONT_ NIX_ENFORCE_ NIX_HARDENING NIX_LD NIX_STORE".split()
 )
-"""What an engine core or a rank may know: what compilers, libraries and drivers are set by, and the settings of this package."""
+"""What an engine core or a rank may know: what compilers, libraries and drivers are set by, and the settings of this package.
+
+On NixOS a compiler is a script that finds headers, libraries and the loader of programs in NIX_*. NIX_CONFIG isn't among them: it
+may hold access tokens.
+"""
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
+_END_SECONDS = 10.0
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 
 
@@ -116,6 +126,41 @@ def start(
     except BrokenPipeError:
         pass  # the child has ended already; its exit status says how
     return process
+
+
+@contextlib.contextmanager
+def starting(who: str) -> Iterator[None]:
+    """Inside: what the system refuses, such as a process or a file descriptor more, becomes a sentence about `who`.
+
+    Raises EngineDeadError.
+    """
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None) is None:  # neither the system's nor that of sockets
+            raise
+        raise EngineDeadError(f"{who} can't be started: {error}.") from error
+
+
+def end(processes: Mapping[str, subprocess.Popen[bytes]]) -> str:
+    """Kill processes, by their names, and wait for their ends, but not for ever. A sentence about those that don't end, or "".
+
+    A process that waits inside a driver, or for a disk, ends when that wait does, whatever signal it gets.
+    """
+    for process in processes.values():
+        process.kill()
+    until, stuck = time.monotonic() + _END_SECONDS, []
+    for who, process in processes.items():
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            stuck.append(f"{who} (process {process.pid})")
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+    if not stuck:
+        return ""
+    return f" Killed {_END_SECONDS:g} seconds ago, but still there: {', '.join(stuck)}. What it holds, such as a device's memory, isn't free."
 
 
 async def start_async(module: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:

@@ -306,15 +306,6 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
     the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
 
 
-def test_a_watch_that_has_never_begun_can_be_closed(tmp_path: Path) -> None:
-    """As where the kernel has no pidfd_open, or forbids it. The error that says so must not be hidden by another one."""
-    one = watch.RankWatch(zmq.Context.instance(), tmp_path, 2, 1.0)
-    one.close()
-    assert not tmp_path.exists() and one._reports.closed
-    with pytest.raises(EngineDeadError, match="shut down"):
-        one.check()
-
-
 def test_an_error_of_another_kind_that_a_rank_ends_with_is_the_engines_end_too() -> None:
     core = faulty()
     executor = core._executor

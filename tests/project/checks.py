@@ -50,6 +50,7 @@ PEERS: set[tuple[str, str]] = {
     ("types", "limits"),
     ("config", "errors"),
     ("children", "limits"),
+    ("children", "errors"),
     ("sched", "memory"),
     ("text", "models"),
     ("cli", ""),

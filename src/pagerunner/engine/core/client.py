@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -22,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from pagerunner import limits
-from pagerunner.children import engine_environment, exit_reason, private_directory, start
+from pagerunner.children import end, engine_environment, exit_reason, private_directory, start, starting
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
@@ -64,7 +63,8 @@ async def launch_core(
         ConfigError, CheckpointError, CapacityError: as the core raised it.
         EngineDeadError: the process ended, or failed in another way, before it was ready.
     """
-    directory = private_directory()
+    with starting(_WHO):
+        directory = private_directory()
     socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -75,7 +75,8 @@ async def launch_core(
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         started = time.perf_counter()
         launch = wire.Launch(args=args, address=address, factory=factory, log_level=level, stall_seconds=stall_seconds)
-        process = _spawn(launch)
+        with starting(_WHO):
+            process = _spawn(launch)
         exited = _watch_exit(process)
         ready = await _first_message(socket, exited)
         loaded = ready.startup
@@ -226,11 +227,8 @@ def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
 
 def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket, directory: Path) -> None:
     if process is not None:
-        process.kill()
-        process.wait()
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+        if stuck := end({"the engine core": process}):
+            logger.error(stuck.strip())
     socket.close()
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -6,9 +6,11 @@ every rank has, because all of them choose tokens from the same gathered logits.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import shutil
 import subprocess
 import time
 import weakref
@@ -19,7 +21,7 @@ import msgspec
 import zmq
 
 from pagerunner import limits
-from pagerunner.children import engine_environment, private_directory, start
+from pagerunner.children import engine_environment, private_directory, start, starting
 from pagerunner.dist.base import CommError
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.engine.core.executors.base import Pending, Started
@@ -90,10 +92,14 @@ class Ranks:
         ranks = resolved.config.tensor_parallel_size
         self.size, self.seconds = ranks, float(limits.RANK_SECONDS)
         self.directory = private_directory()
-        (self.directory / orders.MEETING).mkdir(mode=0o700)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.watch = RankWatch(context, self.directory, ranks, self.seconds)
-        self._sockets = RankSockets(context, self.directory, ranks)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            (self.directory / orders.MEETING).mkdir(mode=0o700)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+            self.watch = RankWatch(context, self.directory, ranks, self.seconds)
+            undo.callback(self.watch.close)
+            self._sockets = RankSockets(context, self.directory, ranks)
+            undo.pop_all()
         self._calls = itertools.count()
         self._end = weakref.finalize(self, _end, self.watch, self._sockets)
         environment = {**engine_environment(), **thread_settings(os.environ, reserved=0)}
@@ -114,8 +120,11 @@ class Ranks:
                 )
                 line = msgspec.json.encode(launch) + b"\n"
                 processes.append(start("pagerunner.engine.rank", environment, first_line=line, own_session=True))
-        finally:
+        except BaseException:
             self.watch.begin(processes)
+            self.close()
+            raise
+        self.watch.begin(processes)
 
     def meet(self, resolved: Resolved) -> GlooComm:
         """Wait until all are there and would run the same. The group of all ranks."""
@@ -320,9 +329,10 @@ def load_ranks(resolved: Resolved, progress: Progress | None = None, loader: str
 
     Raises:
         CapacityError, CheckpointError, ConfigError: a rank can't load; it is named.
-        EngineDeadError: a rank has ended, or hangs.
+        EngineDeadError: a rank can't be started, has ended, or hangs.
     """
-    ranks = Ranks(resolved, loader)
+    with starting(f"The other ranks of tensor_parallel_size={resolved.config.tensor_parallel_size}"):
+        ranks = Ranks(resolved, loader)
     watch = ranks.watch
 
     def progressed(done: int, total: int) -> None:

@@ -8,7 +8,6 @@ ranks are killed, which frees whoever waits for them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from pagerunner.children import exit_reason
+from pagerunner.children import end, exit_reason
 from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError, PagerunnerError
@@ -62,7 +61,6 @@ class RankWatch:
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._pidfds: dict[int, int] = {}
         self._known = {rank: _Known() for rank in range(1, ranks)}
         self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
         self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
@@ -70,8 +68,7 @@ class RankWatch:
         self._changed = threading.Condition()
         self._ending = False
         self._error: PagerunnerError | None = None
-        self._stop = os.eventfd(0)
-        self.failure_fd = os.eventfd(0)
+        self.failure_fd, self._failure = os.pipe()
         self.own_sums: Callable[[], int] | None = None
         """How many sums rank 0 has begun; set when the ranks have met."""
         self.here: dict[int, dict[str, str]] = {}
@@ -82,7 +79,6 @@ class RankWatch:
     def begin(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """Watch the processes of ranks 1, 2, ..., which have just been started."""
         self._processes = dict(enumerate(processes, 1))
-        self._pidfds = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
         self._thread.start()
 
     def check(self) -> None:
@@ -140,13 +136,12 @@ class RankWatch:
         if os.getpid() != self._process:  # a fork, whose ranks they aren't
             return
         self._end(EngineDeadError("The engine has been shut down."))
-        os.eventfd_write(self._stop, 1)
         if self._thread is not threading.current_thread():  # which may be collecting garbage
             if self._thread.ident is None:  # the processes couldn't be watched, and nobody else closes this
                 self._reports.close(0)
             else:
                 self._thread.join()
-            for fd in (self._stop, self.failure_fd):
+            for fd in (self.failure_fd, self._failure):
                 os.close(fd)
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -158,25 +153,16 @@ class RankWatch:
             self._end(EngineDeadError(f"The ranks can't be watched any more ({error!r})."))
         finally:
             self._reports.close(0)
-            for fd in self._pidfds:
-                os.close(fd)
 
     def _look(self) -> None:
-        poller = zmq.Poller()
-        for fd in (self._reports, self._stop, *self._pidfds):
-            poller.register(fd, zmq.POLLIN)
         while not self._ending:
             began = time.monotonic()
-            found = dict(poller.poll(_LOOK_MS))
+            self._reports.poll(_LOOK_MS)
             self._read_reports()
             now = time.monotonic()
             if now - began > _STOPPED_SECONDS:
                 self._forgive(now)
-            ended = [rank for fd, rank in self._pidfds.items() if fd in found]
-            for fd in [fd for fd, rank in self._pidfds.items() if rank in ended]:
-                poller.unregister(fd)
-                os.close(fd)
-                del self._pidfds[fd]
+            ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
             reason = self._why_ended(ended) or self._why_failed(now) or self._why_late(now)
             if reason is not None:
                 self._end(reason)
@@ -260,22 +246,18 @@ class RankWatch:
             known.heard_at = known.heard_at and now
 
     def _end(self, reason: PagerunnerError) -> None:
-        """Kill all ranks, and then tell why. The first reason counts."""
+        """Kill all ranks, and then tell why, and which of them don't end. The first reason counts."""
         with self._changed:
             if self._ending:
                 self._changed.wait_for(lambda: self._error is not None)
                 return
             self._ending = True
         try:
-            for process in self._processes.values():
-                process.kill()
-            for process in self._processes.values():
-                process.wait()
-                assert process.stdin is not None
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
+            stuck = end({f"rank {rank} of {self._ranks}": process for rank, process in self._processes.items()})
+            if stuck:
+                reason = type(reason)(f"{reason}{stuck}")
         finally:
             with self._changed:
                 self._error = reason
-                os.eventfd_write(self.failure_fd, 1)
+                os.write(self._failure, b"!")
                 self._changed.notify_all()

@@ -1,0 +1,113 @@
+"""The thread that watches ranks' processes, and what the system may refuse where they are started. No rank runs here."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from helpers.patience import until
+from pagerunner import children
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core import client
+from pagerunner.engine.core.executors import process
+from pagerunner.engine.core.executors.watch import RankWatch
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.errors import EngineDeadError
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+
+
+def test_a_watch_that_has_never_begun_can_be_closed(tmp_path: Path) -> None:
+    """As where no thread can be started. The error that says so must not be hidden by another one."""
+    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 1.0)
+    one.close()
+    assert not tmp_path.exists() and one._reports.closed
+    with pytest.raises(EngineDeadError, match="shut down"):
+        one.check()
+
+
+def test_ranks_are_watched_without_pidfd_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels before 5.3 lack it, sandboxes forbid it, and a Python that was built on an old system has no such function."""
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.delattr(os, "eventfd", raising=False)
+    one, processes = RankWatch(zmq.Context.instance(), tmp_path, 3, 9.0), [sleeper(), sleeper()]
+    one.begin(processes)
+    processes[1].kill()
+    until(lambda: one._error is not None, 5)
+    assert zmq.select([one.failure_fd], [], [], 0)[0] == [one.failure_fd]
+    with pytest.raises(EngineDeadError, match="^Rank 2 of 3 was ended by SIGKILL"):
+        one.check()
+    one.close()
+    assert processes[0].returncode == -9 and not tmp_path.exists()
+
+
+class Stuck:
+    """A process that waits in its device's driver, so that no signal ends it."""
+
+    pid, stdin = 4_711, None
+
+    def kill(self) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "this waits for ever"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_a_rank_that_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(children, "_END_SECONDS", 0.1)
+    one, other = RankWatch(zmq.Context.instance(), tmp_path, 3, 9.0), sleeper()
+    stuck: Any = Stuck()
+    one.begin([stuck, other])
+    error = one.fail("Rank 2 of 3 hangs.")
+    assert str(error) == (
+        "Rank 2 of 3 hangs. Killed 0.1 seconds ago, but still there: rank 1 of 3 (process 4711). "
+        "What it holds, such as a device's memory, isn't free."
+    )
+    one.close()
+    assert other.returncode == -9
+
+
+@pytest.mark.parametrize("what", ["pipe", "process"])
+def test_ranks_that_the_system_refuses_are_a_sentence_and_nothing_is_left(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(sleeper())
+        return started[0]
+
+    def pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    resolved = resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=4, device="cpu", max_model_len=64))
+    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr(process, "private_directory", lambda: tmp_path)
+    if what == "pipe":
+        monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(EngineDeadError, match=r"^The other ranks of tensor_parallel_size=4 can't be started: \[Errno"):
+        process.load_ranks(resolved)
+    assert not tmp_path.exists() and [one.returncode for one in started] == [-9] * (what == "process")
+
+
+def test_a_core_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no such interpreter"))
+    with pytest.raises(EngineDeadError, match=r"^The engine core process can't be started: .*No such file"):
+        asyncio.run(client.launch_core(EngineArgs(model=str(demo_path()))))
