@@ -21,9 +21,8 @@ def words(numbers: torch.Tensor, bits: int, dimension: int, order: tuple[int, ..
     count = 32 // bits
     rows = numbers.to(torch.int64).movedim(dimension, 0)
     made = torch.zeros(rows.shape[0] // count, *rows.shape[1:], dtype=torch.int64)
-    for c in range(made.shape[0]):
-        for i in range(count):
-            made[c] += rows[count * c + (order[i] if order else i)] << (bits * i)
+    for i in range(count):
+        made += rows[order[i] if order else i :: count] << (bits * i)
     made[made >= 2**31] -= 2**32
     return made.to(torch.int32).movedim(0, dimension).contiguous()
 
@@ -52,11 +51,8 @@ def whole(
 
 def meant(numbers: torch.Tensor, scales: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Each number less its group's zero point, times the group's scale."""
-    found = torch.empty(numbers.shape)
-    group = numbers.shape[1] // scales.shape[1]
-    for i in range(numbers.shape[1]):
-        found[:, i] = (numbers[:, i] - zero[:, i // group]).float() * scales[:, i // group].float()
-    return found
+    group = torch.arange(numbers.shape[1]) // (numbers.shape[1] // scales.shape[1])
+    return (numbers - zero[:, group]).float() * scales[:, group].float()
 
 
 def compressed(
@@ -115,25 +111,16 @@ def gptq(
 
 def fp4(weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e2m1 numbers 0 to 15 of weight / scale, [O, I], and what they mean."""
-    group = weight.shape[1] // scales.shape[1]
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
-    found = torch.empty(weight.shape)
+    scale = scales.float()[:, torch.arange(weight.shape[1]) // (weight.shape[1] // scales.shape[1])]
+    part = weight.float().contiguous() / scale
     table = torch.tensor(E2M1)
-    for i in range(weight.shape[1]):
-        scale = scales[:, i // group].float()
-        part = weight[:, i].float() / scale
-        nearest = (part.abs().unsqueeze(1) - table).abs().argmin(1)
-        codes[:, i] = nearest + 8 * (part < 0)
-        found[:, i] = torch.where(part < 0, -table[nearest], table[nearest]) * scale
-    return codes, found
+    nearest = torch.bucketize(part.abs(), (table[1:] + table[:-1]) / 2)  # in the middle, the smaller number
+    return (nearest + 8 * (part < 0)).to(torch.uint8), torch.where(part < 0, -table[nearest], table[nearest]) * scale
 
 
 def two_a_byte(codes: torch.Tensor) -> torch.Tensor:
     """The even column in the low half of a byte."""
-    made = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
-    for j in range(made.shape[1]):
-        made[:, j] = codes[:, 2 * j] + 16 * codes[:, 2 * j + 1]
-    return made
+    return codes[:, 0::2] + 16 * codes[:, 1::2]
 
 
 def _powers(weight: torch.Tensor, group: int = 32) -> torch.Tensor:

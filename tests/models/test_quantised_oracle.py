@@ -114,12 +114,17 @@ Packed = Callable[[Path, str, str], tuple[Path, dict[str, torch.Tensor]]]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """A family's checkpoint in a format, in a folder of the test's, and the weights that it stands for. The family's own is made once."""
+    """A family's checkpoint in a format, in a folder of the test's, and the weights that it stands for. Each is made once."""
     made = made_once(tmp_path_factory, MAKE)
 
-    def copied(tmp_path: Path, family: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        path = shutil.copytree(made(family), tmp_path / "packed")
+    @functools.cache
+    def once(family: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        path = shutil.copytree(made(family), tmp_path_factory.mktemp("packed") / "packed")
         return path, quantise(path, kind)
+
+    def copied(tmp_path: Path, family: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        path, meant = once(family, kind)
+        return shutil.copytree(path, tmp_path / "packed"), dict(meant)
 
     return copied
 

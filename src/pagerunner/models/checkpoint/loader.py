@@ -43,6 +43,7 @@ ALIGNMENT = 256
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that copy weights: enough to read from a disk and fill page-locked buffers at once."""
 Progress = Callable[[int, int], None]
+_SMALL = 2**16  # bytes of a tensor that is copied in less time than a thread is called in
 _LONGEST_NAME = 240  # characters of a file's name; file systems take 255 bytes
 _INDEX = "model.safetensors.index.json"
 # How checkpoints of text and images name the text model's tensors, and how they name the other parts: the files of the
@@ -305,7 +306,11 @@ class _Copies:
             raise CheckpointError(f"{place} {_damage(place, dtype)}")
 
     def add(self, sink: Sink, source: torch.Tensor, place: _Place) -> None:
-        """Begin a copy, once there is a thread for it soon."""
+        """Begin a copy, once there is a thread for it soon. A small one that stays on the host is made at once."""
+        if self._copy is copy_now and source.nbytes < _SMALL:
+            self._put(sink, source, place)
+            self.count(source.nbytes)
+            return
         while len(self._begun) >= 2 * THREADS:
             self._finish()
         self._begun.append((self._pool.submit(self._put, sink, source, place), source.nbytes))
