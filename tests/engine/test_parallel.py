@@ -63,6 +63,13 @@ def nothing_is_left() -> Iterator[None]:
     assert "pagerunner-ranks" not in [thread.name for thread in threading.enumerate()]
 
 
+def pid_of(core: EngineCore, rank: int) -> int:
+    """The process of a rank."""
+    executor = core._executor
+    assert isinstance(executor, ProcessExecutor)
+    return executor._ranks.watch._processes[rank].pid
+
+
 def outputs(llm: LLM) -> list[Any]:
     """Tokens and how likely they were, of all kinds of requests, with prefixes and more sequences than there are pages for."""
     begin = list(range(30, 62))
@@ -106,7 +113,7 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -
     } | LIMITS
     alone = outputs(LLM(**settings, use_tqdm=False))
     llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=ranks, enable_sleep_mode=True, poison_fresh_pages=True)
-    assert len(rank_pids()) == ranks - 1
+    assert len(rank_pids()) == ranks
     found = outputs(llm)
     assert found == alone
     assert llm.stats().preemptions_total > 0 and llm.stats().prefix_hits_total > 0
@@ -116,7 +123,7 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -
         assert llm._core.sleep_level == level
         llm.wake_up()
         assert outputs(llm) == alone
-    assert len(rank_pids()) == ranks - 1
+    assert len(rank_pids()) == ranks
     del llm
     assert rank_pids() == []
 
@@ -282,11 +289,11 @@ def test_a_rank_that_hangs_is_named_and_ended(short: None) -> None:
 @pytest.mark.parametrize("how", of_the_day(["killed", "stopped"], 2))
 def test_a_rank_that_is_killed_or_stopped_in_the_middle_of_steps(how: str, short: None) -> None:
     core = faulty(4 if how == "killed" else 2)
-    victim = sorted(rank_pids())[len(rank_pids()) // 2]
+    victim = pid_of(core, TEST_DAY % 4 if how == "killed" else 1)
     number, message = {
         "killed": (
             signal.SIGKILL,
-            r"Rank [123] of 4 was ended by SIGKILL, which is what the kernel does when memory runs out",
+            r"Rank [0123] of 4 was ended by SIGKILL, which is what the kernel does when memory runs out",
         ),
         "stopped": (signal.SIGSTOP, r"Rank 1 of 2 (hangs|has given no sign of life)"),
     }[how]
@@ -300,8 +307,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
     core = faulty()
     executor = core._executor
     assert isinstance(executor, ProcessExecutor)
-    [victim] = rank_pids()
-    os.kill(victim, signal.SIGKILL)
+    os.kill(pid_of(core, 1), signal.SIGKILL)
     until(lambda: executor._ranks.watch._error is not None, 2)
     the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
 
@@ -324,8 +330,8 @@ def test_a_rank_that_is_gone_before_anybody_has_said_so_is_named(
     executor = core._executor
     assert isinstance(executor, ProcessExecutor)
     ask(core, 7, 8)
-    [victim], [socket] = rank_pids(), executor._ranks._sockets._sockets
-    os.kill(victim, signal.SIGKILL)
+    socket = executor._ranks._sockets._sockets[1]
+    os.kill(pid_of(core, 1), signal.SIGKILL)
     until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT, 5)
     assert executor._ranks.watch._error is None
     the_end(core, r"^Rank 1 of 2 was ended by SIGKILL", call)
@@ -350,32 +356,42 @@ def test_random_traffic_leaves_the_same_tokens_and_tables_on_all_ranks(monkeypat
     )
 
 
-def test_a_first_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = faulty()
-
-    def fail(plan: object) -> None:
-        raise ValueError("planted in the first rank")
-
-    monkeypatch.setattr(core._executor._worker, "run", fail)  # type: ignore[attr-defined]
-    ask(core, 7)
-    the_end(core, r"A step failed \(ValueError: planted in the first rank\)")
-
-
 def test_an_interrupt_while_a_step_is_given_out_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = faulty()
-    worker: Any = core._executor._worker  # type: ignore[attr-defined]
 
-    def interrupt(plan: object) -> None:
+    def interrupt(order: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "run", interrupt)
+        patched.setattr(core._executor._ranks, "send", interrupt)  # type: ignore[attr-defined]
         ask(core, 7)
         with pytest.raises(KeyboardInterrupt):
             run(core)
     core.recover([])
     ask(core, 7, 8)
     the_end(core, "An interrupt came while a step was given to the ranks")
+
+
+def test_an_interrupt_while_a_result_is_waited_for_costs_no_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = faulty(max_in_flight=2)
+
+    def tokens() -> list[int]:
+        ask(core, 7, 8, tokens=6)
+        return [token for _ in range(100) if core.has_work for update in core.step() for token in update.new_token_ids]
+
+    usual = tokens()
+
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core._executor._ranks, "result", interrupt)  # type: ignore[attr-defined]
+        ask(core, 9)
+        with pytest.raises(KeyboardInterrupt):
+            run(core)
+    core.recover([])
+    assert tokens() == usual
+    core._executor.close()
 
 
 @pytest.mark.parametrize(
@@ -403,7 +419,7 @@ def test_ranks_that_would_run_something_else_are_refused(monkeypatch: pytest.Mon
         process, "what_it_runs", lambda resolved: what_it_runs(resolved) | {"memory plan": "another one"}
     )
     with pytest.raises(
-        ConfigError, match=r"^Rank 1 of 2 has another memory plan than rank 0\. All ranks must run the same"
+        ConfigError, match=r"^Rank 0 of 2 has another memory plan than the engine's core\. All ranks must run the same"
     ):
         faulty()
     assert rank_pids() == []

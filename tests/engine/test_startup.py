@@ -311,7 +311,7 @@ def test_a_device_too_full_to_begin_with_is_a_sentence_with_the_numbers(
     with pytest.raises(CapacityError, match=r"before anything is loaded \(.*\): 60.00 MiB of .* 64.00 MiB were free"):
         build_from(resolve(EngineArgs(model=checkpoint)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=64 * MIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=64 * MIB))
     with pytest.raises(CapacityError, match=r"64.00 MiB are used up.*CUDA_VISIBLE_DEVICES"):
         device_memory()
 

@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pagerunner.engine.core import client
 from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError
 
 
@@ -41,12 +43,12 @@ def test_ranks_are_watched_without_pidfd_open(monkeypatch: pytest.MonkeyPatch, t
     """Kernels before 5.3 lack it, sandboxes forbid it, and a Python that was built on an old system has no such function."""
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     monkeypatch.delattr(os, "eventfd", raising=False)
-    one, processes = RankWatch(zmq.Context.instance(), tmp_path, 3, 9.0), [sleeper(), sleeper()]
+    one, processes = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0), [sleeper(), sleeper()]
     one.begin(processes)
     processes[1].kill()
     until(lambda: one._error is not None, 5)
     assert zmq.select([one.failure_fd], [], [], 0)[0] == [one.failure_fd]
-    with pytest.raises(EngineDeadError, match="^Rank 2 of 3 was ended by SIGKILL"):
+    with pytest.raises(EngineDeadError, match="^Rank 1 of 2 was ended by SIGKILL"):
         one.check()
     one.close()
     assert processes[0].returncode == -9 and not tmp_path.exists()
@@ -70,12 +72,12 @@ class Stuck:
 
 def test_a_rank_that_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(children, "_END_SECONDS", 0.1)
-    one, other = RankWatch(zmq.Context.instance(), tmp_path, 3, 9.0), sleeper()
+    one, other = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0), sleeper()
     stuck: Any = Stuck()
     one.begin([stuck, other])
-    error = one.fail("Rank 2 of 3 hangs.")
+    error = one.fail("Rank 1 of 2 hangs.")
     assert str(error) == (
-        "Rank 2 of 3 hangs. Killed 0.1 seconds ago, but still there: rank 1 of 3 (process 4711). "
+        "Rank 1 of 2 hangs. Killed 0.1 seconds ago, but still there: rank 0 of 2 (process 4711). "
         "What it holds, such as a device's memory, isn't free."
     )
     one.close()
@@ -102,7 +104,7 @@ def test_ranks_that_the_system_refuses_are_a_sentence_and_nothing_is_left(
     monkeypatch.setattr(process, "private_directory", lambda: tmp_path)
     if what == "pipe":
         monkeypatch.setattr(os, "pipe", pipe)
-    with pytest.raises(EngineDeadError, match=r"^The other ranks of tensor_parallel_size=4 can't be started: \[Errno"):
+    with pytest.raises(EngineDeadError, match=r"^The ranks of tensor_parallel_size=4 can't be started: \[Errno"):
         process.load_ranks(resolved)
     assert not tmp_path.exists() and [one.returncode for one in started] == [-9] * (what == "process")
 
@@ -111,3 +113,27 @@ def test_a_core_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no such interpreter"))
     with pytest.raises(EngineDeadError, match=r"^The engine core process can't be started: .*No such file"):
         asyncio.run(client.launch_core(EngineArgs(model=str(demo_path()))))
+
+
+def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_path: Path) -> None:
+    """Hosts launch steps and wait for nobody. What devices have finished shows which one stands still."""
+    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 2.0)
+    hung: list[str] = []
+    one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
+
+    def said(now: float, *done: int) -> list[str]:
+        for rank, steps in enumerate(done):
+            one._known[rank].heard_at = now
+            one._known[rank].take(orders.Alive(rank, begun=9, steps=3, done=steps), now)
+        one._why_late(now)
+        return hung
+
+    now = time.monotonic()
+    assert said(now, 0, 0) == said(now + 1.9, 1, 1) == said(now + 3.8, 2, 1) == said(now + 3.89, 3, 1) == []
+    assert said(now + 4.0, 3, 1) == [
+        "Rank 1 of 2: its device has worked for 2 seconds (PAGERUNNER_LIMIT_RANK_SECONDS in the server's environment) on step 2 of 3 "
+        "that it was given, and hangs."
+    ]
+    hung.clear()
+    assert said(now + 4.1, 3, 3) == said(now + 60, 3, 3) == []
+    one.close()

@@ -67,7 +67,7 @@ class FaultyLoaded:
     facts = ()
 
     def __init__(self, loaded: Any) -> None:
-        self._loaded = loaded
+        self._loaded, self.meter = loaded, loaded.meter
 
     def map_pages(self, num_bytes: int) -> Any:
         if os.environ.get(VARIABLE) == "pages":
@@ -75,9 +75,9 @@ class FaultyLoaded:
         return FaultyWorker(self._loaded.map_pages(num_bytes))
 
 
-def load(resolved: Resolved, *, comm: Comm) -> Any:
+def load(resolved: Resolved, progress: Any, *, comm: Comm) -> Any:
     """As `load_worker`."""
-    loaded = load_worker(resolved, comm=comm)
+    loaded = load_worker(resolved, progress, comm=comm)
     if comm.rank + 1 < comm.size:
         return loaded
     match os.environ.get(VARIABLE):

@@ -53,7 +53,8 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
 ) -> None:
     monkeypatch.setenv("PAGERUNNER_LIMIT_RANK_SECONDS", "3")
     with running_server(ARGS, core_factory=faulty_ranks.FACTORY) as server:
-        [rank], core = ranks_of(server), server.engine.core_pid
+        pids, core = sorted(ranks_of(server)), server.engine.core_pid
+        rank = pids[1]
         idle = how == "killed while nothing runs"
         streams = [] if idle else readers(server.url, 3, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})
         reason, limit = "SIGKILL", 1.0
@@ -71,10 +72,10 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
         assert time.monotonic() - began < patient(limit)
         for reader in streams:
             reader.join(patient(5))
-            assert reason in str(reader.error) and "Rank 1 of 2" in str(reader.error)
+            assert reason in str(reader.error) and "of 2" in str(reader.error)
         for response in (server.get("/health"), server.post("/v1/completions", {"prompt": "a"})):
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
-        until(lambda: gone(rank) and gone(core), 5)
+        until(lambda: all(map(gone, (*pids, core))), 5)
 
 
 def test_a_rank_that_can_not_come_up_is_the_servers_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_answers_sleep_and_the_end_of_a_server_with_ranks() -> None:
                 assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
             assert server.post("/v1/completions", body).json()["choices"][0]["text"] == first
             others = ranks_of(server)
-            assert len(others) == ranks - 1
+            assert len(others) == (ranks if ranks > 1 else 0)
         until(lambda pids=others: all(map(gone, pids)), 5)  # type: ignore[misc]
         found.append(first)
     assert found[0] == found[1]

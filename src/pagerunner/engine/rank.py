@@ -1,8 +1,8 @@
 """A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py.
 
 It resolves the same arguments as the core, loads its share of the model, and carries out the core's plans in their order. It decides
-nothing and answers no step. The process ends when a step raises, after its reason has been sent, and when its standard input closes,
-because then the core is gone. It always leaves by `os._exit`: the ends of libraries may wait for other ranks.
+nothing. Rank 0 sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
+standard input closes, because then the core is gone. It always leaves by `os._exit`: the ends of libraries may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
@@ -29,8 +31,10 @@ import zmq
 from pagerunner.children import read_first_line, wait_for_parents_end
 from pagerunner.dist.base import CommError
 from pagerunner.dist.gloo import GlooComm
+from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
@@ -39,6 +43,7 @@ from pagerunner.logs import set_up_logging
 
 ALIVE_SECONDS = 0.1
 _LINGER_MS = 2_000
+_LAST_WORDS_SECONDS = 0.5
 _OrderT = TypeVar("_OrderT")
 
 
@@ -49,6 +54,7 @@ def what_it_runs(resolved: Resolved) -> dict[str, str]:
         "model configuration": resolved.model,
         "memory plan": resolved.plan,
         "version of torch": torch.__version__,
+        "kind of device": device_kind(resolved.config.device),
     }
     return {name: hashlib.sha256(repr(thing).encode()).hexdigest() for name, thing in things.items()}
 
@@ -64,6 +70,7 @@ class Reports:
         self._lock = threading.Lock()
         self.steps = 0
         self.comm: GlooComm | None = None
+        self.worker: Worker | None = None
 
     def send(self, report: orders.Report) -> None:
         """Send one report."""
@@ -74,37 +81,75 @@ class Reports:
     def say_alive(self) -> None:
         """In a thread: tell for ever how far the rank has come."""
         while True:
-            self.send(orders.Alive(self._rank, self.steps, 0 if self.comm is None else self.comm.calls))
+            steps, sums = self.steps, 0 if self.comm is None else self.comm.calls
+            done, busy = (0, 0.0) if self.worker is None else (self.worker.steps_done, self.worker.busy_seconds)
+            self.send(orders.Alive(self._rank, sums + steps, steps, done, busy))
             time.sleep(ALIVE_SECONDS)
 
-    def close(self) -> None:
-        """Send what is left, and nothing more."""
-        with self._lock:
-            self._socket.close()
+    def fail(self, error: BaseException) -> None:
+        """Tell what this process ends with."""
+        if not isinstance(error, PagerunnerError):
+            traceback.print_exc()
+        self.send(orders.Failed(self._rank, WireError.of(error), isinstance(error, CommError)))
+
+
+class Results:
+    """Rank 0's way to give the core the results of its steps, in a thread that waits for them."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, reports: Reports) -> None:
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+        self._reports = reports
+        self._launched: SimpleQueue[tuple[int, Pending]] = SimpleQueue()
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def put(self, number: int, pending: Pending) -> None:
+        """Tell what this step computes, as soon as it is known."""
+        self._launched.put((number, pending))
+
+    def _tell(self) -> None:
+        try:
+            while True:
+                number, pending = self._launched.get()
+                stepped = orders.Stepped(number, pending.in_graph, pending.result())
+                self._socket.send(msgspec.msgpack.encode(stepped))
+        except BaseException as error:
+            self._reports.fail(error)
+            time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
+            os._exit(1)
 
 
 class Rank:
     """Carries out the core's orders."""
 
-    def __init__(self, launch: orders.RankLaunch, socket: zmq.Socket[bytes], reports: Reports) -> None:
+    def __init__(
+        self, launch: orders.RankLaunch, socket: zmq.Socket[bytes], reports: Reports, results: Results | None
+    ) -> None:
+        """`results` are rank 0's."""
         self._launch = launch
         self._socket = socket
-        self._reports = reports
+        self._reports, self._results = reports, results
         self._decoder = msgspec.msgpack.Decoder(orders.Order)
 
     def load(self) -> Worker:
         """Come up together with the other ranks."""
         launch, send = self._launch, self._reports.send
+        if isinstance(launch.available, DeviceMemory):
+            torch.cuda.set_device(launch.rank)  # all ranks see all devices, under the same numbers
         resolved = resolve(launch.args, available=launch.available)
         send(orders.Here(launch.rank, what_it_runs(resolved)))
         self._next(orders.Join)
         comm = GlooComm(Path(launch.directory) / orders.MEETING, launch.rank, launch.ranks, launch.seconds)
         self._reports.comm = comm
-        loaded = _loader(launch.loader)(resolved, comm=comm)
+        if resolved.card is not None:
+            resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
+        progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
+        loaded = _loader(launch.loader)(resolved, progress, comm=comm)
         send(orders.Loaded(launch.rank, list(loaded.facts)))
         order = self._next(orders.TakePages)
-        worker = loaded.map_pages(order.num_bytes)
-        send(orders.Done(launch.rank, order.call_id))
+        self._reports.worker = worker = loaded.map_pages(order.num_bytes)
+        send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
 
     def serve(self, worker: Worker) -> None:
@@ -113,8 +158,10 @@ class Rank:
             order = self._decoder.decode(self._socket.recv())
             match order:
                 case orders.Run(plan):
-                    worker.run(plan)
+                    pending = worker.run(plan)
                     self._reports.steps += 1
+                    if self._results is not None:
+                        self._results.put(self._reports.steps, pending)
                 case orders.Compare(call_id):
                     self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))
                 case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp():
@@ -168,28 +215,25 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.rank"), type=orders.RankLaunch)
-    set_up_logging(max(launch.log_level, logging.WARNING))  # rank 0 says the rest
+    set_up_logging(launch.log_level if launch.rank == 0 else max(launch.log_level, logging.WARNING))
     threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     reports = Reports(context, f"ipc://{launch.directory}/{orders.REPORTS}", launch.rank)
+    results = None if launch.rank else Results(context, f"ipc://{launch.directory}/{orders.RESULTS}", reports)
     threading.Thread(target=reports.say_alive, daemon=True).start()
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(f"ipc://{launch.directory}/{orders.ORDERS.format(launch.rank)}")
-    rank = Rank(launch, socket, reports)
+    rank = Rank(launch, socket, reports, results)
     try:
         worker = rank.load()
         with set_apart():
             rank.serve(worker)
     except BaseException as error:
-        if not isinstance(error, PagerunnerError):
-            traceback.print_exc()
-        reports.send(orders.Failed(launch.rank, WireError.of(error), isinstance(error, CommError)))
-    reports.close()
-    socket.close(0)
-    context.term()  # waits until the report is sent
+        reports.fail(error)
     logging.shutdown()
     sys.stderr.flush()
+    time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
     os._exit(1)
 
 

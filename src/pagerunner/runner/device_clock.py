@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -57,6 +58,8 @@ class DeviceClock:
         self._running: deque[tuple[Event, Event]] = deque()
         self._spare: list[tuple[Event, Event]] = []
         self._busy = 0.0
+        self._done = 0
+        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
@@ -71,6 +74,12 @@ class DeviceClock:
         self._settle()
         return self._busy
 
+    @property
+    def steps_done(self) -> int:
+        """How many steps the device has finished."""
+        self._settle()
+        return self._done
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """What is launched inside is one step."""
@@ -82,7 +91,9 @@ class DeviceClock:
         self._running.append(pair)
 
     def _settle(self) -> None:
-        while self._running and self._running[0][1].query():
-            first, last = pair = self._running.popleft()
-            self._busy += first.elapsed_time(last) / 1e3
-            self._spare.append(pair)
+        with self._lock:  # another thread may look how far the device has come
+            while self._running and self._running[0][1].query():
+                first, last = pair = self._running.popleft()
+                self._busy += first.elapsed_time(last) / 1e3
+                self._done += 1
+                self._spare.append(pair)

@@ -49,7 +49,7 @@ def build_core(args: EngineArgs, progress: Progress | None = None) -> EngineCore
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
-    """An engine core from a resolved configuration, with the first rank in this process.
+    """An engine core from a resolved configuration. A single rank is in this process, several are in processes of their own.
 
     `card` is the CUDA device for which it was resolved, if there is one.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
+"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class CudaFacts:
 
 
 def cuda_facts() -> CudaFacts:
-    """What this machine's first visible CUDA device and the installed packages are."""
+    """What the CUDA device in use now and the installed packages are."""
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None
         return CudaFacts(None, reason="no device or driver" if built else "this torch is built without CUDA")
@@ -59,8 +63,8 @@ def cuda_facts() -> CudaFacts:
     except ModuleNotFoundError:  # there is no package cuda at all
         bindings = False
     return CudaFacts(
-        torch.cuda.get_device_name(0),
-        torch.cuda.get_device_capability(0),
+        torch.cuda.get_device_name(),
+        torch.cuda.get_device_capability(),
         triton=has_triton(),
         bindings=bindings,
     )
@@ -93,11 +97,33 @@ class DeviceMemory:
     free: int
 
 
+def device_kind(device: str) -> str:
+    """What decides which kernels run on the device in use now, and how they are divided: the same for equal devices."""
+    if device != "cuda":
+        return device
+    properties = torch.cuda.get_device_properties()
+    version = importlib.metadata.version("triton") if has_triton() else None
+    return repr((properties.name, properties.major, properties.minor, properties.multi_processor_count, version))
+
+
+def check_devices(ranks: int) -> None:
+    """Raise ConfigError if there aren't as many CUDA devices as ranks, or if they can't divide a model yet."""
+    if not os.environ.get(TRY_CUDA_RANKS):
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
+            'or take device="cpu".'
+        )
+    if ranks > (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} takes as many CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones)."
+        )
+
+
 def device_memory() -> DeviceMemory:
     """The memory of the CUDA device in use now. Raises CapacityError when it is too full to begin with."""
 
     def full(reason: str) -> str:
-        total = torch.cuda.get_device_properties(0).total_memory
+        total = torch.cuda.get_device_properties().total_memory
         return (
             f"The device's {human_bytes(total)} are used up: what a process needs to begin with, some hundred MiB, can't be "
             f'had ({reason}). Free memory on it, or choose another one with CUDA_VISIBLE_DEVICES; device="cpu" works without.'

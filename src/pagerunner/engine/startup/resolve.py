@@ -12,7 +12,13 @@ from typing import Literal
 from pagerunner import limits
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
 from pagerunner.engine.startup.cpu_memory import step_memory
-from pagerunner.engine.startup.machine import DeviceMemory, available_memory, device_memory, resolve_device
+from pagerunner.engine.startup.machine import (
+    DeviceMemory,
+    available_memory,
+    check_devices,
+    device_memory,
+    resolve_device,
+)
 from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -77,14 +83,14 @@ def resolve(
     *,
     plan_only: bool = False,
     offline: bool = False,
-    available: int | None = None,
+    available: int | DeviceMemory | None = None,
 ) -> Resolved:
     """Settle every choice. `memory_bytes` stands for the device's available memory (measured when None).
 
     `plan_only`: nothing will be loaded. With `memory_bytes` the device is then another machine's, a CUDA device unless
     `args.device` is "cpu"; and weights may be stored in formats that can't be run.
     `offline`: nobody waits for single tokens, so by default steps may be larger.
-    `available`: what the engine's first rank has measured, for another rank of the same machine. So both make the same plan.
+    `available`: what the engine's core has measured, for a rank of the same machine. So both make the same plan.
 
     Raises:
         ConfigError: an argument contradicts the model or another argument.
@@ -109,13 +115,16 @@ def resolve(
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     of_ranks = _of_ranks(model, dtype, device, args.tensor_parallel_size, plan_only)
-    card = device_memory() if device == "cuda" and memory_bytes is None else None
+    card = available if isinstance(available, DeviceMemory) else None
+    if device == "cuda" and memory_bytes is None and card is None:
+        card = device_memory()
     large = offline and card is not None and _takes_large_steps(args, model, dtype, card)
     batched_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS if large else DEFAULT_BATCHED_TOKENS[device])
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
         available = available_memory() // args.tensor_parallel_size  # ranks on CPUs share it
+    available = None if isinstance(available, DeviceMemory) else available
     wish = _Wish(args, model, of_ranks, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available)
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)
     return Resolved(
@@ -136,10 +145,7 @@ def resolve(
 def _of_ranks(model: ModelConfig, dtype: Dtype, device: str, ranks: int, plan_only: bool) -> list[ModelConfig]:
     """The configs of the ranks' models, equal ones once. Raises ConfigError for what can't be divided."""
     if ranks > 1 and device == "cuda" and not plan_only:
-        raise ConfigError(
-            f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
-            'or take device="cpu".'
-        )
+        check_devices(ranks)
     try:
         return configs_of_ranks(model, dtype, device, ranks)
     except ConfigError as error:

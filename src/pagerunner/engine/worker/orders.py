@@ -1,8 +1,8 @@
 """What the core and the ranks in other processes say to each other: typed msgspec structs as MessagePack, nothing else.
 
-The core binds a ZeroMQ socket for its orders to each rank, and one for the reports of all ranks, in a private directory. `RankLaunch`
-goes to a rank's standard input as one line of JSON. A step has no answer: a rank says every tenth of a second how far it has come, and at
-once what has failed.
+The core binds a ZeroMQ socket for its orders to each rank, one for the reports of all ranks, and one for the results of steps, in a private
+directory. `RankLaunch` goes to a rank's standard input as one line of JSON. Rank 0 alone answers a step, with its result. All ranks say every
+tenth of a second how far they have come, and at once what has failed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.core.messages import StartUp, WireError
+from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
-from pagerunner.types import StepPlan
+from pagerunner.types import StepPlan, StepResult
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +26,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     args: EngineArgs
     rank: int
     ranks: int
-    available: int | None
+    available: int | DeviceMemory | None
     directory: str
     loader: str
     log_level: int
@@ -87,6 +88,14 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
     runs: dict[str, str]
 
 
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Rank 0 has read so many of the bytes of its weights."""
+
+    rank: int
+    num_bytes: int
+    total: int
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The rank's worker has everything but its pages."""
 
@@ -95,21 +104,29 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The call with this id is done, or was refused. `sleep_level` is the worker's afterwards, `digest` what `Compare` asks for."""
+    """The call with this id is done, or was refused.
+
+    `sleep_level` is the worker's afterwards, `digest` what `Compare` asks for, `startup` what the start took, after `TakePages`.
+    """
 
     rank: int
     call_id: int
     sleep_level: int | None = None
     error: WireError | None = None
     digest: str = ""
+    startup: StartUp = StartUp()
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """How many steps the rank has launched, and how many sums it has begun."""
+    """How far the rank has come: `begun` counts the sums and steps that its host has begun, `steps` those that it has launched,
+    `done` those that its device has finished, in `busy_seconds` of work.
+    """
 
     rank: int
-    steps: int
-    sums: int
+    begun: int
+    steps: int = 0
+    done: int = 0
+    busy_seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -120,6 +137,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     follows: bool
 
 
-Report = Here | Loaded | Done | Alive | Failed
-ORDERS, REPORTS, MEETING = "orders-{}", "reports", "ranks"
-"""Names in the private directory: the socket to a rank, the socket of all, the directory in which ranks meet."""
+class Stepped(msgspec.Struct, frozen=True):
+    """What step `number`, the first being 1, has computed."""
+
+    number: int
+    in_graph: bool
+    result: StepResult
+
+
+Report = Here | Read | Loaded | Done | Alive | Failed
+ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "ranks"
+"""Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

@@ -53,6 +53,11 @@ class Worker:
         """See Executor.busy_seconds."""
         return self._clock.busy_seconds
 
+    @property
+    def steps_done(self) -> int:
+        """How many steps the device has finished. For any thread; it doesn't wait for the device."""
+        return self._clock.steps_done
+
     def prepare_sleep(self, level: int) -> None:
         """See Executor.prepare_sleep."""
         self._sleeper.prepare(level)

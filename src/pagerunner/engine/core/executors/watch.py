@@ -1,9 +1,9 @@
 """RankWatch: a thread that knows how the other ranks are, and ends all of them when one has failed.
 
 A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
-This thread looks at four things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; and that
-a rank has begun fewer sums than the others for too long. The first of these that is found becomes the engine's reason. Then all
-ranks are killed, which frees whoever waits for them.
+This thread looks at five things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
+a rank has begun fewer sums and steps than the others for too long; and that a rank's device doesn't come further with what it has been given.
+The first of these that is found becomes the engine's reason. Then all ranks are killed, which frees whoever waits for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,18 +38,28 @@ _STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
 
 
 class _Known:
-    """What is known of a rank: sums that it has begun, when it was last level with the others or moved, and when it was last heard."""
+    """What is known of a rank: how far it has come, when it was last heard, when its host was last level with the others or moved, and when its
+    device last had nothing to do or moved.
+    """
 
-    __slots__ = ("heard_at", "moved_at", "sums")
+    __slots__ = ("alive", "finished_at", "heard_at", "moved_at")
 
-    def __init__(self) -> None:
-        self.sums = 0
-        self.moved_at = time.monotonic()
+    def __init__(self, rank: int) -> None:
+        self.alive = orders.Alive(rank, 0)
+        self.moved_at = self.finished_at = time.monotonic()
         self.heard_at: float | None = None
+
+    def take(self, alive: orders.Alive, now: float) -> None:
+        """Note how far the rank has come by now."""
+        if alive.begun != self.alive.begun:
+            self.moved_at = now
+        if alive.done != self.alive.done or alive.done == alive.steps:
+            self.finished_at = now
+        self.alive = alive
 
 
 class RankWatch:
-    """Knows how ranks 1, 2, ... are. Its methods are for the thread that runs the engine."""
+    """Knows how the ranks are. Its methods are for the thread that runs the engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int, seconds: float) -> None:
         """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`."""
@@ -61,7 +71,7 @@ class RankWatch:
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._known = {rank: _Known() for rank in range(1, ranks)}
+        self._known = {rank: _Known(rank) for rank in range(ranks)}
         self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
         self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
         self._lost_at: float | None = None
@@ -69,16 +79,16 @@ class RankWatch:
         self._ending = False
         self._error: PagerunnerError | None = None
         self.failure_fd, self._failure = os.pipe()
-        self.own_sums: Callable[[], int] | None = None
-        """How many sums rank 0 has begun; set when the ranks have met."""
         self.here: dict[int, dict[str, str]] = {}
+        self.read: orders.Read | None = None
         self.loaded: dict[int, orders.Loaded] = {}
-        self._done: dict[int, dict[int, orders.Done]] = {}
+        self.done: dict[int, dict[int, orders.Done]] = {}
+        """Answers to calls, by call and rank."""
         self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
 
     def begin(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Watch the processes of ranks 1, 2, ..., which have just been started."""
-        self._processes = dict(enumerate(processes, 1))
+        """Watch the processes of ranks 0, 1, ..., which have just been started."""
+        self._processes = dict(enumerate(processes))
         self._thread.start()
 
     def check(self) -> None:
@@ -104,20 +114,25 @@ class RankWatch:
                 self._changed.wait(left)
         raise self.fail(late())
 
-    def done(self, call_id: int, seconds: float) -> dict[int, orders.Done]:
-        """All ranks' answers to a call, for which they have `seconds` from now on. Raises why the ranks are gone, if they are."""
+    def from_all(self, found: Callable[[], Mapping[int, _FoundT]], what: str, calls: int) -> Mapping[int, _FoundT]:
+        """What `found` has of all ranks. The first may take its time; others have `calls` times as long, and as the watch's limit.
 
-        def all_of_them() -> dict[int, orders.Done] | None:
-            found = self._done.get(call_id, {})
-            return found if len(found) == self._ranks - 1 else None
+        `what` they are late with is part of a sentence. Raises why the ranks are gone, if they are.
+        """
+        began = time.monotonic()
+        self.wait(lambda: found() or None, lambda: "", threading.TIMEOUT_MAX)
+        most = calls * max(self._seconds, time.monotonic() - began)
 
         def late() -> str:
-            rank = next(rank for rank in self._known if rank not in self._done.get(call_id, {}))
-            return f"Rank {rank} of {self._ranks} hasn't answered {seconds:g} seconds after rank 0 was done."
+            rank = next(rank for rank in self._known if rank not in found())
+            return f"Rank {rank} of {self._ranks} hasn't {what} {most:g} seconds after the first rank has."
 
-        found = self.wait(all_of_them, late, seconds)
-        del self._done[call_id]
-        return found
+        return self.wait(lambda: dict(found()) if len(found()) == self._ranks else None, late, most)
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long rank 0's device has worked."""
+        return self._known[0].alive.busy_seconds
 
     def cause(self) -> PagerunnerError | None:
         """Why the ranks are gone, if that becomes known in a moment."""
@@ -183,13 +198,14 @@ class RankWatch:
         match report:
             case orders.Here(rank, runs):
                 self.here[rank] = runs
+            case orders.Read():
+                self.read = report
             case orders.Loaded(rank):
                 self.loaded[rank] = report
             case orders.Done(rank, call_id):
-                self._done.setdefault(call_id, {})[rank] = report
-            case orders.Alive(_, _, sums):
-                if sums != known.sums:
-                    known.sums, known.moved_at = sums, now
+                self.done.setdefault(call_id, {})[rank] = report
+            case orders.Alive():
+                known.take(report, now)
             case orders.Failed(rank, error, follows):
                 (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
                 self._lost_at = self._lost_at or now
@@ -218,18 +234,25 @@ class RankWatch:
         return None
 
     def _why_late(self, now: float) -> PagerunnerError | None:
-        """Whether a rank is silent, or is behind the others, for too long."""
-        most = max([one.sums for one in self._known.values()] + ([self.own_sums()] if self.own_sums else []))
+        """Whether a rank is silent, or is behind the others, or its device stands still, for too long."""
+        limit = f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
+        most = max(one.alive.begun for one in self._known.values())
         for rank, known in self._known.items():
-            if known.sums == most:
+            who, alive = f"Rank {rank} of {self._ranks}", known.alive
+            if alive.begun == most:
                 known.moved_at = now
-            who, limit = f"Rank {rank} of {self._ranks}", f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
             if known.heard_at is not None and now - known.heard_at > self._seconds:
                 return self._hung(rank, f"{who} has given no sign of life for {limit}.")
             if now - known.moved_at > self._seconds:
-                where = f"it has begun {known.sums:,} sums, and another rank {most:,}"
+                where = f"it has begun {alive.begun:,} sums and steps, and another rank {most:,}"
                 return self._hung(
                     rank, f"{who} hangs: it hasn't come further for {limit}, while others wait for it; {where}."
+                )
+        for rank, known in sorted(self._known.items(), key=lambda one: one[1].alive.done):
+            if known.alive.done < known.alive.steps and now - known.finished_at > self._seconds:
+                step = f"step {known.alive.done + 1:,} of {known.alive.steps:,} that it was given"
+                return self._hung(
+                    rank, f"Rank {rank} of {self._ranks}: its device has worked for {limit} on {step}, and hangs."
                 )
         return None
 
@@ -242,7 +265,7 @@ class RankWatch:
     def _forgive(self, now: float) -> None:
         """This process was stopped for a while, so it couldn't hear anybody."""
         for known in self._known.values():
-            known.moved_at = now
+            known.moved_at = known.finished_at = now
             known.heard_at = known.heard_at and now
 
     def _end(self, reason: PagerunnerError) -> None:
