@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 import zmq
 
 from helpers import faulty_ranks
@@ -30,6 +32,7 @@ from pagerunner.engine.core.executors import process, watch
 from pagerunner.engine.core.executors.process import ProcessExecutor
 from pagerunner.engine.rank import what_it_runs
 from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 from pagerunner.types import EngineRequest
@@ -191,6 +194,25 @@ def test_families_and_devices_that_can_not_yet_are_refused(tmp_path: Path, monke
         ConfigError, match=r'tensor_parallel_size=2 divides a model among ranks on CPUs only .*device="cpu"'
     ):
         resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
+    monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"=2 takes as many CUDA devices, and 1 can be seen \(CUDA_VISIBLE_DEVICES"):
+        resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
+
+
+def test_ranks_on_devices_plan_with_what_the_core_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may have less memory free. The final plan is made from what each of them has left."""
+    monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
+    own = iter([DeviceMemory(2**32, 2**31), DeviceMemory(2**32, 2**30)])
+    monkeypatch.setattr(resolving, "device_memory", lambda: next(own))
+    args = EngineArgs(model=str(demo_path()), tensor_parallel_size=2, gpu_memory_utilization=0.9)
+    core = resolve(args)
+    line = msgspec.json.encode(core.card or core.available)
+    rank = resolve(args, available=msgspec.json.decode(line, type=int | DeviceMemory | None))  # type: ignore[arg-type]
+    assert (rank.plan, rank.config, rank.card) == (core.plan, core.config, DeviceMemory(2**32, 2**31))
+    assert resolve(args).plan != core.plan
 
 
 def test_ranks_share_a_machines_memory_and_halve_what_a_token_takes(tmp_path: Path) -> None:

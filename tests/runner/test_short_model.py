@@ -158,7 +158,7 @@ def test_first_runs_meet_the_kernels_of_every_number_of_tokens_sampled_tokens_an
 
     runner._model = Noted()
     runner._init_slots()
-    runner._first_runs()
+    runner._first_runs(runner._more_counts())
     rows = runner._builder.max_rows
     most = min(runner._builder.max_tokens, rows * runner._max_model_len)
     scored = min(256, runner._max_model_len, most)

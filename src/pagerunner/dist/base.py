@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -36,6 +38,13 @@ class Comm(Protocol):
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """What rank `root` calls with, on all ranks. Others pass None."""
         ...
+
+
+def union(comm: Comm, numbers: Iterable[int]) -> list[int]:
+    """All ranks' numbers, on all of them."""
+    own = json.dumps(sorted(numbers)).encode()
+    told = (comm.broadcast_bytes(own if comm.rank == root else None, root) for root in range(comm.size))
+    return sorted({number for one in told for number in json.loads(one)})
 
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:

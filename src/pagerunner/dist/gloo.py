@@ -36,17 +36,17 @@ class GlooComm:
             raise ValueError(f"there is no rank {rank} among {size}")
         if (mode := directory.stat().st_mode & 0o777) & 0o077:
             raise ValueError(f"{directory} is open to other users (mode {mode:o}), who could take a rank's place")
-        self.rank, self.size, self._seconds = rank, size, seconds
+        self.rank, self.size, self.seconds = rank, size, seconds
         self.calls = 0
         """How many calls this rank has begun. A rank that has begun fewer than the others is the one that they wait for."""
         limit = datetime.timedelta(seconds=seconds)
-        store = FileStore(str(directory / _FILE), size)
-        store.set_timeout(limit)
+        self.store = FileStore(str(directory / _FILE), size)
+        self.store.set_timeout(limit)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = limit
         with self._told("meeting the others"):
-            self._group = ProcessGroupGloo(store, rank, size, options)
+            self._group = ProcessGroupGloo(self.store, rank, size, options)
 
     def all_reduce_(self, x: torch.Tensor) -> None:
         """See Comm. Each rank gets all parts and adds them up itself."""
@@ -92,6 +92,6 @@ class GlooComm:
             yield
         except RuntimeError as error:
             late = "time" in str(error).lower() and "out" in str(error).lower()
-            why = f"waited {self._seconds:g} seconds for another rank" if late else "lost another rank"
+            why = f"waited {self.seconds:g} seconds for another rank" if late else "lost another rank"
             reason = str(error).splitlines()[0].rpartition("] ")[2]
             raise CommError(f"Rank {self.rank} of {self.size} has {why} in {what} ({reason}).") from error

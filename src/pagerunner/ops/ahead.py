@@ -10,12 +10,14 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 
 from pagerunner.ops.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
+_rehearsing = ContextVar("rehearsing", default=False)
 
 
 def load_libraries(device: torch.device) -> list[threading.Thread]:
@@ -42,6 +44,11 @@ def _load_cudnn_attention(device: torch.device) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def rehearsing() -> bool:
+    """Whether this thread only looks which kernels are to be compiled."""
+    return _rehearsing.get()
+
+
 def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object]) -> int:
     """Compile the kernels that `rehearse` launches, several at a time, without running them; returns how many.
 
@@ -55,9 +62,12 @@ def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object
         kernels = importlib.import_module("pagerunner.ops.kernels.ahead")
         if kernels.is_compiled(name):
             return 0
+        _rehearsing.set(True)
         count = int(kernels.compile_launched(rehearse))
         kernels.set_compiled(name)
     except Exception as error:
         logger.warning("kernels are compiled one by one, as compiling them beforehand failed: %s", error)
         return 0
+    finally:
+        _rehearsing.set(False)
     return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -114,12 +114,14 @@ class ModelRunner:
         threads: StepThreads | None = None,
         unpacks: bool = False,
         kernels: Sequence[KernelsOf] = (),
+        agree: Callable[[Sequence[int]], list[int]] = list,
         recorded: RecordedSteps | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
-        the model's kernels differ; warm-ups run all of them.
+        the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
+        all ranks run the same steps.
         """
-        self._unpacks, self._kernels = unpacks, kernels
+        self._unpacks, self._kernels, self._agree = unpacks, kernels, agree
         self._model = model
         self._threads = threads  # a CPU's
         self._recorded = recorded  # a CPU's
@@ -187,9 +189,10 @@ class ModelRunner:
         decides which kernels there are, sizes included.
         """
         self._init_slots()
+        more = self._more_counts()
         with one_layer_of_each_kind(self._model, self._builder.layers):
-            compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(rehearsal=True))
-            self._first_runs(progress)
+            compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(more, rehearsal=True))
+            self._first_runs(more, progress)
         # the whole model in a few shapes, for the memory of all layers together and for kernels that one layer alone has
         self._run_largest_steps()
         self._graphs.warm_up(self._work, extremes=True)
@@ -202,10 +205,12 @@ class ModelRunner:
         for slot in range(self._builder.max_rows):
             self._sampler.init_slot(SlotInit(slot, _first_request(everything), []))
 
-    def _first_runs(self, progress: Progress | None = None, *, rehearsal: bool = False) -> None:
+    def _first_runs(
+        self, more: tuple[list[int], ...], progress: Progress | None = None, *, rehearsal: bool = False
+    ) -> None:
         for rows in self._first_steps():
             self.run(StepPlan(step_id=-1, rows=rows)).result()
-        self._run_more_kernels()
+        self._run_more_kernels(*more)
         self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
@@ -272,26 +277,28 @@ class ModelRunner:
         if self._unpacks and most >= MANY_TOKENS:
             yield self._long_rows(MANY_TOKENS - 1)
 
-    def _run_more_kernels(self) -> None:
-        """Run steps for kernels that no other step of the warm-up needs.
+    def _more_counts(self) -> tuple[list[int], list[int], list[int]]:
+        """Numbers of sampled, scored and other tokens of steps for kernels that no other step of the warm-up needs.
 
         In eager steps the last layer and the output weights run for sampled tokens alone, and the output weights for tokens that
         are scored. So numbers of these are looked at beside numbers of tokens.
         """
-        if not self._kernels:
-            return
         longest, most = self._max_model_len, self._builder.max_tokens
         steps, graphs = (*self._first_steps(), *self._largest_steps()), self._graphs.keys
         sampled = {len(rows) for rows in steps} | {key.rows for key in graphs if key.decode}
         tokens = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in graphs}
-        for count in more_counts(self._kernels, sampled, min(self._builder.max_rows, most)):
+        rows = self._agree(more_counts(self._kernels, sampled, min(self._builder.max_rows, most)))
+        scored = self._agree(more_counts(self._kernels, sampled.union(rows), min(CHUNK, longest, most)))
+        return rows, scored, self._agree(more_counts(self._kernels, tokens.union(rows, scored), most))
+
+    def _run_more_kernels(self, rows: Sequence[int], scored: Sequence[int], tokens: Sequence[int]) -> None:
+        """See `_more_counts`."""
+        longest = self._max_model_len
+        for count in rows:
             self.run(StepPlan(step_id=-1, rows=_even_rows(count, count, longest, past=True))).result()
-            sampled.add(count)
-            tokens.add(count)
-        for count in more_counts(self._kernels, sampled, min(CHUNK, longest, most)):
+        for count in scored:
             self._run_scored(_even_rows(1, count, longest, past=False))
-            tokens.add(count)
-        for count in more_counts(self._kernels, tokens, most):
+        for count in tokens:
             self.run(StepPlan(step_id=-1, rows=self._long_rows(count))).result()
 
     def _long_rows(self, tokens: int) -> list[StepRow]:

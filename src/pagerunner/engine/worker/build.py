@@ -14,7 +14,7 @@ import torch
 from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineConfig
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, union
 from pagerunner.engine.startup.machine import available_memory
 from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
@@ -60,16 +60,16 @@ def graph_engine(device: torch.device) -> GraphEngine | None:
 
 
 def load_model(
-    resolved: Resolved, arena: Arena, meter: StartMeter, progress: Progress | None, comm: Comm
+    resolved: Resolved, device: torch.device, arena: Arena, meter: StartMeter, progress: Progress | None, comm: Comm
 ) -> tuple[Model, torch.Tensor, Callable[[], None]]:
     """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the part of this one."""
     config = resolved.config
     share: Share | None = None
     with meter.phase("model", "constants"):
         if comm.size == 1:
-            model = build_model(resolved.model, config.dtype, config.device)
+            model = build_model(resolved.model, config.dtype, str(device))
         else:
-            model, share = build_share(resolved.model, config.dtype, config.device, comm.rank, comm.size)
+            model, share = build_share(resolved.model, config.dtype, str(device), comm.rank, comm.size)
         panels = store_in_panels(model) if config.device == "cpu" else 0
         if panels:
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
@@ -82,7 +82,6 @@ def load_model(
         if config.load_format == "dummy":
             dummy_weights(model, config.seed, divided=share is not None)
             return
-        device = torch.device(config.device)
         copy = ThreadStagers(device) if device.type == "cuda" else copy_now
         load_weights(model, Path(config.model_path), progress, copy, share)
 
@@ -94,17 +93,18 @@ def load_model(
     return model, weights, fill_weights
 
 
-def make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> ModelRunner:
+def make_runner(
+    resolved: Resolved, device: torch.device, model: Model, kv_bytes: torch.Tensor, comm: Comm
+) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped."""
     config, plan = resolved.config, resolved.plan
     ranks = config.tensor_parallel_size
-    device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
-    unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
+    unpacks = any(union(comm, [unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0]]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     return ModelRunner(
         model=model,
@@ -123,6 +123,7 @@ def make_runner(resolved: Resolved, model: Model, kv_bytes: torch.Tensor) -> Mod
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
+        agree=partial(union, comm),
         recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
     )
 

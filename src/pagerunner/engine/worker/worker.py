@@ -19,6 +19,8 @@ import torch
 
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm
+from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.nccl import NcclComm
 from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Started
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
@@ -137,8 +139,8 @@ def load_worker(
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
-    device = torch.device(config.device)
     comm = comm or NullComm()
+    device = torch.device("cuda", comm.rank) if config.device == "cuda" else torch.device(config.device)
     if memory is None:
         card = None
     elif card is None:
@@ -147,11 +149,14 @@ def load_worker(
     meter.add_seconds("config", resolved.seconds)
     loading = load_libraries(device)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
-    model, weights, fill_weights = load_model(resolved, arena, meter, progress, comm)
+    if device.type == "cuda" and isinstance(comm, GlooComm):
+        with meter.phase("ranks", "communicators"):
+            comm = NcclComm(comm, device)
+    model, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
-        runner = make_runner(resolved, model, kv_bytes)
+        runner = make_runner(resolved, device, model, kv_bytes, comm)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels_name(resolved))

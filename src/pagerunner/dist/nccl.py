@@ -1,0 +1,69 @@
+"""NcclComm: ranks on CUDA devices of one machine, each on the device of its own number.
+
+torch's process group of NCCL makes the calls. They run on the stream that is current, so CUDA graphs record them as they record kernels.
+Nothing is taken down at the end: the end of a communicator waits for the other ranks, and for graphs. A rank leaves by `os._exit`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed import PrefixStore
+
+from pagerunner.dist.gloo import GlooComm
+from pagerunner.ops.ahead import rehearsing
+
+_WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
+"""NCCL takes memory when it first uses an algorithm, which it chooses by size."""
+
+
+class NcclComm:
+    """See Comm. Sums of two ranks are made in float32 and rounded once; with more ranks NCCL rounds after each addition.
+
+    While kernels are compiled ahead (`ops/ahead.py`) nothing is sent, as another rank may have no need to compile any.
+    """
+
+    def __init__(self, host: GlooComm, device: torch.device) -> None:
+        """Join the ranks of `host`, by which bytes go, each with its own `device`.
+
+        Makes a call of each kind and size, so that its memory is taken. Raises RuntimeError as NCCL does.
+        """
+        self.rank, self.size, self._host = host.rank, host.size, host
+        nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
+        options = nccl.Options()
+        options._timeout = datetime.timedelta(seconds=host.seconds)
+        self._group = nccl(PrefixStore("nccl", host.store), self.rank, self.size, options)
+        self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
+        self._sum.asyncOp = self._gather.asyncOp = False  # on the current stream
+        for num_bytes in _WARM_UP_BYTES:
+            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+            self.all_reduce_(x)
+            self.all_gather(x[: x.numel() // self.size])
+        torch.cuda.synchronize(device)
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """See Comm."""
+        if rehearsing() or not x.numel():
+            return
+        self._host.calls += 1
+        whole = x.contiguous()
+        self._group.allreduce([whole], self._sum).wait()
+        if whole.data_ptr() != x.data_ptr():
+            x.copy_(whole)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        found = x.new_empty((self.size, *x.shape))
+        if x.numel() and not rehearsing():
+            self._host.calls += 1
+            own = x.contiguous().view(-1).view(torch.uint8)  # bytes: NCCL doesn't know all dtypes
+            self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather).wait()
+        return found
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """See Comm. From host to host."""
+        return self._host.broadcast_bytes(data, root)
