@@ -7,6 +7,7 @@ Nothing is taken down at the end: the end of a communicator waits for the other 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import PrefixStore
 
 from pagerunner.dist.gloo import GlooComm
-from pagerunner.ops.ahead import rehearsing
 
 _WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
 """NCCL takes memory when it first uses an algorithm, which it chooses by size."""
@@ -27,12 +27,13 @@ class NcclComm:
     While kernels are compiled ahead (`ops/ahead.py`) nothing is sent, as another rank may have no need to compile any.
     """
 
-    def __init__(self, host: GlooComm, device: torch.device) -> None:
-        """Join the ranks of `host`, by which bytes go, each with its own `device`.
+    def __init__(self, host: GlooComm, device: torch.device, rehearsing: Callable[[], bool]) -> None:
+        """Join the ranks of `host`, by which bytes go, each with its own `device`. Nothing is sent while `rehearsing`.
 
         Makes a call of each kind and size, so that its memory is taken. Raises RuntimeError as NCCL does.
         """
         self.rank, self.size, self._host = host.rank, host.size, host
+        self._rehearsing = rehearsing
         nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
         options = nccl.Options()
         options._timeout = datetime.timedelta(seconds=host.seconds)
@@ -47,7 +48,7 @@ class NcclComm:
 
     def all_reduce_(self, x: torch.Tensor) -> None:
         """See Comm."""
-        if rehearsing() or not x.numel():
+        if self._rehearsing() or not x.numel():
             return
         self._host.calls += 1
         whole = x.contiguous()
@@ -58,7 +59,7 @@ class NcclComm:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
         found = x.new_empty((self.size, *x.shape))
-        if x.numel() and not rehearsing():
+        if x.numel() and not self._rehearsing():
             self._host.calls += 1
             own = x.contiguous().view(-1).view(torch.uint8)  # bytes: NCCL doesn't know all dtypes
             self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather).wait()

@@ -27,7 +27,7 @@ from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
 from pagerunner.engine.worker.card import Card
-from pagerunner.ops.ahead import load_libraries
+from pagerunner.ops.ahead import load_libraries, rehearsing
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.device_clock import DeviceClock
@@ -151,7 +151,7 @@ def load_worker(
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
-            comm = NcclComm(comm, device)
+            comm = NcclComm(comm, device, rehearsing)
     model, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
