@@ -7,9 +7,8 @@ import os
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 
 SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 CLAMPED_SWIGLU, LIMITED_SILU = tl.constexpr(2), tl.constexpr(3)
@@ -68,9 +67,7 @@ def gated(gate, up, limit, KIND: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _gated_kernel(x_ptr, out_ptr, inner, x_row, limit, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """BLOCK features of one row."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < inner
@@ -85,9 +82,7 @@ def _gated_kernel(x_ptr, out_ptr, inner, x_row, limit, KIND: tl.constexpr, BLOCK
 
 @triton.jit
 def _softcap_kernel(x_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     dtype = x_ptr.dtype.element_ty

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_store import page_arguments, page_sizes, scale_stride
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.paged_tiles import prefetch_tile, tile_scales
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
@@ -195,9 +194,8 @@ def _slices_kernel(
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself.
     So the schedule and the page table can be read while the predecessor still runs, and vectors are asked for from memory.
     """
-    if PDL and not EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL and not EARLY)
+    start_next(PDL and not EARLY)
     piece = tl.program_id(0)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = heads < num_heads
@@ -226,8 +224,8 @@ def _slices_kernel(
                     )
             if EARLY:
                 if waiting:
-                    gdc_wait()
-                    gdc_launch_dependents()
+                    wait_turn(EARLY)
+                    start_next(EARLY)
                 waiting = False
             latent_at = q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :]
             rope_at = q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :]
@@ -309,8 +307,7 @@ def _values_kernel(
     """BV value elements of one head of TOKENS tokens, in a block of BT: their slices' parts, merged BS at a time, times the
     up-projection.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     head = tl.program_id(1)
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, BT)
@@ -321,8 +318,7 @@ def _values_kernel(
     # the schedule is complete: the kernel before has waited for it before it let this one start
     first = tl.load(part_ptr + tokens * 2, mask=there, other=0)
     count = tl.load(part_ptr + tokens * 2 + 1, mask=there, other=0)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
     x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
     several = tl.where(count > 1, count, 0)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.latent_store import page_arguments, page_scale, page_sizes, scale_stride
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import quantise
 from pagerunner.ops.latent_heads import LatentPrep
 
@@ -71,8 +70,7 @@ def _absorb(
     n, c = tl.arange(0, NP), part * BC + tl.arange(0, BC)
     keys_at = keys_ptr + head.to(tl.int64) * keys_head + n[:, None] * C + c[None, :]
     keys = tl.load(keys_at, mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     row = q_ptr + tokens.to(tl.int64)[:, None] * q_token + head * q_head
     q = tl.load(row + n[None, :], mask=there[:, None] & (n < N)[None, :], other=0.0)
     if BT < 16:
@@ -122,8 +120,7 @@ def _vector(
     """
     c, one = tl.arange(0, CP), tl.arange(0, 1)
     weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     entry = tl.load(entry_ptr + token)
     if FP8 is None:
         x, at, inside, turned = _ready(
@@ -182,8 +179,7 @@ def _absorb_kernel(
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`absorbing` programs for queries, then one for each token's vector."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     program = tl.program_id(0)
     if program < absorbing:
         _absorb(
@@ -207,8 +203,7 @@ def _prepare_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: its vector, and the rotary parts of all its queries, BH heads at a time."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     token = tl.program_id(0)
     _vector(
         vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,

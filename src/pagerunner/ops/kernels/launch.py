@@ -22,6 +22,9 @@ import os
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @functools.cache
@@ -47,10 +50,31 @@ def shared_memory(device: torch.device) -> int:
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """The launch arguments `PDL` (of the kernel) and `launch_pdl` (of the launch)."""
+    """The launch arguments `PDL` (of the kernel, for the functions below) and `launch_pdl` (of the launch)."""
     if has_dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Step 1: the next kernel may start."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_turn(PDL: tl.constexpr):
+    """Step 3: from here on, everything that earlier kernels have written can be read."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def start_next_and_wait(PDL: tl.constexpr):
+    """Steps 1 and 3, of a kernel with no constants to read between them."""
+    start_next(PDL)
+    wait_turn(PDL)
 
 
 def blocks(count: int, size: int) -> int:

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_many, linear_stored
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored
@@ -33,8 +32,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
 
     With GATED they are gates, and the BN features of the up projection that belong to them come with them.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
     live = rows_O < num_features
     cols = tl.arange(0, BK)
@@ -51,8 +49,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     if BIAS and GATED:
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:  # loaded now: loaded after the sum, the program would wait for it
         old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
@@ -108,8 +105,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
 
     The S warps divide the inputs between them: a product with three dimensions, the first of which is summed up at the end.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
     live = rows_O < num_features
     tokens = tl.arange(0, BM)
@@ -126,8 +122,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
         weight = norm_weight(norm_ptr, inputs, inputs < K, NORM)
     place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
     inside_y = live[:, None] & valid[None, :]
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:
         old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     x_place = x_ptr + tokens[None, None, :] * x_stride + inputs[:, :, None]

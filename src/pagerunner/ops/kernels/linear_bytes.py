@@ -16,10 +16,9 @@ import os
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E4M3, numbers8, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, own_pieces
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.kernels.stored import operands_of
@@ -130,8 +129,7 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
 
     B segments a step, one for each warp. AHEAD steps are in flight.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     STEPS: tl.constexpr = (K + B * P * SEGMENT - 1) // (B * P * SEGMENT)
     F: tl.constexpr = BN // P // (2 if GATED else 1)
     T: tl.constexpr = BM // P
@@ -160,8 +158,7 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
     norms = ()
     for i in tl.static_range(STEPS):
         norms = norms + (_norm_weights(norm_ptr, column, i, K, P, B, NORM),)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:
         old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
     acc = tl.zeros((B, BN, BM), tl.float32)

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pagerunner.ops.kernels.launch import start_next, wait_turn
 
 CODES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -205,8 +206,7 @@ def _compute(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_
                            HALF, ZEROS)  # fmt: skip
     out: gl.constexpr = STORED if DONE else layout
     out_more: gl.constexpr = STORED if DONE else more_layout
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     _store(acc, bias_ptr, y_ptr, feature, row, num_tokens, num_features, y_stride, out, HALF, DONE, ADD, BIAS)
     if MORE:
         row += BT
@@ -231,8 +231,7 @@ def _copy(x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, fea
     for i in gl.static_range(STAGES):
         if i < steps:
             _copy_codes(w_desc, w_smem, full, i, feature, first + i, C, BYTES)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     for i in range(steps):
         slot = i % STAGES
         if i >= STAGES:
@@ -257,8 +256,7 @@ def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, bias_ptr, y_ptr, num_to
 
     DONE: there are no other parts, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, BT, 64], x_desc.layout)
     more_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 if MORE else 1, MORE if MORE else 8, 64], more_desc.layout)

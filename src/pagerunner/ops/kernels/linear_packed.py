@@ -21,10 +21,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E2M1, INT4, raw_int4, scaled_e2m1, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored4
@@ -219,8 +218,7 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
 
     B segments a step, one for each warp. AHEAD steps are in flight.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     STEPS: tl.constexpr = (K + B * P * SEGMENT - 1) // (B * P * SEGMENT)
     F: tl.constexpr = BN // P // (2 if GATED else 1)
     T: tl.constexpr = BM // P
@@ -246,8 +244,7 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
     column += (m % P * SEGMENT)[None, :, None, :, None] + tl.arange(0, 8)[None, None, None, None, :]
     live = (m // P < num_tokens)[None, :, None, :, None]
     source = (x_ptr + (m // P * x_stride)[None, :, None, :, None] + column, column, live)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:
         old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
     acc = tl.zeros((B, BN, BM), tl.float32)

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import halves, tile_of
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.quantize import GROUP, Quantized
@@ -126,15 +125,13 @@ def _rounded_kernel(x_desc, more_desc, w_desc, w_more_desc, x_scales_ptr, w_scal
 
     `steps` times BK input features. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another, [parts, T, O] float32.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     token_tile, feature_tile = tile_of(tl.program_id(0), num_tokens, num_features, BT + MORE, BN + BN_MORE, 8)
     first = tl.program_id(1) * steps * BK
     last = tl.minimum(first + steps * BK, K)
     row, feature = token_tile * (BT + MORE), feature_tile * (BN + BN_MORE)
     tokens, features = _numbers(row, BT, MORE), _numbers(feature, BN, BN_MORE)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     sums = rounded_sums(x_desc, more_desc, w_desc, w_more_desc, x_scales_ptr, w_scales_ptr, row, feature, num_tokens,
                         num_features, first, last, token_stride, group_stride, K, BO, GROUPED, BT, MORE, BN, BN_MORE, BK)  # fmt: skip
     if not DONE:

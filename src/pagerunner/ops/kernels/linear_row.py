@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E4M3, form_of
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored, Stored8
@@ -65,8 +64,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
                 BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, NORM: tl.constexpr,
                 GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN output features of one token. With GATED they are gates, and BN features of the up projection come with them."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     w_ptr = w_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     first, rows, cols = tl.program_id(0) * BN, tl.arange(0, BN), tl.arange(0, BK)
@@ -89,8 +87,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
     if NORM != NO_NORM:
         for step in tl.static_range(STEPS):
             norms = norms + (norm_weight(norm_ptr, step * BK + cols, step * BK + cols < K, NORM),)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:  # loaded now: loaded after the sum, the program would wait for it
         old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     inputs, square = (), tl.zeros((BK,), tl.float32)

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.codes import INT4
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, start_next_and_wait
 from pagerunner.ops.kernels.linear_parts import halves, tile_of
 from pagerunner.ops.kernels.linear_tiles import TilesConfig, _features, constants_of, row_factors, store_sums, tile_sums
 from pagerunner.ops.kernels.stored import operands_of
@@ -34,8 +33,7 @@ def _shares_kernel(x_desc, more_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr
                    HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
                    ADD: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One of the `whole` tiles, or a share of the `left` ones, whose sums are [2 PLACES, BT + MORE, 16 W R] float32."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     BK: tl.constexpr = 128 if FORM >= INT4 else 64
     BN: tl.constexpr = 16 * W
     STEPS: tl.constexpr = (K + BK - 1) // BK
@@ -80,9 +78,7 @@ def _add_shares_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_st
                        STEPS: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                        ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """ROWS tokens of one of the tiles left: the sum of all shares that have some of its steps."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     tile, total = tl.program_id(0), left * STEPS
     first, last = ((tile * STEPS + 1) * PLACES - 1) // total, ((tile + 1) * STEPS * PLACES - 1) // total
     if first < last:  # else one program had the whole tile

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
@@ -30,7 +29,7 @@ from pagerunner.ops.kernels.codes import (
     numbers4,
     numbers8,
 )
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.linear import Norm
@@ -200,8 +199,7 @@ def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, 
     A step takes B segments of BK input features, which the warps divide between them: a product with three dimensions, the
     first of which is summed up at the end. With AHEAD all weights are on their way before the kernel before has ended.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     PER: tl.constexpr = 2 if FORM >= INT4 else 1  # codes in a byte
     KP: tl.constexpr = K // P
     STEP: tl.constexpr = B * BK
@@ -228,8 +226,7 @@ def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, 
         up_factor = _factor(s_ptr, r_ptr, rows_O + num_features, SCALES, FACTORS)
     place = y_ptr + tokens_T[None, :] * y_stride + features[:, None]
     inside_y = live[:, None] & (tokens_T < num_tokens)[None, :]
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     if ADD:
         old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
     k = at // 16 * 32 + at % 16 if PER == 2 else at

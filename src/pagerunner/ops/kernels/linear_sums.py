@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent
+from pagerunner.ops.kernels.launch import blocks, dependent, start_next_and_wait
 
 PART_INPUTS = 1024
 """A part has so many input features or more. A product with less takes about as long as writing its sums and reading them again."""
@@ -20,9 +19,7 @@ PART_INPUTS = 1024
 def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr,
                 ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BLOCK features of one token: the sum of its parts."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = features < num_features

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.codes import (
@@ -32,7 +31,7 @@ from pagerunner.ops.kernels.codes import (
     numbers8,
     spread,
 )
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import (
     NO_NORM,
     halves,
@@ -68,8 +67,7 @@ def _columns(place, PER: tl.constexpr, PAIRS: tl.constexpr):
 def _order_kernel(x_ptr, norm_ptr, out_ptr, x_row, eps, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
                   PER: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token, of at most BLOCK features; zeros from K to PADDED."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     cols = _columns(place, PER, PAIRS)
@@ -77,8 +75,7 @@ def _order_kernel(x_ptr, norm_ptr, out_ptr, x_row, eps, K: tl.constexpr, PADDED:
     weight = cols
     if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     x = token_inputs(x_ptr + token * x_row, weight, cols, inside, eps, K, NORM, GATED)
     tl.store(out_ptr + token * PADDED + place, x.to(out_ptr.dtype.element_ty), mask=place < PADDED)
 
@@ -224,8 +221,7 @@ def tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_fea
         if MORE:
             more_sums = more_sums + (tl.zeros((BN, MORE), tl.float32),)
         ahead = ahead + (_ahead(s_ptr, z_ptr, own, outs[r], first, K, G, BO, SCALES, ZEROS, S_WORD, Z_WORD),)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     for k in range(first, last, BK):
         x = x_desc.load([row, k])
         if MORE:
@@ -294,8 +290,7 @@ def _tiles_kernel(x_desc, more_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr,
     `steps` steps of 64 bytes. DONE: these are all, and `y` takes the outputs; otherwise it takes one sum after another,
     [parts, T, O] float32.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     BK: tl.constexpr = 128 if FORM >= INT4 else 64
     BN: tl.constexpr = 16 * W
     token_tile, feature_tile = tile_of(tl.program_id(0), num_tokens, num_features, BT + MORE, BN * R, 8)

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, spread, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent, has_dependent_launch, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, has_dependent_launch, padded, start_next_and_wait
 from pagerunner.ops.kernels.moe_tiles import find_tile, finish, kind_of, stored_args
 from pagerunner.ops.kernels.operands import (
     PIECE,
@@ -163,9 +162,7 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
     The first product (GATED) reads tokens' rows and stores what the activation makes of BN / 2 gates and ups, in expert order and arranged.
     The second product reads these rows and stores pairs in the tokens' order. Rows of inputs have WIDE places, those of the result OUT.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
     ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     outputs: tl.constexpr = 2 * N if GATED else N

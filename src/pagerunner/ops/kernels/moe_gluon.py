@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated, rounded
+from pagerunner.ops.kernels.launch import start_next, wait_turn
 
 STEP = gl.constexpr(64)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -170,9 +170,8 @@ def many_kernel(x_ptr, x_desc, w_desc, bias_ptr, weights_ptr, order_ptr, blocks_
                 N: gl.constexpr, K: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
                 WEIGH: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Tiles of 128 pairs of an expert times 128 gates and as many ups, or 256 features, of N; see `_many_kernel` of `kernels/moe_many.py`."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     BN: gl.constexpr = 128 if GATED else 256
     ALTERNATING: gl.constexpr = GATED and KIND == CLAMPED_SWIGLU
     dtype: gl.constexpr = w_desc.dtype

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, INT4, ROW_SCALES
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.moe_tiles import add_step, find_tile, finish, kind_of, row_factors, serves, stored_args
 from pagerunner.ops.moe import STEP, Shared
 from pagerunner.ops.routing import TILE_PAIRS, Routes
@@ -123,9 +122,7 @@ def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_
                     FACTORS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
                     WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One of the products."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr, starts_ptr,
           out_ptr, N, active, 0, limit, tl.program_id(0), tl.program_id(1), False, E, N, K, BE, BM, BN, BK, FORM, WORDS, G, BO, SCALES, ZEROS,
           FACTORS, BIAS, GATED, KIND, WEIGH, 0, 0)  # fmt: skip
@@ -146,9 +143,7 @@ def _joint_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_pt
 
     SHARED: inner features of what all tokens pass, or 0. Before each product its programs for that stand: SM tokens and SN or SN2 features.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     UPS: tl.constexpr = (INNER + BN - 1) // BN
     DOWNS: tl.constexpr = (D + BN2 - 1) // BN2
     SHARED_UPS: tl.constexpr = (SHARED + SN - 1) // SN

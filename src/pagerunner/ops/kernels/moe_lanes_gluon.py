@@ -21,10 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated, rounded
+from pagerunner.ops.kernels.launch import start_next_and_wait
 from pagerunner.ops.kernels.moe_lanes import COLUMNS
 
 CHUNK = gl.constexpr(COLUMNS)
@@ -107,9 +107,7 @@ def place_of(column, K: gl.constexpr):
 @gluon.jit
 def arrange_kernel(x_ptr, out_ptr, x_row, K: gl.constexpr, WIDE: gl.constexpr, BLOCK: gl.constexpr, PDL: gl.constexpr):
     """BLOCK columns of a token's inputs, put where `place_of` says, times 2 ** LIFT; zeros beyond column K."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     token = gl.program_id(0).to(gl.int64)
     column = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     power: gl.constexpr = 2.0**LIFT
@@ -309,9 +307,7 @@ def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr,
         version=[3 if GROUPS else 2, 0], warps_per_cta=[W, 1], instr_shape=[16, BM, 16] if GROUPS else [16, 8]
     )
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     expert, first_row, last_row = _find_tile(starts_ptr, gl.program_id(0), E, BE, BM)
     if expert < E:
         first = gl.minimum(gl.program_id(1) * F, N - F)

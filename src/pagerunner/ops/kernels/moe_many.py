@@ -14,13 +14,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import DENSE, E4M3
-from pagerunner.ops.kernels.launch import dependent, has_dependent_launch, multiprocessors, padded
+from pagerunner.ops.kernels.launch import (
+    dependent,
+    has_dependent_launch,
+    multiprocessors,
+    padded,
+    start_next,
+    wait_turn,
+)
 from pagerunner.ops.kernels.moe_tiles import finish, kind_of
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
@@ -125,9 +131,8 @@ def _many_kernel(x_ptr, x_rows, x_half, w_matrix, s_ptr, xs_ptr, bias_ptr, weigh
     With either, products of steps are scaled before they are added up. They need registers, so gates and ups are two products of a plain
     matrix: all gates of an expert come before all its ups, or a row is a gate and its up.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     blocks_N: tl.constexpr = (N + BN - 1) // BN
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import DENSE, E2M1, INT4, ROW_SCALES, numbers4, numbers8, spread
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
 from pagerunner.ops.routing import Routes
@@ -117,9 +116,8 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias
                BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
                KIND: tl.constexpr, WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN of the N inner features of one of the token's experts."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
+    wait_turn(PDL)
+    start_next(PDL)  # now, as the next kernel reads the experts' numbers before it waits
     step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
     ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -162,9 +160,8 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     bias = tl.zeros((BA, BN), tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     old = tl.zeros((BN,), tl.float32)
     if ADD:
         old = tl.load(out_ptr + features, mask=features < N, other=0.0).to(tl.float32)

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import E2M1
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_packed import RUNS, SEGMENT, add_step, load_inputs, load_step, own_pieces, reads
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.routing import Routes
@@ -83,9 +82,8 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_ex
                FACTORS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, WEIGH: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
     """BN / 16 of the N inner features of one pair. B segments of its K inputs are one of STEPS steps; AHEAD steps are in flight."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # now, as the next kernel reads the experts' numbers before it waits
+    wait_turn(PDL)
+    start_next(PDL)  # now, as the next kernel reads the experts' numbers before it waits
     F: tl.constexpr = BN // PIECES // 2
     tile, pair = tl.program_id(0), tl.program_id(1)
     expert = _expert(experts_ptr, pair // A, pair % A, True, A)
@@ -173,9 +171,8 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
         if WEIGH:
             values *= tl.load(weights_ptr + index, mask=index < A, other=0.0)[:, None]
         biases = tl.sum(values, 0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     place = out_ptr + token * out_stride + features
     if ADD:
         old = tl.load(place, mask=inside, other=0.0).to(tl.float32)

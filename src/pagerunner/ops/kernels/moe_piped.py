@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.activation import GatedActivation
-from pagerunner.ops.kernels.launch import dependent, multiprocessors, padded
+from pagerunner.ops.kernels.launch import dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.moe_many import fits_dense
 from pagerunner.ops.kernels.moe_tiles import kind_of
@@ -51,9 +50,8 @@ def _blocks_kernel(
     starts_ptr, table_ptr, block_starts_ptr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr
 ):
     """All experts in one program; a round of the loop is one block of each."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, PLAIN_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
@@ -169,9 +168,7 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
 
     PADS: tokens whose `row` is negative are padding, and go to no expert.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
     experts = tl.arange(0, BE)
     valid = tokens < num_tokens
@@ -209,9 +206,8 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
                   BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL)
+    start_next(PDL)
     block = tl.program_id(0)
     experts = tl.arange(0, BE)
     inside = experts < E
@@ -244,9 +240,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
 def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, BA: tl.constexpr, E: tl.constexpr,
                   BE: tl.constexpr, KIND: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token, whose experts are given; they may be the same several times."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     token = tl.program_id(0)
     experts, index = tl.arange(0, BE), tl.arange(0, BA)
     inside = experts < E
@@ -263,9 +257,7 @@ def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, 
 def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BLOCK: tl.constexpr, COUNT: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """Program e places expert e's pairs, in their own order, behind those of all smaller experts."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     smaller = tl.zeros((BLOCK,), tl.int32)
@@ -293,9 +285,7 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
 @triton.jit
 def _tiles_kernel(starts_ptr, E: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
     """The tiles of pairs whose order is known."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
@@ -311,8 +301,7 @@ def _logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr, norm
     ADD: `other` is added to the residual stream. The first program stores the sum too. It has a place of its own, as other programs still read
     what it is made of.
     """
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     experts = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BT + tl.arange(0, BT)
     live, valid = experts < num_experts, tokens < num_tokens
@@ -324,8 +313,7 @@ def _logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr, norm
     bias = tl.zeros((BN,), tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + experts, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows = tokens.to(tl.int64)[:, None]
     there = valid[:, None] & inside[None, :]
@@ -354,8 +342,7 @@ def _tile_logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr,
                         BN: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
                         PDL: tl.constexpr):  # fmt: skip
     """As `_logits_kernel`, by the matrix units: the S warps divide the features between them, BK each."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     experts = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BT + tl.arange(0, BT)
     live, valid = experts < num_experts, tokens < num_tokens
@@ -368,8 +355,7 @@ def _tile_logits_kernel(x_ptr, other_ptr, norm_ptr, w_ptr, bias_ptr, stream_ptr,
     bias = tl.zeros((BN,), tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + experts, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows = tokens.to(tl.int64)[None, None, :]
     there = inside[:, :, None] & valid[None, None, :]

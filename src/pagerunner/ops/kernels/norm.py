@@ -7,9 +7,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps, start_next, wait_turn
 
 NO_GATE, GATE_AFTER, GATE_BEFORE = 0, 1, 2
 
@@ -19,15 +18,13 @@ def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token
                  D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
                  GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """ROWS vectors of D features. `other` is the residual (with ADD, written) or the gate; `out` is dense."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < D)[None, :]
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
     tokens, head = (rows // heads).to(tl.int64), rows % heads
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     out_type = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + (tokens * x_token + head * x_head)[:, None] + cols[None, :], mask=mask, other=0.0).to(
         tl.float32
@@ -55,8 +52,7 @@ def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token
 def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_heads, x_token, x_head, eps,
                   D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """ROWS heads, in place."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
@@ -65,8 +61,7 @@ def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_head
     k_weight = tl.load(k_weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tokens, head = (rows // heads).to(tl.int64), rows % heads
     weight = tl.where((head < num_q_heads)[:, None], q_weight[None, :], k_weight[None, :])
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     place = x_ptr + (tokens * x_token + head * x_head)[:, None] + cols[None, :]
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]

@@ -21,10 +21,9 @@ import os
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import E2M1
-from pagerunner.ops.kernels.launch import blocks, dependent
+from pagerunner.ops.kernels.launch import blocks, dependent, start_next_and_wait
 from pagerunner.ops.kernels.stored import scale_numbers
 
 PIECE = 128
@@ -112,9 +111,7 @@ def lifted_scales(raw, dtype: tl.constexpr, RAISED: tl.constexpr):
 
 @triton.jit
 def _arrange_kernel(x_ptr, out_ptr, x_row, K: tl.constexpr, WIDE: tl.constexpr, RAISED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = column_at(place)

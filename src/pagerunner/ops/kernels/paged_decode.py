@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.paged_own import own_value, prepared, with_own_code
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
@@ -313,10 +313,8 @@ def decode_kernel(
     earlier layer fills the device and has waited for the schedule. So the schedule is read, and the first tile is brought into
     the second-level cache, while the predecessor still runs.
     """
-    if PDL:
-        gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
+    start_next(PDL)
+    wait_turn(PDL and not EARLY)
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
     per, tile, left, unit = _slice(begin_ptr, num_units, piece, S)
@@ -332,7 +330,7 @@ def decode_kernel(
                 table_ptr + tl.cast(slot, tl.int64) * table_st, width, start, oldest, stop,
                 K, D, DV, PAGE, BN, RING, FP8,
             )  # fmt: skip
-        gdc_wait()
+        wait_turn(EARLY)
     while left > 0:
         next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
             begin_ptr, unit_ptr, unit + 1, num_units

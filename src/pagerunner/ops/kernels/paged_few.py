@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import turned
 from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
 
@@ -296,9 +296,8 @@ def few_kernel(
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself. So
     the schedule, and all that earlier steps have stored, can be read while the predecessor still runs.
     """
-    if PDL and not EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_turn(PDL and not EARLY)
+    start_next(PDL and not EARLY)
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
@@ -320,9 +319,8 @@ def few_kernel(
         keys = _load_keys(
             kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, HALF, HP, PAGE, BN, RING
         )
-        if EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
+        wait_turn(EARLY)
+        start_next(EARLY)
         q_low, q_high, k_low, k_high, v_low, v_high = _heads(
             q_ptr + wide * q_st + head * G * q_sh, q_sh, k_ptr + wide * k_st + head * k_sh, v_ptr + wide * v_st + head * v_sh,
             has_own, turns, q_weights, k_weights, eps, kp_ptr.dtype.element_ty, G, M, D, HALF, HP, NORM,

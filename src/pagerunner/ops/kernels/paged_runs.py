@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.batch import KVPages
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, normed, rescale_page, turned
 from pagerunner.ops.paged_attention import HeadPrep
 
@@ -173,9 +172,7 @@ def _store_runs_kernel(
     DV: tl.constexpr, HALF_V: tl.constexpr, HALF_VP: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     first = tl.program_id(0) * PAGE_P
     head = tl.program_id(1) % K
     if tl.program_id(1) < K:

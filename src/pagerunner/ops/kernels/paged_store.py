@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.batch import KVPages
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, normed, quantise, turned
 from pagerunner.ops.kernels.paged_runs import store_runs_
 from pagerunner.ops.paged_attention import HeadPrep
@@ -140,9 +139,7 @@ def _prepare_kernel(
     QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With QUERIES, only these."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     # a token's parts are adjacent: they lie side by side in memory, and have the same angles
     PARTS: tl.constexpr = (H + QUERY_BLOCK - 1) // QUERY_BLOCK + (0 if QUERIES else 2)
     token = tl.program_id(0) // PARTS

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels import linear, linear_many
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, normed
 from pagerunner.ops.kernels.quantize import store_numbers
 from pagerunner.ops.linear import Norm
@@ -57,8 +56,7 @@ def _pairs_kernel(pairs_ptr, experts_ptr, x_ptr, norm_ptr, out_ptr, scales_ptr, 
                   WIDE: tl.constexpr, A: tl.constexpr, BA: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
                   ROUND: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token, of at most BLOCK features. ADD: to what `x` holds. ROUND: the norm's numbers of 8 bits, WIDE of which share a scale."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK // WIDE)
     cols = (groups[:, None] * WIDE + tl.arange(0, WIDE)[None, :])[None, :, :]
@@ -66,8 +64,7 @@ def _pairs_kernel(pairs_ptr, experts_ptr, x_ptr, norm_ptr, out_ptr, scales_ptr, 
     weight = cols
     if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = x_ptr + token * x_row + cols
     if ADD:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, token_inputs
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import GROUP, LARGEST, LEAST_SCALE, Quantized
@@ -40,8 +39,7 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, num_tokens, x_row, 
                      ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, NORM: tl.constexpr,
                      GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """ROWS tokens of at most BLOCK features; one token if there is a norm. WIDE features share a scale."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = tokens < num_tokens
     groups = tl.arange(0, BLOCK // WIDE)
@@ -50,8 +48,7 @@ def _quantize_kernel(x_ptr, norm_ptr, codes_ptr, scales_ptr, num_tokens, x_row, 
     weight = cols
     if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, inside, NORM)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     x = token_inputs(x_ptr + tokens[:, None, None] * x_row, weight, cols, inside, eps, K, NORM, GATED)
     store_numbers(x, tokens, there, groups, cols, inside, codes_ptr, scales_ptr, scale_column, K, WIDE, MOST)
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.rope import RopeAngles
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, num_tokens, scale,
                    HALF: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     pairs = tl.arange(0, BLOCK)
     frequencies = tl.load(frequencies_ptr + pairs, mask=pairs < HALF, other=0.0)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.float32)
     angle = positions[:, None] * frequencies[None, :]
     cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
@@ -38,9 +35,7 @@ def _turn_kernel(x_ptr, cos_ptr, sin_ptr, num_heads, x_token, x_head, angle_toke
                  HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """HEADS heads of one token, in place."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, BLOCK)

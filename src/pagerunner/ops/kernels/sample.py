@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagerunner.ops.kernels.launch import blocks, dependent, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.sample import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, WORDS, SlotSettings
 
 RUN = 128  # tokens of a run
@@ -89,9 +88,7 @@ def _runs_kernel(
     lowest id wins a tie. Rows that draw: for each run the key of its largest logit, and the sum of its weights relative to that
     logit's weight.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
@@ -338,9 +335,7 @@ def _choose_kernel(
 
     `scales` and `chances` are `words` as float32 and float64.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     tile = tl.arange(0, TILES)
@@ -386,9 +381,7 @@ def _search_kernel(
 
     Finds top-k's bound, then top-p's, in a few passes over all logits of the row.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens_ptr + row) < 0:
         source = logits_ptr + row * row_stride

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagerunner.ops.kernels.codes import form_of, numbers4, uses_words
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.stored import Stored, Stored4, Stored8
 
 HELD_BY = {
@@ -39,8 +38,7 @@ def scale_numbers(raw):
 def _dense8_kernel(codes_ptr, scales_ptr, out_ptr, features, K: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN rows and BK columns of 8-bit codes. BO x BI of them share a scale."""
-    if PDL:
-        gdc_launch_dependents()
+    start_next(PDL)
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     cols = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = (rows < features)[:, None] & (cols < K)[None, :]
@@ -52,8 +50,7 @@ def _dense8_kernel(codes_ptr, scales_ptr, out_ptr, features, K: tl.constexpr, BO
     else:
         scale = tl.load(scales_ptr + (rows // BO)[:, None] * per_row + (cols // BI)[None, :], mask=inside, other=0.0)
     y = (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
-    if PDL:
-        gdc_wait()
+    wait_turn(PDL)
     tl.store(out_ptr + place, y, mask=inside)
 
 
@@ -90,9 +87,7 @@ def _dense4_kernel(codes_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, count
     A thread reads a piece and writes 16 bytes of its low nibbles' numbers, then 16 of its high ones'. Two threads' make a whole sector of
     32 bytes, so that nothing goes through shared memory.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     own = tl.arange(0, PIECES)
     byte = tl.arange(0, 8)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
