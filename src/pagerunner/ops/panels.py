@@ -19,7 +19,7 @@ import torch
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import small
-from pagerunner.ops.native.calls import PRODUCT, Commands, address, call, empty, memory_of, sized
+from pagerunner.ops.native.calls import PRODUCT, Commands, call, empty, memory_of, operand
 from pagerunner.ops.native.library import library
 
 _PRODUCT = struct.Struct("5P5qf4i4x")  # Product in native/products.h
@@ -155,39 +155,24 @@ def product(
         x_TI = x_TI.contiguous()
     tokens, inputs = x_TI.shape
     out_features = outputs // 2 if gate else outputs
-    sized("panels", panels_PIN, layout.panels, inputs, width)
     if add_to_TO is not None:
         out_TO = add_to_TO
     elif out_TO is None:
         out_TO = empty(tokens, out_features)
-    sized("the product", out_TO, tokens, out_features)
-    packed = _PRODUCT.pack(
-        address("x", x_TI, torch.float32, 1),
-        address("panels", panels_PIN, torch.float32, 3),
-        0 if bias_O is None else _row("the bias", bias_O, outputs),
-        address("the product", out_TO, torch.float32, 1),
-        0 if norm is None else _row("the norm's weight", norm.weight_I, inputs),
-        tokens,
-        inputs,
-        outputs,
-        x_TI.stride(0),
-        out_TO.stride(0),
-        0.0 if norm is None else norm.eps,
-        norm is not None and norm.offset,
-        add_to_TO is not None,
-        gate,
-        sections,
+    weight_I, eps, offset = (None, 0.0, False) if norm is None else norm
+    operands = (
+        operand("x", x_TI),
+        operand("panels", panels_PIN, layout.panels, inputs, width, dense=3),
+        operand("the bias", bias_O, outputs),
+        operand("the product", out_TO, tokens, out_features),
+        operand("the norm's weight", weight_I, inputs),
     )
-    call(PRODUCT, packed, (x_TI, panels_PIN, bias_O, out_TO, None if norm is None else norm.weight_I), commands)
+    sizes = tokens, inputs, outputs, x_TI.stride(0), out_TO.stride(0)
+    flags = offset, add_to_TO is not None, gate, sections
+    call(PRODUCT, _PRODUCT, operands, *sizes, eps, *flags, commands=commands)
     return out_TO
 
 
 def _stored(made_TO: torch.Tensor, out_TO: torch.Tensor) -> torch.Tensor:
-    sized("the product", out_TO, *made_TO.shape)
-    address("the product", out_TO, torch.float32, 1)
+    operand("the product", out_TO, *made_TO.shape)  # it refuses what the kernel would
     return out_TO.copy_(made_TO)
-
-
-def _row(name: str, values: torch.Tensor, size: int) -> int:
-    sized(name, values, size)
-    return address(name, values, torch.float32, 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 
-from pagerunner.ops.native.calls import STEP, address, call, sized
+from pagerunner.ops.native.calls import STEP, call, operand
 
 if TYPE_CHECKING:
     from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
@@ -22,9 +21,21 @@ def build_rows(
 ) -> None:
     """See `ops.batch.build_rows`. Raises IndexError for a slot or a page table entry that isn't there; nothing is written then."""
     groups = tables.shapes.shape[0]
-    sized("the tables' shapes", tables.shapes, None, 3)
-    sized("write entries", out.write_entry_GT, groups, None)
-    sized("write offsets", out.write_offset_GT, groups, out.write_entry_GT.shape[1])
+    operands = (
+        operand("a packed step", packed, dtype=_I64),
+        operand("page tables", tables.entries, dtype=_I64),
+        operand("the tables' shapes", tables.shapes, None, 3, dense=2, dtype=_I64),
+        operand("last tokens", last_tokens_N, dtype=_I64),
+        operand("token ids", out.token_ids_T, dtype=_I64),
+        operand("positions", out.positions_T, dtype=_I64),
+        operand("tokens' rows", out.row_T, dtype=_I32),
+        operand("slots", out.slots_R, dtype=_I32),
+        operand("sampled slots", out.sample_slots_R, dtype=_I64),
+        operand("query starts", out.query_start_R1, dtype=_I32),
+        operand("lengths", out.seq_lens_R, dtype=_I32),
+        operand("write entries", out.write_entry_GT, groups, None, dtype=_I64),
+        operand("write offsets", out.write_offset_GT, groups, out.write_entry_GT.shape[1], dtype=_I64),
+    )
     if out.write_offset_GT.stride(0) != out.write_entry_GT.stride(0):
         raise ValueError(
             f"write entries and offsets are read with the same strides; they are {list(out.write_entry_GT.stride())} and "
@@ -44,32 +55,7 @@ def build_rows(
     ):
         if tensor.shape[0] < count:
             raise ValueError(f"a step of {where} takes {count} {name}; there is room for {list(tensor.shape)}")
-    command = _STEP.pack(
-        address("a packed step", packed, _I64, 1),
-        address("page tables", tables.entries, _I64, 1),
-        address("the tables' shapes", tables.shapes, _I64, 2),
-        address("last tokens", last_tokens_N, _I64, 1),
-        address("token ids", out.token_ids_T, _I64, 1),
-        address("positions", out.positions_T, _I64, 1),
-        address("tokens' rows", out.row_T, _I32, 1),
-        address("slots", out.slots_R, _I32, 1),
-        address("sampled slots", out.sample_slots_R, _I64, 1),
-        address("query starts", out.query_start_R1, _I32, 1),
-        address("lengths", out.seq_lens_R, _I32, 1),
-        address("write entries", out.write_entry_GT, _I64, 1),
-        address("write offsets", out.write_offset_GT, _I64, 1),
-        where.rows,
-        where.tokens,
-        where.padded_rows,
-        where.padded_tokens,
-        where.starts,
-        where.query_start,
-        where.token_ids,
-        -1 if where.one_token else where.token_rows,
-        groups,
-        out.write_entry_GT.stride(0),
-        last_tokens_N.shape[0],
-        tables.entries.shape[0],
-    )
-    filled = (getattr(out, field.name) for field in fields(out))
-    call(STEP, command, (packed, tables.entries, tables.shapes, last_tokens_N, *filled))
+    token_rows = -1 if where.one_token else where.token_rows
+    places = where.starts, where.query_start, where.token_ids, token_rows, groups, out.write_entry_GT.stride(0)
+    counts = where.rows, where.tokens, where.padded_rows, where.padded_tokens
+    call(STEP, _STEP, operands, *counts, *places, last_tokens_N.shape[0], tables.entries.shape[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
@@ -54,6 +54,32 @@ def address(name: str, x: torch.Tensor, dtype: torch.dtype, dense: int) -> int:
             f"{x.device} of shape {list(x.shape)} with strides {list(x.stride())}"
         )
     return x.data_ptr()
+
+
+class Operand(NamedTuple):
+    """A tensor that a command reads or fills, and where it lies; nowhere (0) if there is none."""
+
+    place: int
+    tensor: torch.Tensor | None
+
+
+def operand(
+    name: str, x: torch.Tensor | None, *shape: int | None, dense: int = 1, dtype: torch.dtype = torch.float32
+) -> Operand:
+    """A tensor of `dtype`, whose last `dense` dimensions have no gaps; of the shape, if one is given.
+
+    Raises TypeError or ValueError for other tensors: see `address` and `sized`.
+    """
+    if x is None:
+        return Operand(0, None)
+    if shape:
+        sized(name, x, *shape)
+    return Operand(address(name, x, dtype, dense), x)
+
+
+def made(x: torch.Tensor) -> Operand:
+    """A tensor of `empty`, which a command fills."""
+    return Operand(x.data_ptr(), x)
 
 
 def sized(name: str, x: torch.Tensor, *shape: int | None) -> None:
@@ -106,14 +132,21 @@ class Commands:
             _run_or_record(bytes(self._packed), self._tensors)
 
 
-def call(kind: int, packed: bytes, tensors: Iterable[torch.Tensor | None], commands: Commands | None = None) -> None:
-    """Run a command, or record it, or put it off: add it to `commands`. `tensors` are those whose addresses it holds.
+def call(
+    kind: int, form: struct.Struct, operands: Iterable[Operand | int], *sizes: float, commands: Commands | None = None
+) -> None:
+    """Run a command, or record it, or put it off: add it to `commands`. A C structure of this form holds operands' places, then sizes.
+
+    Among operands may be sizes, where the structure has them there.
 
     Raises:
         IndexError: it looks up a row that its matrix doesn't have, or a slot or page table entry that isn't there.
         RuntimeError: there is no memory to work in. Nothing has been computed then.
     """
-    command = _HEADER.pack(kind, len(packed)) + packed
+    operands = tuple(operands)
+    places = (one.place if isinstance(one, Operand) else one for one in operands)
+    command = _HEADER.pack(kind, form.size) + form.pack(*places, *sizes)
+    tensors = [one.tensor for one in operands if isinstance(one, Operand)]
     if commands is None:
         _run_or_record(command, tensors)
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pagerunner.ops.native import small
-from pagerunner.ops.native.calls import EXPERTS, LOGITS, ROUTE, address, call, empty, empty_numbers, memory_of, sized
+from pagerunner.ops.native.calls import EXPERTS, LOGITS, ROUTE, call, empty, empty_numbers, made, memory_of, operand
 
 if TYPE_CHECKING:
     from pagerunner.ops.activation import GatedActivation
@@ -26,7 +26,7 @@ _ROUTE = struct.Struct("5P5qf2i4x")  # Route
 _EXPERTS = struct.Struct("8P7qf3i")  # Experts
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _ACTIVATIONS = {"silu": 0, "clamped_swiglu": 1, "limited_silu": 2}
-_F32, _I64 = torch.float32, torch.int64
+_I64 = torch.int64
 
 
 class Matrices(NamedTuple):
@@ -49,20 +49,14 @@ def serves(x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None)
 def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
     """See `ops.routing.expert_logits`."""
     (tokens, features), experts = x_TD.shape, weight_ED.shape[0]
-    sized("the router's weight", weight_ED, experts, features)
     logits_TE = empty(tokens, experts)
-    packed = _LOGITS.pack(
-        address("x", x_TD, _F32, 1),
-        address("the router's weight", weight_ED, _F32, 1),
-        _row("the router's bias", bias_E, experts),
-        logits_TE.data_ptr(),
-        tokens,
-        features,
-        experts,
-        x_TD.stride(0),
-        weight_ED.stride(0),
+    operands = (
+        operand("x", x_TD),
+        operand("the router's weight", weight_ED, experts, features),
+        operand("the router's bias", bias_E, experts),
+        made(logits_TE),
     )
-    call(LOGITS, packed, (x_TD, weight_ED, bias_E, logits_TE))
+    call(LOGITS, _LOGITS, operands, tokens, features, experts, x_TD.stride(0), weight_ED.stride(0))
     return logits_TE
 
 
@@ -78,22 +72,15 @@ def route(
     if experts % routing.groups or not 0 < routing.kept_groups <= routing.groups or not 0 < routing.active <= kept:
         raise ValueError(f"{routing} doesn't fit {experts} experts")
     weights_TA, experts_TA = empty(tokens, routing.active), empty_numbers(tokens, routing.active)
-    packed = _ROUTE.pack(
-        address("logits", logits_TE, _F32, 2),
-        _row("the choice's bias", bias_E, experts),
-        weights_TA.data_ptr(),
-        experts_TA.data_ptr(),
-        0 if touched is None else address("counts of experts", touched, _I64, 1),
-        tokens,
-        experts,
-        routing.active,
-        routing.groups,
-        routing.kept_groups,
-        routing.factor,
-        _SCORES[routing.scores],
-        routing.normalise,
+    operands = (
+        operand("logits", logits_TE, dense=2),
+        operand("the choice's bias", bias_E, experts),
+        made(weights_TA),
+        made(experts_TA),
+        operand("counts of experts", touched, dtype=_I64),
     )
-    call(ROUTE, packed, (logits_TE, bias_E, weights_TA, experts_TA, touched))
+    sizes = tokens, experts, routing.active, routing.groups, routing.kept_groups
+    call(ROUTE, _ROUTE, operands, *sizes, routing.factor, _SCORES[routing.scores], routing.normalise)
     return weights_TA, experts_TA
 
 
@@ -110,34 +97,20 @@ def experts(
     """See `ops.moe.moe_experts`. Raises IndexError for a number that names no expert and isn't padding's -1; the sum is zero then."""
     (tokens, features), (count, _, _, width) = x_TD.shape, matrices.gate_up.shape
     active = routes.experts_TA.shape[1]
-    sized("gates and ups", matrices.gate_up, count, 2 * -(-inner // width), features, width)
-    sized("down projections", matrices.down, count, -(-features // width), inner, width)
-    sized("the routes' weights", routes.weights_TA, tokens, active)
-    sized("the routes' experts", routes.experts_TA, tokens, active)
     out_TD = empty(tokens, features) if residual_TD is None else residual_TD
-    sized("the residual", out_TD, tokens, features)
-    packed = _EXPERTS.pack(
-        address("x", x_TD, _F32, 1),
-        address("the routes' weights", routes.weights_TA, _F32, 2),
-        address("the routes' experts", routes.experts_TA, _I64, 2),
-        address("gates and ups", matrices.gate_up, _F32, 4),
-        address("down projections", matrices.down, _F32, 4),
-        _matrix("the bias of gates and ups", matrices.gate_up_bias, count, 2 * inner),
-        _matrix("the bias of down projections", matrices.down_bias, count, features),
-        address("the residual", out_TD, _F32, 1),
-        tokens,
-        active,
-        count,
-        features,
-        inner,
-        x_TD.stride(0),
-        out_TD.stride(0),
-        activation.limit,
-        _ACTIVATIONS[activation.kind],
-        residual_TD is not None,
-        weigh_inputs,
+    operands = (
+        operand("x", x_TD),
+        operand("the routes' weights", routes.weights_TA, tokens, active, dense=2),
+        operand("the routes' experts", routes.experts_TA, tokens, active, dense=2, dtype=_I64),
+        operand("gates and ups", matrices.gate_up, count, 2 * -(-inner // width), features, width, dense=4),
+        operand("down projections", matrices.down, count, -(-features // width), inner, width, dense=4),
+        operand("the bias of gates and ups", matrices.gate_up_bias, count, 2 * inner, dense=2),
+        operand("the bias of down projections", matrices.down_bias, count, features, dense=2),
+        operand("the residual", out_TD, tokens, features),
     )
-    call(EXPERTS, packed, (x_TD, routes.weights_TA, routes.experts_TA, *matrices, out_TD))
+    sizes = tokens, active, count, features, inner, x_TD.stride(0), out_TD.stride(0)
+    flags = _ACTIVATIONS[activation.kind], residual_TD is not None, weigh_inputs
+    call(EXPERTS, _EXPERTS, operands, *sizes, activation.limit, *flags)
     return out_TD
 
 
@@ -145,17 +118,3 @@ def experts_memory(tokens: int, features: int, inner: int, experts: int, active:
     """Bytes that the experts of a step of so many tokens work in."""
     sizes = min(tokens, FEW_TOKENS), active, experts, features, inner, features, features
     return memory_of(EXPERTS, _EXPERTS.pack(*(0,) * 8, *sizes, 0.0, 0, 0, 0))
-
-
-def _row(name: str, x: torch.Tensor | None, size: int) -> int:
-    if x is None:
-        return 0
-    sized(name, x, size)
-    return address(name, x, _F32, 1)
-
-
-def _matrix(name: str, x: torch.Tensor | None, rows: int, columns: int) -> int:
-    if x is None:
-        return 0
-    sized(name, x, rows, columns)
-    return address(name, x, _F32, 2)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import KVPages, StepRows
-from pagerunner.ops.native.calls import ATTENTION, PREPARE, address, call, empty, memory_of, sized
+from pagerunner.ops.native.calls import ATTENTION, PREPARE, Operand, call, empty, made, memory_of, operand
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
 _CALL = struct.Struct("17P19q3f4x")  # Attention in native/attention.h
 _NO_SCORES = Scores(0.0)
 _NO_PLAN = PagedPlan()
-_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+_I32, _I64 = torch.int32, torch.int64
 
 
 class _Inputs(NamedTuple):
@@ -32,104 +32,50 @@ class _Inputs(NamedTuple):
 
     def run(self, *kinds: int) -> None:
         """Run commands of these kinds on it, one after another."""
-        packed = self._packed()
-        prep, rows = self.prep, self.rows
-        tensors = (
-            *self.heads,
-            self.pages.k,
-            self.pages.v,
-            *(self.write or ()),
-            self.out_THV,
-            self.table_SW,
-            self.scores.sinks_H,
-            *(() if prep is None else (prep.q_norm_D, prep.k_norm_D, *prep.angles)),
-            *(() if rows is None else (rows.slots_R, rows.query_start_R1, rows.seq_lens_R)),
-        )
+        operands, sizes = self._operands(), self._sizes()
         for kind in kinds:
-            call(kind, packed, tensors)
+            call(kind, _CALL, operands, *sizes)
 
-    def _packed(self) -> bytes:
-        """The C structure. Raises TypeError or ValueError for tensors that it doesn't describe."""
+    def _operands(self) -> tuple[Operand, ...]:
+        """The C structure's tensors. Raises TypeError or ValueError for tensors that it doesn't describe."""
         q_THD, k_TKD, v_TKV = self.heads
         (tokens, num_heads, size), (kv_heads, value_size) = q_THD.shape, v_TKV.shape[1:]
-        k_pages, v_pages = self.pages.k, self.pages.v
-        sized("k", k_TKD, tokens, kv_heads, size)
-        sized("v", v_TKV, tokens, kv_heads, value_size)
-        sized("pages of keys", k_pages, None, None, kv_heads, size)
-        sized("pages of values", v_pages, None, k_pages.shape[1], kv_heads, value_size)
-        table, rows = self.table_SW, self.rows
-        return _CALL.pack(
-            address("q", q_THD, _F32, 2),
-            address("k", k_TKD, _F32, 2),
-            address("v", v_TKV, _F32, 2),
-            address("pages of keys", k_pages, _F32, 2),
-            address("pages of values", v_pages, _F32, 2),
-            0 if self.out_THV is None else self.out_THV.data_ptr(),
-            *self._prep_addresses(tokens, size),
-            _optional("sinks", self.scores.sinks_H, _F32, num_heads),
-            *self._write_addresses(tokens),
-            0 if table is None else address("the page table", table, _I64, 1),
-            *_row_addresses(rows),
-            q_THD.stride(0),
-            k_TKD.stride(0),
-            v_TKV.stride(0),
-            k_pages.stride(0),
-            v_pages.stride(0),
-            k_pages.stride(1),
-            v_pages.stride(1),
-            k_pages.shape[1],
-            0 if table is None else table.stride(0),
-            1 if table is None else table.shape[1],
-            tokens,
-            0 if rows is None else rows.slots_R.shape[0],
-            0 if rows is None else rows.max_query_len,
-            num_heads,
-            kv_heads,
-            size,
-            value_size,
-            self.plan.window,
-            self.plan.chunk,
-            0.0 if self.prep is None else self.prep.eps,
-            self.scores.scale,
-            self.scores.softcap,
-        )
-
-    def _prep_addresses(self, tokens: int, size: int) -> tuple[int, int, int, int]:
-        if self.prep is None:
-            return 0, 0, 0, 0
-        cos_T1D, sin_T1D = self.prep.angles
-        sized("cosines", cos_T1D, tokens, 1, size)
-        sized("sines", sin_T1D, tokens, 1, size)
+        k_pages, v_pages, prep, rows = self.pages.k, self.pages.v, self.prep, self.rows
+        entry_T, offset_T = self.write or (None, None)
+        q_norm, k_norm, cos, sin = (None,) * 4 if prep is None else (prep.q_norm_D, prep.k_norm_D, *prep.angles)
+        slots, starts, lengths = (None,) * 3 if rows is None else (rows.slots_R, rows.query_start_R1, rows.seq_lens_R)
+        count = 0 if slots is None else slots.shape[0]
         return (
-            _optional("the queries' norm", self.prep.q_norm_D, _F32, size),
-            _optional("the keys' norm", self.prep.k_norm_D, _F32, size),
-            address("cosines", cos_T1D, _F32, 3),
-            address("sines", sin_T1D, _F32, 3),
+            operand("q", q_THD, dense=2),
+            operand("k", k_TKD, tokens, kv_heads, size, dense=2),
+            operand("v", v_TKV, tokens, kv_heads, value_size, dense=2),
+            operand("pages of keys", k_pages, None, None, kv_heads, size, dense=2),
+            operand("pages of values", v_pages, None, k_pages.shape[1], kv_heads, value_size, dense=2),
+            Operand(0, None) if self.out_THV is None else made(self.out_THV),
+            operand("the queries' norm", q_norm, size),
+            operand("the keys' norm", k_norm, size),
+            operand("cosines", cos, tokens, 1, size, dense=3),
+            operand("sines", sin, tokens, 1, size, dense=3),
+            operand("sinks", self.scores.sinks_H, num_heads),
+            operand("write entries", entry_T, tokens, dtype=_I64),
+            operand("write offsets", offset_T, tokens, dtype=_I64),
+            operand("the page table", self.table_SW, dtype=_I64),
+            operand("slots", slots, dtype=_I32),
+            operand("query starts", starts, count + 1, dtype=_I32),
+            operand("lengths", lengths, count, dtype=_I32),
         )
 
-    def _write_addresses(self, tokens: int) -> tuple[int, int]:
-        if self.write is None:
-            return 0, 0
-        entry_T, offset_T = self.write
-        return _optional("write entries", entry_T, _I64, tokens), _optional("write offsets", offset_T, _I64, tokens)
-
-
-def _optional(name: str, x: torch.Tensor | None, dtype: torch.dtype, size: int) -> int:
-    if x is None:
-        return 0
-    sized(name, x, size)
-    return address(name, x, dtype, 1)
-
-
-def _row_addresses(rows: StepRows | None) -> tuple[int, int, int]:
-    if rows is None:
-        return 0, 0, 0
-    count = rows.slots_R.shape[0]
-    return (
-        address("slots", rows.slots_R, _I32, 1),
-        _optional("query starts", rows.query_start_R1, _I32, count + 1),
-        _optional("lengths", rows.seq_lens_R, _I32, count),
-    )
+    def _sizes(self) -> tuple[float, ...]:
+        """The C structure's numbers."""
+        (q_THD, _, v_TKV), k_pages, v_pages, rows = self.heads, self.pages.k, self.pages.v, self.rows
+        page_strides = k_pages.stride(0), v_pages.stride(0), k_pages.stride(1), v_pages.stride(1)
+        table = (0, 1) if self.table_SW is None else (self.table_SW.stride(0), self.table_SW.shape[1])
+        counts = (0, 0) if rows is None else (rows.slots_R.shape[0], rows.max_query_len)
+        heads = q_THD.shape[1], v_TKV.shape[1], q_THD.shape[2], v_TKV.shape[2]
+        return (
+            *(x.stride(0) for x in self.heads), *page_strides, k_pages.shape[1], *table, q_THD.shape[0], *counts, *heads,
+            self.plan.window, self.plan.chunk, 0.0 if self.prep is None else self.prep.eps, self.scores.scale, self.scores.softcap,
+        )  # fmt: skip
 
 
 def attention_memory(row_tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> int:

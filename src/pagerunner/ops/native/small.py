@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, TEMPER, address, call, empty, sized
+from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, TEMPER, call, empty, made, operand
 from pagerunner.ops.native.library import library
 
 _ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
@@ -35,20 +35,14 @@ def counts(numbers_T: torch.Tensor) -> bool:
 
 def table_rows(ids_T: torch.Tensor, table: torch.Tensor, rows: int, *, in_panels: bool) -> torch.Tensor:
     """Rows `ids` of a table [V, D], or of panels [P, D, N] that hold `rows` of them; [T, D]. Raises IndexError for other ids."""
-    sized("ids", ids_T, None)
-    features = table.shape[1]
-    out_TD = empty(ids_T.shape[0], features)
-    packed = _ROWS.pack(
-        address("table", table, torch.float32, 3 if in_panels else 1),
-        address("ids", ids_T, torch.int64, 1),
-        out_TD.data_ptr(),
-        ids_T.shape[0],
-        rows,
-        features,
-        table.stride(0),
-        in_panels,
+    tokens, features = ids_T.numel(), table.shape[1]
+    out_TD = empty(tokens, features)
+    operands = (
+        operand("table", table, dense=3 if in_panels else 1),
+        operand("ids", ids_T, None, dtype=torch.int64),
+        made(out_TD),
     )
-    call(ROWS, packed, (table, ids_T, out_TD))
+    call(ROWS, _ROWS, operands, tokens, rows, features, table.stride(0), in_panels)
     return out_TD
 
 
@@ -56,20 +50,15 @@ def rope_angles(
     positions_T: torch.Tensor, frequencies: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines as `ops.rope.rope_angles` has them, both [T, 1, D]."""
-    sized("positions", positions_T, None)
-    sized("frequencies", frequencies, None)
-    tokens, half = positions_T.shape[0], frequencies.shape[0]
+    tokens, half = positions_T.numel(), frequencies.numel()
     cos_T1D, sin_T1D = empty(tokens, 1, 2 * half), empty(tokens, 1, 2 * half)
-    packed = _ANGLES.pack(
-        address("positions", positions_T, torch.int64, 1),
-        address("frequencies", frequencies, torch.float32, 1),
-        cos_T1D.data_ptr(),
-        sin_T1D.data_ptr(),
-        tokens,
-        half,
-        scale,
+    operands = (
+        operand("positions", positions_T, None, dtype=torch.int64),
+        operand("frequencies", frequencies, None),
+        made(cos_T1D),
+        made(sin_T1D),
     )
-    call(ANGLES, packed, (positions_T, frequencies, cos_T1D, sin_T1D))
+    call(ANGLES, _ANGLES, operands, tokens, half, scale)
     return cos_T1D, sin_T1D
 
 
@@ -81,61 +70,34 @@ def rms_norm(
     With `residual`, x [T, D] is added there, and it is the sum's norm.
     """
     (tokens, *heads, features) = x.shape
-    sized("the norm's weight", weight_D, features)
-    if residual_TD is not None:
-        sized("the residual", residual_TD, *x.shape[:1], features)
     out = empty(*x.shape)
-    packed = _NORM.pack(
-        address("x", x, torch.float32, 1),
-        address("the norm's weight", weight_D, torch.float32, 1),
-        0 if residual_TD is None else address("the residual", residual_TD, torch.float32, 1),
-        out.data_ptr(),
-        tokens,
-        heads[0] if heads else 1,
-        features,
-        x.stride(0),
-        x.stride(-2),
-        0 if residual_TD is None else residual_TD.stride(0),
-        eps,
-        offset,
+    operands = (
+        operand("x", x),
+        operand("the norm's weight", weight_D, features),
+        operand("the residual", residual_TD, *x.shape[:1], features),
+        made(out),
     )
-    call(NORM, packed, (x, weight_D, residual_TD, out))
+    sizes = tokens, heads[0] if heads else 1, features, x.stride(0), x.stride(-2)
+    call(NORM, _NORM, operands, *sizes, 0 if residual_TD is None else residual_TD.stride(0), eps, offset)
     return out
 
 
 def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, *, adjacent: bool = False) -> None:
     """See `ops.rope.rope_`; with `adjacent` see `ops.rope.rope_pairs_`."""
     tokens, heads, features = x_TND.shape
-    sized("cosines", cos_T1D, tokens, 1, features)
-    sized("sines", sin_T1D, tokens, 1, features)
-    packed = _ROTATE.pack(
-        address("x", x_TND, torch.float32, 1),
-        address("cosines", cos_T1D, torch.float32, 3),
-        address("sines", sin_T1D, torch.float32, 3),
-        tokens,
-        heads,
-        features,
-        x_TND.stride(0),
-        x_TND.stride(1),
-        adjacent,
+    operands = (
+        operand("x", x_TND),
+        operand("cosines", cos_T1D, tokens, 1, features, dense=3),
+        operand("sines", sin_T1D, tokens, 1, features, dense=3),
     )
-    call(ROTATE, packed, (x_TND, cos_T1D, sin_T1D))
+    call(ROTATE, _ROTATE, operands, tokens, heads, features, x_TND.stride(0), x_TND.stride(1), adjacent)
 
 
 def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> None:
     """See `ops.rope.temper`; in place, of heads one behind another."""
     tokens, heads, features = x_TND.shape
-    sized("positions", positions_T, tokens)
-    packed = _TEMPER.pack(
-        address("x", x_TND, torch.float32, 2),
-        address("positions", positions_T, torch.int64, 1),
-        tokens,
-        heads * features,
-        x_TND.stride(0),
-        floor,
-        scale,
-    )
-    call(TEMPER, packed, (x_TND, positions_T))
+    operands = operand("x", x_TND, dense=2), operand("positions", positions_T, tokens, dtype=torch.int64)
+    call(TEMPER, _TEMPER, operands, tokens, heads * features, x_TND.stride(0), floor, scale)
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
@@ -163,12 +125,7 @@ def _map(
 ) -> torch.Tensor:
     """`out`: rows without gaps; it may be `x`."""
     out_TD = empty(x_TD.shape[0], features) if out_TD is None else out_TD
-    place = address("x", x_TD, torch.float32, 1)
-    call(
-        MAP,
-        _MAP.pack(place, out_TD.data_ptr(), x_TD.shape[0], features, x_TD.stride(0), factor, kind),
-        (x_TD, out_TD),
-    )
+    call(MAP, _MAP, (operand("x", x_TD), made(out_TD)), x_TD.shape[0], features, x_TD.stride(0), factor, kind)
     return out_TD
 
 
@@ -176,7 +133,6 @@ def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely token of each row, int64 [S], and its logit, float32 [S], as `ops.sample.greedy` says."""
     rows, vocabulary = logits_SV.shape
     tokens_S, best_S = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    place = address("logits", logits_SV, torch.float32, 1)
-    packed = _GREEDY.pack(place, tokens_S.data_ptr(), best_S.data_ptr(), rows, vocabulary, logits_SV.stride(0))
-    call(GREEDY, packed, (logits_SV, tokens_S, best_S))
+    operands = operand("logits", logits_SV), made(tokens_S), made(best_S)
+    call(GREEDY, _GREEDY, operands, rows, vocabulary, logits_SV.stride(0))
     return tokens_S, best_S
