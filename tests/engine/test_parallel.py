@@ -182,12 +182,7 @@ def test_sizes_that_can_not_be_cut_are_refused_with_those_that_can(asked: Any, m
     assert rank_pids() == []
 
 
-def test_families_and_devices_that_can_not_yet_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^tensor_parallel_size=2: Models of the family qwen3_5_text can't be divided among ranks yet",
-    ):
-        resolve(EngineArgs(model=str(Path(demo_path()).parent / "demo-hybrid"), tensor_parallel_size=2, device="cpu"))
+def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
     monkeypatch.setattr(resolving, "device_memory", lambda: None)
     with pytest.raises(

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from helpers.checkpoints import make_checkpoint
-from helpers.checkpoints_hybrid import make_hybrid_directory
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_hybrid_directory
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
+from helpers.families import MAKERS
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
+from pagerunner.dist.gloo import GlooComm
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.startup.build import build_on
 from pagerunner.engine.startup.measure import MemoryFacts
-from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import LoadedWorker, load_worker
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from pagerunner.types.request import Grammar
@@ -98,6 +102,27 @@ class Ranks:
         return busy
 
 
+class DividedRanks(Ranks):
+    """Workers with a share of the model each. Each has a thread of its own, as they wait for each other in sums."""
+
+    def __init__(self, resolved: Resolved, directory: Path) -> None:
+        size = resolved.config.tensor_parallel_size
+        directory.mkdir(mode=0o700)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
+        super().__init__(
+            self._each(
+                lambda rank: load_worker(resolved, comm=GlooComm(directory, rank, size, seconds=60.0)), range(size)
+            )
+        )
+
+    def _each(self, act: Callable[[Any], Any], given: Iterable[Any]) -> list[Any]:
+        futures = [thread.submit(act, one) for thread, one in zip(self._threads, given, strict=True)]
+        return [future.result() for future in futures]
+
+    def run(self, plan: StepPlan) -> SamePending:
+        return SamePending(plan, self._each(lambda worker: worker.run(plan), self._workers))
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def make(family: str) -> str:
@@ -165,6 +190,30 @@ def run(core: EngineCore, asked: Sequence[EngineRequest]) -> dict[str, list[int]
         for update in core.step():
             tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
     return tokens
+
+
+LATENT = ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"]
+RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba"]
+
+
+@pytest.mark.parametrize(
+    "family", [kind[number] for kind in (LATENT, RECURRENT) for number in share_of_the_day(len(kind), 4)]
+)
+def test_ranks_with_a_share_each_have_the_tokens_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    """Latents and indexers are whole on every rank. Heads are divided, and states with them."""
+    if family == "bamba":  # two ranks have the same group
+        made = make_hybrid_checkpoint(tmp_path, family, num_attention_heads=4, num_key_value_heads=2, mamba_n_groups=1)[
+            0
+        ]
+    else:
+        made = MAKERS[family](tmp_path)
+    limits = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
+    args = EngineArgs(model=str(made), poison_fresh_pages=True, device="cpu", **limits)  # type: ignore[arg-type]
+    alone = resolve(args)
+    wanted = run(build_on(alone, load_worker(alone)), requests(3, 5))
+    divided = resolve(msgspec.structs.replace(args, tensor_parallel_size=2))
+    core = build_on(divided, DividedRanks(divided, tmp_path / "ranks"))
+    assert run(core, requests(3, 5)) == wanted
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])

@@ -14,7 +14,6 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.families import MAKERS
 from helpers.forward import Harness, load, prompts
-from helpers.published import all_published
 from helpers.quantise import quantise
 from helpers.ranks import Ranks
 from helpers.threads_of_ranks import in_ranks
@@ -229,10 +228,3 @@ def test_sizes_that_can_not_be_divided_are_refused_with_those_that_can(tmp_path:
         build_share(config, "float32", "cpu", 0, 5)
     with pytest.raises(ConfigError, match=r"4 kv_heads can't be divided among 3 ranks"):
         build_share(config, "float32", "cpu", 0, 3)
-
-
-def test_families_whose_ranks_can_not_compute_together_yet_are_refused_by_name() -> None:
-    published = all_published()["deepseek-ai/DeepSeek-V2-Lite-Chat"]
-    config = read_model_config(published.file, quantised=True)
-    with pytest.raises(ConfigError, match="family deepseek_v2 can't be divided among ranks yet"):
-        config.of_rank({})

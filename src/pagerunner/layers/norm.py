@@ -5,28 +5,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pagerunner.dist.base import Comm
+from pagerunner.dist.null import NullComm
 from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, gate_then_rms_norm, offset_rms_norm, rms_norm
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 
 
 class RMSNorm(Module):
-    """Root-mean-square norm with a weight per feature.
-
-    `sections` say whose the features are if devices may divide them. Then the mean is over the features of all devices.
-    """
+    """Root-mean-square norm with a weight per feature."""
 
     offset = False
 
-    def __init__(
-        self, features: int, eps: float, dtype: torch.dtype, sections: tuple[Section, ...] | None = None
-    ) -> None:
+    def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        if sections is not None:
-            self.cuts = {"weight": TensorCut(0, sections)}
         self.weights = {"weight": torch.empty(features, dtype=dtype, device="meta")}
 
     @property
@@ -50,6 +45,25 @@ class RMSNorm(Module):
     def add_pairs(self, pairs: PairSums, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add the pairs' sums to `residual` in place and return the norm of that."""
         return add_pairs_norm_(residual_TD, pairs, self.parameters)
+
+
+class GatedRMSNorm(RMSNorm):
+    """`norm(x * silu(gate))`, with features that ranks may divide, as `sections` say: equally many each. The mean is over those of all ranks."""
+
+    def __init__(self, features: int, eps: float, dtype: torch.dtype, sections: tuple[Section, ...]) -> None:
+        super().__init__(features, eps, dtype)
+        self.cuts = {"weight": TensorCut(0, sections)}
+        self.comm: Comm = NullComm()
+
+    def of_gated(self, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
+        """The norm of what passes the gate."""
+        if self.comm.size == 1:
+            return gate_then_rms_norm(x_TD, gate_TD, self.weight_D, self.eps)
+        gated_TD = x_TD.float() * F.silu(gate_TD.float())
+        squares_T1 = gated_TD.square().sum(-1, keepdim=True)
+        self.comm.all_reduce_(squares_T1)
+        squares_T1 /= self.comm.size * x_TD.shape[1]
+        return gated_TD.mul_(torch.rsqrt(squares_T1 + self.eps)).to(x_TD.dtype).mul_(self.weight_D)
 
 
 class LayerNorm(Module):

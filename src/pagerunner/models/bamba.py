@@ -13,14 +13,13 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
-from pagerunner.layers.norm import RMSNorm
+from pagerunner.layers.norm import GatedRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
 from pagerunner.layers.sublayer import Mixer, ResidualStream, only
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.hybrid import BambaConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.norm import gate_then_rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_
 
 
@@ -67,7 +66,7 @@ class Mamba2Mixer(Mixer):
         cut = Cut("outputs", (all_inner, *channels, each))
         self.in_proj = Linear(config.hidden_size, sum(self.sizes), dtype, bias=bias, cut=cut)
         self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, channels, bias=config.conv_bias)
-        self.norm = RMSNorm(inner, config.rms_norm_eps, dtype, (all_inner,))
+        self.norm = GatedRMSNorm(inner, config.rms_norm_eps, dtype, (all_inner,))
         self.o_proj = Linear(inner, config.hidden_size, dtype, bias=bias, cut=by_inputs(own, config.mamba_head_dim))
         self.recur = PagedRecurrence(layer_index)
 
@@ -93,8 +92,7 @@ class Mamba2Mixer(Mixer):
             state_size=config.state_size,
         )
         out_TI = self.recur(recurrence, (mixed_TC, steps_TH), batch).flatten(1)
-        out_TI = gate_then_rms_norm(out_TI, gate_TI, self.norm.weight_D, self.norm.eps)
-        return only(out_TI, wanted_S)
+        return only(self.norm.of_gated(out_TI, gate_TI), wanted_S)
 
 
 def _layer(config: BambaConfig, layer_index: int, dtype: torch.dtype) -> DecoderLayer:

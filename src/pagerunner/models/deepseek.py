@@ -150,11 +150,10 @@ def _sparse_mlp(config: DeepseekConfig, dtype: torch.dtype) -> SparseMLP:
     routing = Routing(own.top_k, own.scores, own.normalise, own.factor, own.groups, own.kept_groups)
     choice_bias = "e_score_correction_bias" if own.scores == "sigmoid" else None
     sizes = ExpertSizes(own.experts, config.hidden_size, config.expert_size)
-    shared = config.expert_size * config.shared_experts
     return SparseMLP(
         Router(config.hidden_size, own.experts, dtype, routing, choice_bias=choice_bias),
         Experts(sizes, dtype),
-        shared=GatedMLP(config.hidden_size, shared, dtype, bias=config.mlp_bias),
+        shared=GatedMLP(config.hidden_size, config.shared_size, dtype, bias=config.mlp_bias),
         names={"router": "gate", "shared": "shared_experts"},
     )
 

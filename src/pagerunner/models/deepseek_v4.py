@@ -183,7 +183,7 @@ class HashRouter(Router):
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, routing: Routing) -> None:
         super().__init__(config.hidden_size, config.experts, dtype, routing)
-        shape = (config.vocab_size, routing.active)
+        shape = (config.hash_size, routing.active)
         self.weights["tid2eid"] = torch.empty(shape, dtype=torch.int64, device="meta")
 
     def randomize(self, generator: torch.Generator) -> None:

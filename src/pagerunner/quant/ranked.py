@@ -56,6 +56,10 @@ class Summed(Ranked):
         self.comm.all_reduce_(out_TO)
         return out_TO
 
+    def matrix(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored | None:
+        """See WeightMethod; the part, for `SummedExperts`, whose sum has the products of both."""
+        return self.own.matrix(weights)
+
 
 class SummedExperts(ExpertMethod):
     """Inner features of every expert. The ranks' outputs are added up once for all of a token's experts."""
@@ -97,8 +101,7 @@ class SummedExperts(ExpertMethod):
     ) -> torch.Tensor:
         """See ExpertMethod; of the whole experts."""
         out_TD = self.own.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs)
-        self.comm.all_reduce_(out_TD)
-        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+        return self._summed(out_TD, residual_TD)
 
     def apply_then(
         self,
@@ -112,11 +115,17 @@ class SummedExperts(ExpertMethod):
         weigh_inputs: bool = False,
         shared: Shared | None = None,
     ) -> PairSums | None:
-        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is whole on every rank."""
+        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
+        out_TD = self.own.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs)
         if shared is not None:
-            add_shared_(x_TD, shared, activation, residual_TD)
-        self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+            add_shared_(x_TD, shared, activation, out_TD)
+        self._summed(out_TD, residual_TD)
         return None
+
+    def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
+        """The ranks' outputs added up, and to the residual if there is one."""
+        self.comm.all_reduce_(out_TD)
+        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
 class OfVocabulary(Ranked):

@@ -16,6 +16,7 @@ from pagerunner.layers.embedding import Embedding, vocabulary
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
+from pagerunner.layers.norm import GatedRMSNorm
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, build_model
 from pagerunner.models.configs.base import ModelConfig
@@ -72,6 +73,8 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
         elif isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":
             _check_divided(tensors)
             layer.store(Summed(layer.method, comm))
+        elif isinstance(layer, GatedRMSNorm):
+            layer.comm = comm
 
 
 def _token_ids(tensors: Sequence[CheckpointTensor], share: Share) -> list[range]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from pagerunner.config import Dtype, KVDtype
-from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import Spec
 from pagerunner.quant.formats import Format
 
@@ -46,12 +45,22 @@ class ModelConfig(ABC):
         """What attention scores have beside a scale: "sinks", "softcap". Backends say which of them they compute."""
         return frozenset()
 
-    def of_rank(self, own: Mapping[tuple[str, int], int]) -> ModelConfig:
+    divided: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocabulary",
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "intermediate_size": "inner",
+    }
+    """Fields that count features which ranks divide (`layers/cuts.py`), and the features' names. A family has some of them, and may add others."""
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
         """The config of the model that one of several ranks has, with `own` of the features, by their name and count in the whole model.
 
-        Raises ConfigError for a family whose ranks can't compute together.
+        A field whose features no layer has stays as it is.
         """
-        raise ConfigError(f"Models of the family {self.family} can't be divided among ranks yet.")
+        counts = {field: (name, getattr(self, field, 0)) for field, name in self.divided.items()}
+        found: dict[str, Any] = {field: own[features] for field, features in counts.items() if features in own}
+        return replace(self, **found)
 
     @abstractmethod
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:

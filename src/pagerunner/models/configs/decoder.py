@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec, WindowKV
@@ -33,16 +32,6 @@ class DecoderConfig(ModelConfig):
     window: int = 0
     windowed: tuple[bool, ...] = ()
 
-    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
-        """See ModelConfig. A family that has inner features of another number says itself what becomes of them."""
-        return replace(
-            self,
-            num_heads=own["heads", self.num_heads],
-            num_kv_heads=own["kv_heads", self.num_kv_heads],
-            intermediate_size=own_inner(own, self.intermediate_size),
-            vocab_size=own["vocabulary", self.vocab_size],
-        )
-
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """A window or full attention in every layer."""
         full = FullKV(self.num_kv_heads, self.head_dim, kv_dtype)
@@ -50,11 +39,6 @@ class DecoderConfig(ModelConfig):
             return (full,) * self.num_layers
         windowed = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
         return tuple(windowed if short else full for short in self.windowed)
-
-
-def own_inner(own: Mapping[tuple[str, int], int], count: int) -> int:
-    """How many of `count` inner features a rank has; as many as there are where no layer of the model has such ones."""
-    return own.get(("inner", count), count)
 
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)

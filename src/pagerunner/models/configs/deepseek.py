@@ -47,8 +47,8 @@ class DeepseekConfig(ModelConfig):
 
     `query_rank` is the size of the compressed query (None: queries are projected directly). A query or key head has
     `key_dim` elements without positions and then `rope_dim` rotary ones, whose pairs are adjacent if `rope_pairs`.
-    `indexer` chooses what a query sees (None: everything). `extra_layers` follow the decoder in the checkpoint for
-    multi-token prediction, which is not used.
+    `shared_size` are the inner features of all shared experts together. `indexer` chooses what a query sees (None:
+    everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
     """
 
     num_heads: int
@@ -63,11 +63,12 @@ class DeepseekConfig(ModelConfig):
     mlp_bias: bool
     intermediate_size: int
     expert_size: int
-    shared_experts: int
+    shared_size: int
     dense_layers: int
     routing: RoutingConfig
     extra_layers: int
     indexer: IndexerConfig | None = None
+    divided = {**ModelConfig.divided, "expert_size": "inner", "shared_size": "inner"}
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """One latent and rotary vector per token in every layer, and an indexer key where there is an indexer."""
@@ -174,6 +175,7 @@ def _read(
     if (frequency := fields.integer("moe_layer_freq", 1)) != 1:
         raise fields.error("moe_layer_freq", f"is {frequency}; only 1 is supported.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
+    expert_size = fields.integer("moe_intermediate_size")
     rank = fields.take("q_lora_rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
         raise fields.error("q_lora_rank", f"must be null or a whole number of at least 1, got {rank!r}.")
@@ -195,8 +197,8 @@ def _read(
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=mlp_bias,
         intermediate_size=fields.integer("intermediate_size"),
-        expert_size=fields.integer("moe_intermediate_size"),
-        shared_experts=fields.integer("n_shared_experts"),
+        expert_size=expert_size,
+        shared_size=expert_size * fields.integer("n_shared_experts"),
         dense_layers=fields.integer("first_k_dense_replace", dense_layers, least=0),
         routing=routing,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import LatentKV, RecurrentState, Spec
@@ -40,7 +41,7 @@ class DeepseekV4Config(ModelConfig):
     """Vectors that are keys and values of all heads, in a window and compressed; residuals in `streams` parallel streams.
 
     The last `rope_dim` of a head's `head_dim` elements are rotary, with adjacent pairs. Outputs are projected by
-    `output_groups` groups of heads to `output_rank` elements each, and then together.
+    `output_groups` groups of heads to `output_rank` elements each, and then together. `hash_size` token ids name experts.
     """
 
     num_heads: int
@@ -60,10 +61,17 @@ class DeepseekV4Config(ModelConfig):
     experts: int
     active_experts: int
     expert_size: int
-    shared_experts: int
+    hash_size: int
     routing: Literal["sqrtsoftplus", "sigmoid"]
     routing_factor: float
     activation_limit: float
+
+    divided = {**ModelConfig.divided, "output_groups": "output_groups", "expert_size": "inner"}
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
+        """See ModelConfig. Heads are divided by output group."""
+        found = super().of_rank(own)
+        return replace(found, num_heads=self.num_heads // self.output_groups * found.output_groups)
 
     @property
     def attention_scores(self) -> frozenset[str]:
@@ -107,6 +115,8 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
             raise fields.error(name, f"is {not wanted}; only {wanted} is supported in this family.".lower())
     fields.choice("hidden_act", ("silu", "swish"), "silu")
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    if (shared := fields.integer("n_shared_experts", 1)) != 1:
+        raise fields.error("n_shared_experts", f"is {shared}; only 1 is supported in this family.")
     for name in _UNUSED_FIELDS:
         fields.take(name)
     routing: Any = fields.choice("scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus")
@@ -131,7 +141,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
         experts=experts,
         active_experts=active,
         expert_size=fields.integer("moe_intermediate_size", 2048),
-        shared_experts=_one_shared(fields),
+        hash_size=common["vocab_size"],
         routing=routing,
         routing_factor=fields.number("routed_scaling_factor", 1.5, above=0),
         activation_limit=fields.number("swiglu_limit", 10.0, above=0),
@@ -153,12 +163,6 @@ def _published_format(found: Format | None, expert_dtype: str) -> Format | None:
             *schemes,
         )
     return replace(found, writer="deepseek-v4", schemes=schemes)
-
-
-def _one_shared(fields: Fields) -> int:
-    if (shared := fields.integer("n_shared_experts", 1)) != 1:
-        raise fields.error("n_shared_experts", f"is {shared}; only 1 is supported in this family.")
-    return shared
 
 
 def _read_ropes(fields: Fields, head_dim: int, length: int) -> tuple[RopeConfig, RopeConfig, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from pagerunner.config import DTYPE_BYTES, KVDtype
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec, WindowKV
@@ -96,6 +97,15 @@ class GatedDeltaConfig(HybridConfig):
     value_head_dim: int
     experts: ExpertsConfig | None
     expert_layers: tuple[bool, ...]
+    divided = {**HybridConfig.divided, "key_heads": "key_heads"}
+
+    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
+        """See ModelConfig. Each key head has its value heads with it, and each rank a part of every expert."""
+        found, experts = super().of_rank(own), self.experts
+        if experts is not None:
+            inner, shared = own["inner", experts.intermediate_size], own["inner", experts.shared_intermediate_size]
+            experts = replace(experts, intermediate_size=inner, shared_intermediate_size=shared)
+        return replace(found, value_heads=self.value_heads // self.key_heads * found.key_heads, experts=experts)
 
     @property
     def conv_channels(self) -> int:
@@ -120,6 +130,7 @@ class BambaConfig(HybridConfig):
     mamba_head_dim: int
     mamba_groups: int
     state_size: int
+    divided = {**HybridConfig.divided, "mamba_heads": "mamba_heads", "mamba_groups": "mamba_groups"}
 
     @property
     def inner_size(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import ChunkedKV, FullKV, Spec
-from pagerunner.models.configs.decoder import DecoderConfig, own_inner, read_decoder, read_rope
+from pagerunner.models.configs.decoder import DecoderConfig, read_decoder, read_rope
 from pagerunner.models.configs.fields import Fields
 from pagerunner.models.configs.moe import ignore_router_training, read_expert_counts
 
@@ -36,9 +35,7 @@ class Llama4Config(DecoderConfig):
     temperature_floor: int
     temperature_scale: float
 
-    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
-        """See ModelConfig. Each rank has a part of every expert."""
-        return replace(super().of_rank(own), dense_size=own_inner(own, self.dense_size))
+    divided = {**DecoderConfig.divided, "dense_size": "inner"}
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """Chunks or full attention in every layer."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-from pagerunner.models.configs.decoder import DecoderConfig, own_inner, read_decoder, read_window
+from pagerunner.models.configs.decoder import DecoderConfig, read_decoder, read_window
 from pagerunner.models.configs.fields import Fields
 
 
@@ -24,9 +23,7 @@ class Qwen3MoeConfig(DecoderConfig):
     normalise_weights: bool
     dense_layers: frozenset[int]
 
-    def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
-        """See ModelConfig. Each rank has a part of every expert."""
-        return replace(super().of_rank(own), expert_size=own_inner(own, self.expert_size))
+    divided = {**DecoderConfig.divided, "expert_size": "inner"}
 
 
 def read_qwen3_moe(fields: Fields, common: dict[str, Any]) -> Qwen3MoeConfig:
