@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -285,3 +287,16 @@ def test_random_weights_have_the_deviation_of_unquantised_ones(layout: str, expe
     method.randomize(weights, torch.Generator().manual_seed(1))
     first = {name: tensor[0] for name, tensor in weights.items()} if experts else weights
     assert float(method.dense(first).std()) == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["mxfp4", "compressed"])
+def test_scales_that_kernels_lift_beyond_bfloat16_are_refused_in_it_alone(layout: Any) -> None:
+    """Kernels for bfloat16 hold a scale times up to 2**70. A larger one would be infinite there, and its weights of 0 would be NaN."""
+    words = r"^holds 2.8823e\+17 at \[0, 0\]; kernels in bfloat16 compute with scales up to 1.44115e\+17. dtype=.float32. takes larger"
+    for dtype, power, refused in ((torch.bfloat16, 57, False), (torch.bfloat16, 58, True), (torch.float32, 100, False)):
+        form = W4(Packing(layout, 32, BYTE if layout == "mxfp4" else torch.bfloat16), dtype)
+        scales = torch.full((2, 2), 127 + power, dtype=BYTE)
+        held = scales if layout == "mxfp4" else scales.view(torch.float8_e8m0fnu).bfloat16()
+        sink = form.sinks(empty(form, 2, 64), slice(0, 2))["weight_scale"]
+        with pytest.raises(SinkError, match=words) if refused else contextlib.nullcontext():
+            sink.put(held, copy)

@@ -24,6 +24,8 @@ from pagerunner.errors import ConfigError
 
 RUN = 32
 """Columns in 16 bytes of 4-bit codes."""
+LIFTED_SCALES = 2.0**57
+"""The largest scale of groups of 4-bit codes in bfloat16. Kernels for it multiply scales by up to 2**70 beforehand, and bfloat16 ends below 2**128."""
 
 
 class Stored8(NamedTuple):

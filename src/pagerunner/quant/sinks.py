@@ -150,13 +150,15 @@ class ScaleCheck:
 
     `most` is the largest number that a code, and further scales, can bring to the product. Example: 6 of e2m1, and 6 x 448 for the
     scale of a matrix whose groups have scales in e4m3. A scale of 0 is taken, as groups of zeros have it. `signed`: so is one below 0,
-    which some tools write beside whole numbers. `divides`: numbers are divided by the one scale that is looked at.
+    which some tools write beside whole numbers. `divides`: numbers are divided by the one scale that is looked at. `limit`:
+    kernels compute with no larger scale.
     """
 
     dtype: torch.dtype
     most: float
     signed: bool = False
     divides: bool = False
+    limit: float = math.inf
 
     def __call__(self, source: torch.Tensor) -> None:
         """Look at scales on the host. Bytes are exponents (e8m0).
@@ -176,14 +178,19 @@ class ScaleCheck:
         if self.divides and not largest:
             raise SinkError("holds 0, and numbers are divided by it.")
         number = self.most / largest if self.divides else self.most * largest
-        if torch.tensor(number, dtype=torch.float64).to(self.dtype).isfinite():
+        held = torch.tensor(number, dtype=torch.float64).to(self.dtype).isfinite()
+        if held and largest <= self.limit:
             return
         numbers = source.float()
         place = tuple((numbers.abs() == largest).nonzero()[0].tolist())
-        does = "divides" if self.divides else "multiplies"
+        holds, does = f"holds {numbers[place].item():g} at {list(place)}", "divides" if self.divides else "multiplies"
+        if held:
+            raise SinkError(
+                f"{holds}; kernels in {name_of(self.dtype)} compute with scales up to {self.limit:g}. "
+                'dtype="float32" takes larger ones.'
+            )
         raise SinkError(
-            f"holds {numbers[place].item():g} at {list(place)}, which {does} numbers up to {self.most:g}: "
-            f"{number:g} is {beyond(self.dtype, number)}"
+            f"{holds}, which {does} numbers up to {self.most:g}: {number:g} is {beyond(self.dtype, number)}"
         )
 
 

@@ -23,6 +23,7 @@ Shape letters: I input features, O output features, E experts, G groups of input
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.errors import ConfigError
-from pagerunner.ops.stored import RUN, Stored, Stored4, pack4
+from pagerunner.ops.stored import LIFTED_SCALES, RUN, Stored, Stored4, pack4
 from pagerunner.quant.base import Weights
 from pagerunner.quant.formats import Layout
 from pagerunner.quant.pack_sinks import EqualSink, NumberSink, PackSink, SlicesSink, Sorting, UnusedSink
@@ -159,7 +160,8 @@ class PackedMethod(StoredMethod):
     def __init__(self, packing: Packing, dtype: torch.dtype) -> None:
         self.packing, self.dtype = packing, dtype
         # AutoRound has scales below 0 beside whole numbers.
-        self.check_scale = ScaleCheck(dtype, packing.most, signed=not packing.is_float)
+        limit = LIFTED_SCALES if dtype == torch.bfloat16 and packing.bits == 4 else math.inf
+        self.check_scale = ScaleCheck(dtype, packing.most, signed=not packing.is_float, limit=limit)
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod."""
@@ -435,7 +437,7 @@ def _deepseek(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, 
 
 def _of_matrix(check: ScaleCheck, *, divides: bool = False) -> ScaleCheck:
     """What looks at the scale of a whole matrix, beside scales of groups in e4m3 that `check` looks at."""
-    return replace(check, most=check.most * torch.finfo(torch.float8_e4m3fn).max, divides=divides)
+    return replace(check, most=check.most * torch.finfo(torch.float8_e4m3fn).max, divides=divides, limit=math.inf)
 
 
 def _compressed_nvfp4(packing: Packing, target: Target, check: ScaleCheck) -> dict[str, Sink]:

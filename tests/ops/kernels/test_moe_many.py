@@ -159,3 +159,18 @@ def test_matrices_of_4_bits_and_of_8_share_rooms_that_hold_the_larger(monkeypatc
 def in_4_bits(experts: int, outputs: int, inputs: int) -> Stored4:
     codes = pack4(torch.randint(0, 16, (experts, outputs, inputs), dtype=torch.uint8))
     return Stored4(codes, torch.randint(120, 124, (experts, outputs, inputs // 32), dtype=torch.uint8), 32, "e2m1")
+
+
+def test_lanes_beside_different_streams_and_on_different_devices_have_streams_of_their_own(monkeypatch):
+    class Stream:
+        def __init__(self, device):
+            self.device, self.cuda_stream = device, id(self)
+
+    mains = {torch.device("cuda", index): [Stream(index), Stream(index)] for index in range(2)}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    found = []
+    for capturing in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, capturing=capturing: mains[device][capturing])
+        found += [moe_unpacked._streams(device, 2)[1] for device in mains]
+    assert [stream.device.index for stream in found] == [0, 1] * 3
+    assert len(set(found)) == 4 and found[:2] == found[4:]

@@ -126,11 +126,13 @@ def _streams(device: torch.device, lanes: int) -> list[torch.cuda.Stream]:
     """The lanes' streams; none where there are no streams."""
     if device.type != "cuda":
         return []
-    return [torch.cuda.current_stream(device), _side_stream(device)][:lanes]
+    main = torch.cuda.current_stream(device)
+    return [main, _side_stream(device, main.cuda_stream)][:lanes]
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
+    """That beside the stream `main`. Another engine's steps have another one: a graph that one captures must not take in the other's work."""
     return torch.cuda.Stream(device)
 
 
