@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.compiled_code import SCAN, run_compiling
 from helpers.effort import share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many, linear_wide
@@ -195,7 +193,8 @@ def test_nothing_beyond_the_scales_is_read(inputs, group, parts):
     assert {int(place) for at in seen for place in at} == set(range(features * groups))
 
 
-PROGRAM = """
+PROGRAM = (
+    """
 import re, subprocess, sys
 from pathlib import Path
 import triton
@@ -203,7 +202,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
-
+"""
+    + SCAN
+    + """
 tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 for case in sys.argv[1:]:
     name, tokens, more, groups, stages, zeros, done = eval(case)
@@ -218,13 +219,15 @@ for case in sys.argv[1:]:
     values = {(list(types).index(key),): value for key, value in constants.items()}
     source = GluonASTSource(wide_kernel, types, values, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    scanned(kernel)
     ptx = Path("kernel.ptx")
     ptx.write_text(kernel.asm["ptx"])
-    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "kernel.cubin"]
+    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "again.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert not re.search("C75[0-9][0-9]", said), said
     assert int(re.search("([0-9]+) bytes spill stores", said)[1]) <= 64, said
 """
+)
 
 
 def compiled_cases() -> list[tuple]:
@@ -245,10 +248,7 @@ def test_the_compiler_keeps_products_on_their_way(tmp_path):
     """
     cases = compiled_cases()
     own = [repr(cases[number]) for number in share_of_the_day(len(cases), len(cases))]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    subprocess.run([sys.executable, "program.py", *own], env=env, cwd=tmp_path, check=True, timeout=1200)
+    run_compiling(PROGRAM, tmp_path, *own)
 
 
 def test_many_tokens_take_it_where_it_serves(monkeypatch):

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from helpers.compiled_code import SCAN, run_compiling
 from pagerunner.ops.kernels import moe_lanes
 from pagerunner.ops.kernels.moe_lanes import serves_lanes
 from pagerunner.ops.stored import Stored4
 
-PROGRAM = """
+PROGRAM = (
+    """
 import sys
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from check_compiled import disassembled, faults, overwritten
 from pagerunner.ops.kernels.moe_lanes import _wide, lanes_config
 from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
-
+"""
+    + SCAN
+    + """
 TYPES = {"x_ptr": "*bf16", "w_ptr": "*u32", "s_ptr": "*u8", "bias_ptr": "*bf16", "weights_ptr": "*fp32", "order_ptr": "*i32",
          "starts_ptr": "*i32", "out_ptr": "*bf16", "limit": "fp32"}
 
@@ -32,11 +32,7 @@ def compiled(kernel, constants, **options):
     types = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*" or name.endswith("expert")}
     source = GluonASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    cubin = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-    Path("kernel.cubin").write_bytes(cubin)
-    code = disassembled(Path("kernel.cubin"))
-    found = [*faults(code), *overwritten(code)]
-    assert not found, found
+    code = scanned(compile(source, target=GPUTarget("cuda", 90, 32), options=options))
     assert "STL" not in code, "registers are spilled"
     return code
 
@@ -53,20 +49,13 @@ for kind, gated in ((0, True), (2, True), (0, False)):
     )
     assert "LDGSTS.E.BYPASS.128" in code, "a copy brings 16 bytes for each lane"
 """
+)
 
 
 @pytest.mark.days(3)
 @pytest.mark.parametrize(("features", "inner", "each"), [(2880, 2880, 20), (2048, 768, 8), (608, 352, 1)])
 def test_kernels_are_compiled_without_faults(features, inner, each, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    scripts = os.path.join(os.path.dirname(__file__), "..", "..", "..", "scripts")
-    env |= {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join((os.path.abspath(scripts), env.get("PYTHONPATH", ""))),
-    }
-    own = (str(number) for number in (features, inner, each))
-    subprocess.run([sys.executable, tmp_path / "program.py", *own], env=env, cwd=tmp_path, check=True, timeout=300)
+    run_compiling(PROGRAM, tmp_path, features, inner, each)
 
 
 @pytest.mark.parametrize("columns", [2880, 2048, 608, 352, 448, 64, 256])

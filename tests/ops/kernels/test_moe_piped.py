@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from helpers.compiled_code import SCAN, run_compiling
 from pagerunner.ops.kernels import moe
 from pagerunner.ops.kernels.moe_piped import (
     COPY_REGISTERS,
@@ -50,7 +47,8 @@ def test_registers_of_all_groups_are_those_that_a_program_has():
     assert 0 < LAG <= STAGES - 2
 
 
-PROGRAM = """
+PROGRAM = (
+    """
 import re, subprocess
 from pathlib import Path
 import triton
@@ -59,7 +57,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from pagerunner.ops.kernels.moe_gluon import many_kernel
 from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
-
+"""
+    + SCAN
+    + """
 tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 layout = NVMMASharedLayout(128, 16, 2)
 for name, gated, kind, bias in (("bf16", True, 0, False), ("fp16", False, 0, False), ("bf16", True, 2, True)):
@@ -75,18 +75,17 @@ for name, gated, kind, bias in (("bf16", True, 0, False), ("fp16", False, 0, Fal
     source = GluonASTSource(many_kernel, types, values, attributes)
     options = {"num_warps": 4, "launch_pdl": True}
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    scanned(kernel)
     ptx = Path("kernel.ptx")
     ptx.write_text(kernel.asm["ptx"])
-    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "kernel.cubin"]
+    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "again.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert not re.search("C75[0-9][0-9]", said), said
     assert " 0 bytes spill stores" in said, said
 """
+)
 
 
 def test_the_compiler_keeps_products_on_their_way(tmp_path):
     """Compiled for a card that isn't there. ptxas says so (C75xx) when it runs products one by one; nothing else would show it."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    subprocess.run([sys.executable, "program.py"], env=env, cwd=tmp_path, check=True, timeout=300)
+    run_compiling(PROGRAM, tmp_path)
