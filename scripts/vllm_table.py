@@ -45,7 +45,7 @@ DIFFERS = {
     "--tokenizer": "a directory or a hub name with `tokenizer.json`; other kinds of tokenizer are not read",
     "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
     "--max-num-batched-tokens": "8,192 by default, and 2,048 on a CPU; 16,384 for `LLM` with experts in 4 bits where 32 GiB are left beside the "
-    "weights. `pagerunner plan` plans for the steps of `serve`",
+    "weights. `pagerunner plan` plans for the steps of `serve`, and says so where `LLM` takes larger ones",
     "--gpu-memory-utilization": "the share of the whole card that the engine takes in all, measured at start; on a CPU of the available memory",
     "--num-gpu-blocks-override": "pages of the largest memory group; other groups get their share beside it",
     "--quantization": "names a checkpoint's format, with which it must agree; floats are rounded to 8 bits by `fp8`, `fp8_per_block` and "

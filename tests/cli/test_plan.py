@@ -58,6 +58,8 @@ def test_ranks_halve_weights_and_pages_until_a_key_value_head_is_left(tmp_path, 
     said = refused(capsys, model, "--memory", "80GiB", "-tp", "3")
     assert "tensor_parallel_size=3: The model's 32 heads can't be divided among 3 ranks." in said
     assert "whole model: 1, 2, 4, 8, 16, 32." in said
+    said = refused(capsys, model, "--memory", "80GiB", "-tp", "1" + 14 * "0")
+    assert "The model's 151,936 token ids can't be divided among 100,000,000,000,000 ranks." in said
     assert main(["plan", model, "--memory", "80GiB", "-tp", "2"]) == 0
     assert "Divided among 2 ranks. The numbers are those of each rank." in capsys.readouterr().out
 
@@ -190,3 +192,14 @@ def test_the_table_begins_with_what_a_person_asks_for(tmp_path, capsys) -> None:
     assert lines[0] == "qwen3 in bfloat16, bfloat16 pages, on a CUDA device with 80.00 GiB"
     names = [line.split()[0] for line in lines if line]
     assert names.index("capacity") < names.index("weights") < names.index("group") < names.index("slabs")
+
+
+def test_larger_steps_of_an_engine_without_a_server_are_told_of(tmp_path, capsys) -> None:
+    model = place(tmp_path, "openai/gpt-oss-20b")
+    for memory, more, steps in (("80GiB", (), (8_192, 16_384)), ("40GiB", (), (8_192, 8_192)),
+                                ("80GiB", ("--max-num-batched-tokens", "16384"), (16_384, 16_384))):  # fmt: skip
+        plan = planned(capsys, model, "--memory", memory, *more)
+        assert (plan["max_num_batched_tokens"], plan["max_num_batched_tokens_offline"]) == steps, memory
+    assert main(["plan", model, "--memory", "80GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "Steps have up to 8,192 tokens, as those of `serve`. `LLM` takes steps of 16,384 here" in said

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.alive import Alive
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.compiler import needs_compiler
+from helpers.families import MAKERS
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -99,3 +101,19 @@ def test_the_work_space_is_what_the_largest_step_takes(tmp_path: Path, monkeypat
     model = build_model(read_model_config(path), "float32")
     store_in_panels(model)
     assert said["weights"] == weights_bytes(model)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_step_holds_no_more_than_is_counted(
+    family: str, switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    path = MAKERS[family](tmp_path)
+    llm = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 23, max_num_batched_tokens=120)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    with Alive() as alive:
+        llm.generate([{"prompt_token_ids": list(range(3, 123))}], params, use_tqdm=False)
+    said = lines(path, max_num_batched_tokens=120)
+    counted = sum(said.get(name, 0) for name in ("activations", "logits of one step", WORK, GATHERED))
+    assert alive.peak <= counted and said["activations"] < 3 * alive.peak

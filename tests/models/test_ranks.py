@@ -226,5 +226,5 @@ def test_sizes_that_can_not_be_divided_are_refused_with_those_that_can(tmp_path:
     config = read_model_config(make_checkpoint(tmp_path, "qwen3", num_attention_heads=12, num_key_value_heads=4))
     with pytest.raises(ConfigError, match=r"12 heads can't be divided among 5 ranks\. .*: 1, 2, 4, 12\.$"):
         build_share(config, "float32", "cpu", 0, 5)
-    with pytest.raises(ConfigError, match=r"4 kv_heads can't be divided among 3 ranks"):
+    with pytest.raises(ConfigError, match=r"4 key/value heads can't be divided among 3 ranks"):
         build_share(config, "float32", "cpu", 0, 3)

@@ -80,6 +80,8 @@ def run(namespace: argparse.Namespace) -> int:
             "dtype": config.dtype,
             "quantization": quantization,
             "refused": refusal,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_batched_tokens_offline": resolved.offline_tokens,
         }
         print(json.dumps({**plan_json(plan), **planned}, indent=2))
     else:
@@ -100,6 +102,11 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
         lines.append(f"Divided among {config.tensor_parallel_size} ranks{shared}. The numbers are those of each rank.")
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
+    if resolved.offline_tokens != config.max_num_batched_tokens:
+        lines.append(
+            f"Steps have up to {config.max_num_batched_tokens:,} tokens, as those of `serve`. `LLM` takes steps of {resolved.offline_tokens:,} "
+            f"here, which leaves less to pages: --max-num-batched-tokens {resolved.offline_tokens} plans for them."
+        )
     return "\n".join([*lines, *([refusal] if refusal else []), ""])
 
 

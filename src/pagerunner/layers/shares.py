@@ -21,6 +21,7 @@ from pagerunner.quant.sinks import CopyWeight, Sink
 
 Parts = Mapping[Features, range]
 MOST_RANKS = 64  # of which an error says whether they would do
+_SAID = {"inner": "inner features", "kv_heads": "key/value heads", "vocabulary": "token ids"}
 
 
 def together(tensors: Iterable[CheckpointTensor]) -> dict[Features, int]:
@@ -42,8 +43,9 @@ def divided(tensors: Iterable[CheckpointTensor], ranks: int) -> list[Parts]:
         if not _can_be_divided(features, count, ranks):
             works = [n for n in range(1, MOST_RANKS + 1) if all(_can_be_divided(*one, n) for one in found.items())]
             kept = f", {count:,} of which stay together," if count > 1 else ""
+            said = _SAID.get(features.name, features.name.replace("_", " "))
             raise ConfigError(
-                f"The model's {features.count:,} {features.name}{kept} can't be divided among {ranks} ranks. "
+                f"The model's {features.count:,} {said}{kept} can't be divided among {ranks:,} ranks. "
                 f"Numbers of ranks that work for the whole model: {', '.join(map(str, works))}."
             )
     ranges = {features: _ranges(features, count, ranks) for features, count in found.items()}

@@ -61,7 +61,8 @@ class Resolved:
 
     With a `card` the plan comes from an upper bound. The final plan is made when everything except the pages has been
     allocated. It stays within `gpu_memory_utilization` of the card, or has exactly these pages if they are `fixed`.
-    `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took.
+    `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took. `offline_tokens`: the max_num_batched_tokens that
+    an engine without a server has, where this is one or a plan.
     """
 
     args: EngineArgs
@@ -75,6 +76,7 @@ class Resolved:
     seconds: float = 0.0
     kv_scales: Scales = field(default_factory=dict)
     available: int | None = None
+    offline_tokens: int = 0
 
 
 def resolve(
@@ -118,8 +120,11 @@ def resolve(
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
         card = device_memory()
-    large = offline and card is not None and _takes_large_steps(args, model, dtype, card)
-    batched_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS if large else DEFAULT_BATCHED_TOKENS[device])
+    room = DeviceMemory(memory_bytes, memory_bytes) if device == "cuda" and memory_bytes is not None else card
+    large = (offline or plan_only) and room is not None and _takes_large_steps(args, model, dtype, room)
+    batched_tokens = _batched_tokens(args, longest, DEFAULT_BATCHED_TOKENS[device])
+    offline_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS) if large else batched_tokens
+    batched_tokens = offline_tokens if offline else batched_tokens
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
@@ -139,6 +144,7 @@ def resolve(
         seconds=time.perf_counter() - started,
         kv_scales=kv_scales,
         available=available if memory_bytes is None and card is None else None,
+        offline_tokens=offline_tokens,
     )
 
 
@@ -323,7 +329,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             work_space=counted.work_space,
             eager=args.enforce_eager or ranks > 1,
         )
-        return (*always, *steps, *(_sums_of_ranks(wish) if ranks > 1 else ()))
+        return (*always, ("activations", counted.activations), *steps, *(_sums_of_ranks(wish) if ranks > 1 else ()))
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(

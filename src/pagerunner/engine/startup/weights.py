@@ -44,12 +44,14 @@ class Weights(NamedTuple):
     """What a plan calls weights, their bytes, and those that a product unpacks at a time.
 
     `work_space`: bytes that a CPU's kernels work in for the largest product or mixture of a step, 0 without matrices in panels.
+    `activations`: bytes of a step's tensors on a CPU, at most.
     """
 
     name: str
     size: int
     unpacked: int = 0
     work_space: int = 0
+    activations: int = 0
 
 
 def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) -> Weights:
@@ -68,11 +70,13 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         if keep and (dense := loaded_unpacked_bytes(made.modules())):
             kept += f", {human_bytes(dense)} of them unpacked to {dtype}"
         unpacked = max(unpacked_bytes(made.modules(), tokens)) if keep else 0
-        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, work_space)
+        activations = _activations(made, model.hidden_size, tokens)
+        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, work_space, activations)
     if model.quantization is None:
         made = build_model(model, dtype)
         work_space = 0 if keep else _put_in_panels(made, tokens)  # panels may be larger than matrices
-        return Weights("weights", weights_bytes(made), work_space=work_space)
+        activations = _activations(made, model.hidden_size, tokens)
+        return Weights("weights", weights_bytes(made), work_space=work_space, activations=activations)
     method = str(model.quantization.get("quant_method", "quantised"))
     directory = Path(model.path)
     if any(directory.glob("model*.safetensors")):
@@ -110,6 +114,19 @@ def _put_in_panels(model: Model, tokens: int) -> int:
         return 0
     mixtures = (experts_memory(tokens, one.features, one.inner, one.experts, active) for one in sizes)
     return max(product_memory(tokens, max(inputs)), *mixtures, 0)
+
+
+def _activations(model: Model, hidden: int, tokens: int) -> int:
+    """Bytes in float32: the stream of `hidden` features three times, the widest product's input and output, and a mixture's pairs."""
+    widest, pairs, active = 0, 0, 0
+    for module in model.modules():
+        if isinstance(module, Linear) and not module.plain:  # output weights are, whose outputs are the logits
+            widest = max(widest, module.in_features + module.out_features)
+        elif isinstance(module, Experts):
+            pairs = max(pairs, 4 * module.sizes.inner + 2 * module.sizes.features)
+        elif isinstance(module, Router):
+            active = max(active, module.routing.active)
+    return 4 * tokens * (3 * hidden + widest + active * pairs)
 
 
 def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:
