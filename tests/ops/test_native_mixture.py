@@ -47,7 +47,7 @@ def test_logits_equal_their_twin(tokens: int, features: int, experts: int, bias:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 70])
 def test_routes_equal_their_twin(routing: Routing, bias: bool, tokens: int) -> None:
     logits_TE, bias_E = 8 * torch.randn(tokens, 12), torch.randn(12) if bias else None
     got, want = route(logits_TE, routing, bias_E), route.twin(logits_TE, routing, bias_E)
@@ -75,6 +75,13 @@ def test_no_token_goes_to_an_expert_twice(routing: Routing, bias: bool) -> None:
     if not bias and routing.active > 1:
         chosen = route(torch.stack(rows), routing).experts_TA.tolist()
         assert 7 in chosen[1] and 0 in chosen[2] and 5 in chosen[4]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+def test_of_equal_logits_the_first_are_chosen_in_steps_of_any_size(tokens: int) -> None:
+    """A prompt's token goes where it goes again in a decode step. A router of zeros makes them equal, and copied experts do."""
+    logits_TE = torch.tensor([0.0, 2, 1, 2, 1, 1, 2, 1]).repeat(tokens, 1)
+    assert route(logits_TE, Routing(5)).experts_TA.tolist() == [[1, 3, 6, 2, 4]] * tokens
 
 
 def test_a_measurement_counts_experts_that_few_tokens_touch() -> None:

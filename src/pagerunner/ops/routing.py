@@ -185,8 +185,9 @@ def _route_on_cpu(
     row_T: torch.Tensor | None = None,
 ) -> Routes:
     # a recorded step's rows aren't read here; a CPU's steps have no padding, as each number of rows has a recording
-    few = chosen_TA is None and logits_TE.shape[0] <= mixture.FEW_TOKENS and logits_TE.is_contiguous()
-    if not few or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
+    # of any number of tokens: of equal logits all steps take the first ones, and torch takes others
+    choice = chosen_TA is None and logits_TE.is_contiguous()
+    if not choice or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
         return NotImplemented
     touched = touched_experts(logits_TE.device) if counts_experts() else None
     return Routes(*mixture.route(logits_TE, routing, bias_E, touched))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagerunner.ops.routing import Routes, Routing
 
 FEW_TOKENS = 64
-"""Tokens up to which these kernels serve. With more, torch's products of routers are faster, and pairs need much memory."""
+"""Tokens up to which these kernels serve, but for `route`. With more, torch's products of routers are faster, and pairs need much memory."""
 
 _LOGITS = struct.Struct("4P5q")  # Logits in native/mixture.h
 _ROUTE = struct.Struct("5P5qf2i4x")  # Route
