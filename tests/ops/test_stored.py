@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from helpers.alive import Alive
+from helpers.stored_cases import stored
 from pagerunner.errors import ConfigError
+from pagerunner.ops import stored as stored_ops
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense, pack4, unpack4
 
@@ -140,3 +143,18 @@ def test_products_with_a_stored_matrix_are_those_of_what_it_stands_for(name):
     linear_add_(x, stored, got)
     linear_add_(x, matrix, want)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["fp8 row", "fp8 block 2x32", "int8 row", "int4 f16 32 zeros", "e2m1 e8m0 32", "e2m1 e4m3 16 rows"],
+)
+@pytest.mark.parametrize("experts", [None, 3])
+def test_large_matrices_are_unpacked_some_rows_at_a_time(form, experts, monkeypatch):
+    """Otherwise a thread that loads fp4 takes the matrix in float32 six times."""
+    matrix = stored(form, 250, 256, experts=experts)
+    whole = dense(matrix, torch.float32)
+    monkeypatch.setattr(stored_ops, "_PIECE", 4096)
+    with Alive() as alive:
+        pieces = dense(matrix, torch.float32)
+    assert torch.equal(pieces, whole) and alive.peak < 2 * whole.nbytes

@@ -16,6 +16,7 @@ Shape letters: O output features, I input features, E experts, G groups of a row
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from pagerunner.errors import ConfigError
 
 RUN = 32
 """Columns in 16 bytes of 4-bit codes."""
+_PIECE = 2**20  # numbers that are unpacked at a time
 LIFTED_SCALES = 2.0**57
 """The largest scale of groups of 4-bit codes in bfloat16. Kernels for it multiply scales by up to 2**70 beforehand, and bfloat16 ends below 2**128."""
 
@@ -90,7 +92,32 @@ def unpack4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in `dtype`: computed in float32, then rounded once."""
+    """The matrix in `dtype`: computed in float32, then rounded once.
+
+    Large ones are unpacked some rows at a time, as what is computed on the way takes six times the bytes of a matrix in float32.
+    """
+    (*_, rows, _), high = stored.shape, stored.block[0] if isinstance(stored, Stored8) else 1
+    step = max(1, _PIECE * rows // max(1, math.prod(stored.shape)) // high) * high
+    if step >= rows:
+        return _dense(stored, dtype)
+    out = torch.empty(stored.shape, dtype=dtype, device=stored.codes.device)
+    for first in range(0, rows, step):
+        out[..., first : first + step, :] = _dense(_rows_of(stored, first, first + step), dtype)
+    return out
+
+
+def _rows_of(stored: Stored, first: int, last: int) -> Stored:
+    """Some output features. Those of 8 bits begin with a block."""
+    rows, codes = slice(first, last), stored.codes[..., first:last, :]
+    if isinstance(stored, Stored8):
+        high = stored.block[0]
+        return stored._replace(codes=codes, scales=stored.scales[..., first // high : -(-last // high), :])
+    zeros = None if stored.zeros is None else stored.zeros[..., rows, :]
+    factors = None if stored.rows is None else stored.rows[..., rows]
+    return stored._replace(codes=codes, scales=stored.scales[..., rows, :], zeros=zeros, rows=factors)
+
+
+def _dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(stored, Stored8):
         rows, columns = stored.shape[-2:]
         scales = stored.scales.repeat_interleave(stored.block[0], -2)[..., :rows, :]

@@ -183,14 +183,15 @@ class ScaleCheck:
             return
         numbers = source.float()
         place = tuple((numbers.abs() == largest).nonzero()[0].tolist())
-        holds, does = f"holds {numbers[place].item():g} at {list(place)}", "divides" if self.divides else "multiplies"
+        found, does = numbers[place].item(), "divides" if self.divides else "multiplies"
         if held:
             raise SinkError(
-                f"{holds}; kernels in {name_of(self.dtype)} compute with scales up to {self.limit:g}. "
+                f"holds {found:g} at {list(place)}; kernels in {name_of(self.dtype)} compute with scales up to {self.limit:g}. "
                 'dtype="float32" takes larger ones.'
             )
         raise SinkError(
-            f"{holds}, which {does} numbers up to {self.most:g}: {number:g} is {beyond(self.dtype, number)}"
+            f"holds {found:g} at {list(place)}, which {does} numbers up to {self.most:g}: "
+            f"{number:g} is {beyond(self.dtype, number)}"
         )
 
 
