@@ -27,8 +27,8 @@ class Comm(Protocol):
     rank: int
     size: int
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
-        """Replace `x` by the sum of all ranks' `x`."""
+    def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Replace `x` by the sum of all ranks' `x`. With a `residual`, add the sum to it instead; what `x` holds then is undefined."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

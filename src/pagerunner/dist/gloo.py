@@ -48,9 +48,10 @@ class GlooComm:
         with self._told("meeting the others"):
             self._group = ProcessGroupGloo(self.store, rank, size, options)
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
+    def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm. Each rank gets all parts and adds them up itself."""
-        x.copy_(sum_in_order(self._gathered(x, "all_reduce")))
+        total = sum_in_order(self._gathered(x, "all_reduce"))
+        x.copy_(total) if residual is None else residual.add_(total)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""

@@ -46,14 +46,16 @@ class NcclComm:
             self.all_gather(x[: x.numel() // self.size])
         torch.cuda.synchronize(device)
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
+    def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
         if self._rehearsing() or not x.numel():
             return
         self._host.calls += 1
         whole = x.contiguous()
         self._group.allreduce([whole], self._sum).wait()
-        if whole.data_ptr() != x.data_ptr():
+        if residual is not None:
+            residual.add_(whole)
+        elif whole.data_ptr() != x.data_ptr():
             x.copy_(whole)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,10 @@ class NullComm:
     rank = 0
     size = 1
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
+    def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
+        if residual is not None:
+            residual.add_(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm. A view of `x`."""

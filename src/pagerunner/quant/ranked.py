@@ -60,6 +60,10 @@ class Summed(Ranked):
         """See WeightMethod; the part, for `SummedExperts`, whose sum has the products of both."""
         return self.own.matrix(weights)
 
+    def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
+        """See WeightMethod; of the whole matrix's output."""
+        self.comm.all_reduce_(self.own.apply(x_TI, weights), residual_TO)
+
 
 class SummedExperts(ExpertMethod):
     """Inner features of every expert. The ranks' outputs are added up once for all of a token's experts."""
@@ -124,8 +128,8 @@ class SummedExperts(ExpertMethod):
 
     def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         """The ranks' outputs added up, and to the residual if there is one."""
-        self.comm.all_reduce_(out_TD)
-        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+        self.comm.all_reduce_(out_TD, residual_TD)
+        return out_TD if residual_TD is None else residual_TD
 
 
 class OfVocabulary(Ranked):

@@ -25,7 +25,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
-"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet."""
+"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "peer": with sums by `PeerComm`, else
+with NCCL's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ The result is a `Worker`. It runs steps, sleeps and wakes. An engine of one rank
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,15 @@ from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.nccl import NcclComm
 from pagerunner.dist.null import NullComm
+from pagerunner.dist.peer import PeerComm
 from pagerunner.engine.core.executors.base import Started
+from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
 from pagerunner.engine.worker.card import Card
 from pagerunner.ops.ahead import load_libraries, rehearsing
+from pagerunner.ops.peer_sums import PeerSums, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.device_clock import DeviceClock
@@ -151,7 +155,9 @@ def load_worker(
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
-            comm = NcclComm(comm, device, rehearsing)
+            host, comm = comm, NcclComm(comm, device, rehearsing)
+            if os.environ.get(TRY_CUDA_RANKS) == "peer":
+                comm = PeerComm(host, comm, device, room_bytes, PeerSums)
     model, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)

@@ -1,0 +1,43 @@
+"""Sums of ranks by a kernel, over rooms that all devices of a machine can write."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+_PROGRAMS, _SLOT_BYTES = 128, 16 * 2**10
+
+
+def room_bytes(size: int) -> int:
+    """Of a rank's room: slots by epoch, program and sender, then a flag for each program and sender."""
+    return (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
+
+
+class PeerSums:
+    """A rank's end of the rooms. `peers` int64 [size] are the addresses of all ranks' rooms, as this rank's device has them.
+
+    A room is zero before the first sum. All ranks make the same calls in the same order, on one stream each.
+    """
+
+    def __init__(self, peers: torch.Tensor, rank: int) -> None:
+        self._kernel: Any = importlib.import_module("pagerunner.ops.kernels.peer_sum").peer_sum
+        self._peers, self._rank, self._size = peers, rank, peers.shape[0]
+        self._epochs = torch.zeros(_PROGRAMS, dtype=torch.int32, device=peers.device)
+
+    def add_(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, send: bool = True, take: bool = True
+    ) -> None:
+        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once.
+
+        Tests of one process first `send` of all ranks and then `take` of all.
+        """
+        num = x.numel()
+        chunk = 1024 if num <= 64 * 1024 else 4096
+        self._kernel[(min(_PROGRAMS, -(-num // chunk)),)](
+            x, x if residual is None else residual, self._peers, self._epochs, num, self._rank,
+            N=self._size, PADDED=1 << (self._size - 1).bit_length(), CHUNK=chunk, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
+            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, ADD=residual is not None,
+            SEND=send, TAKE=take, WAIT=x.is_cuda, num_warps=4 if chunk == 1024 else 16,
+        )  # fmt: skip

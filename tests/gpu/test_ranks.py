@@ -1,0 +1,81 @@
+"""A model that two devices divide: its tokens are those of one device, and the end of a rank is the engine's.
+
+`PAGERUNNER_TRY_CUDA_RANKS` says how ranks add up: see `engine/startup/machine.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import make_checkpoint
+from helpers.device import ON_CUDA
+from helpers.patience import patient, until
+from pagerunner import LLM, SamplingParams
+from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
+from pagerunner.errors import EngineDeadError
+
+pytestmark = pytest.mark.skipif(not ON_CUDA or torch.cuda.device_count() < 2, reason="takes two CUDA devices")
+
+NEAR = 0.05
+"""How much less likely, in logarithms, a token may be than the best one where two engines choose differently."""
+WIDE: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+PROMPTS = [{"prompt_token_ids": [7 + n, *range(20, 20 + 9 * n)]} for n in range(24)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRY_CUDA_RANKS, os.environ.get(TRY_CUDA_RANKS, "1"))
+
+
+def engine(path: Path, ranks: int, **options: Any) -> LLM:
+    return LLM(
+        str(path), use_tqdm=False, skip_tokenizer_init=True, tensor_parallel_size=ranks, max_model_len=512,
+        max_num_seqs=32, kv_cache_memory_bytes=2**28, **options,
+    )  # fmt: skip
+
+
+def tokens(llm: LLM) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_tokens_are_those_of_one_device(eager: bool, tmp_path: Path) -> None:
+    """Up to the first place where the logits are nearly tied; and the same again in a second run."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE)
+    one, two = (engine(path, ranks, enforce_eager=eager) for ranks in (1, 2))
+    alone, found = tokens(one), tokens(two)
+    same = 0
+    for left, right in zip(alone, found, strict=True):
+        for step, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
+            if a != b:
+                likely = left.logprobs[step]
+                assert b in likely and likely[a].logprob - likely[b].logprob < NEAR, (step, a, b)
+                break
+            same += 1
+    assert same > 0.5 * len(PROMPTS) * 24
+    assert [one.token_ids for one in tokens(two)] == [one.token_ids for one in found]
+    two._core._executor._compare()  # type: ignore[attr-defined]
+    two.sleep(0)
+    two.wake_up()
+
+
+def test_a_rank_that_is_killed_ends_the_engine_and_frees_both_devices(tmp_path: Path) -> None:
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
+    llm = engine(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE), 2)
+    ranks = llm._core._executor._ranks.watch._processes  # type: ignore[attr-defined]
+    began: list[float] = []
+    threading.Timer(0.5, lambda: (began.append(time.monotonic()), os.kill(ranks[1].pid, signal.SIGKILL))).start()  # type: ignore[func-returns-value]
+    with pytest.raises(EngineDeadError, match="Rank 1 of 2 was ended by SIGKILL"):
+        while True:
+            tokens(llm)
+    assert time.monotonic() - began[0] < patient(2)
+    until(lambda: all(torch.cuda.mem_get_info(device)[0] > before - 2**28 for device, before in enumerate(free)), 5)
