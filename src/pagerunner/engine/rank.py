@@ -71,6 +71,7 @@ class Reports:
         self.steps = 0
         self.comm: GlooComm | None = None
         self.worker: Worker | None = None
+        self.device: int | None = None
 
     def send(self, report: orders.Report) -> None:
         """Send one report."""
@@ -81,6 +82,8 @@ class Reports:
     def say_alive(self) -> None:
         """In a thread: tell for ever how far the rank has come."""
         while True:
+            if self.device is not None:
+                torch.cuda.set_device(self.device)  # a thread begins with device 0, which is another rank's
             steps, sums = self.steps, 0 if self.comm is None else self.comm.calls
             done, busy = (0, 0.0) if self.worker is None else (self.worker.steps_done, self.worker.busy_seconds)
             self.send(orders.Alive(self._rank, sums + steps, steps, done, busy))
@@ -136,6 +139,7 @@ class Rank:
         """Come up together with the other ranks."""
         launch, send = self._launch, self._reports.send
         if isinstance(launch.available, DeviceMemory):
+            self._reports.device = launch.rank
             torch.cuda.set_device(launch.rank)  # all ranks see all devices, under the same numbers
         resolved = resolve(launch.args, available=launch.available)
         send(orders.Here(launch.rank, what_it_runs(resolved)))

@@ -53,13 +53,15 @@ class CudaHostMemory:
     def pin(self, buffer: torch.Tensor) -> None:
         """See HostMemory.pin. Touched first, by several threads: locking pages that are there is quick."""
         buffer.zero_()
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        with torch.cuda.device(self._stream.device):  # a thread begins with device 0, which another rank may have
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {human_bytes(buffer.numel())} failed: {status}")
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """See HostMemory.unpin."""
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        with torch.cuda.device(self._stream.device):
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def fetch(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
         """See HostMemory.fetch."""
