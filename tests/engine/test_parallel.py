@@ -117,6 +117,7 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -
     alone = outputs(LLM(**settings, use_tqdm=False))
     llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=ranks, enable_sleep_mode=True, poison_fresh_pages=True)
     assert len(rank_pids()) == ranks
+    assert list(llm.startup.seconds)[:2] == ["ranks' processes and imports", "config"] and llm.startup.loaded_bytes
     found = outputs(llm)
     assert found == alone
     assert llm.stats().preemptions_total > 0 and llm.stats().prefix_hits_total > 0

@@ -31,6 +31,8 @@ def peer_sum(
     at, peers = tl.arange(0, CHUNK), tl.arange(0, PADDED)
     element = tl.pointer_type(x_ptr.dtype.element_ty)
     epoch = tl.load(epochs_ptr + program)
+    own = tl.load(peers_ptr + rank)
+    flags_ptr = (tl.load(peers_ptr + peers, mask=peers < N) + FLAGS).to(tl.pointer_type(tl.int32))
     first = program * CHUNK
     while first < num:
         epoch += 1
@@ -42,11 +44,9 @@ def peer_sum(
                 theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
                 tl.store(theirs + room + rank * SLOT + at, x, mask=mask)
             tl.debug_barrier()
-            flags_ptr = (tl.load(peers_ptr + peers, mask=peers < N) + FLAGS).to(tl.pointer_type(tl.int32))
             told = tl.zeros([PADDED], tl.int32) + epoch  # one release for all peers
             tl.atomic_xchg(flags_ptr + program * N + rank, told, mask=peers < N, sem="release", scope="sys")
         if TAKE:
-            own = tl.load(peers_ptr + rank)
             if WAIT:
                 for peer in tl.static_range(N):
                     _wait((own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + peer, epoch)

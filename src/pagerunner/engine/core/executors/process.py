@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,9 @@ class Ranks:
             self._sockets = RankSockets(context, self.directory, ranks)
             undo.pop_all()
         self._calls = itertools.count()
+        self._began = time.monotonic()
+        self.start_seconds = 0.0
+        """Until all of them were there."""
         self._end = weakref.finalize(self, _end, self.watch, self._sockets)
         environment = {**NCCL_SETTINGS, **engine_environment(), **thread_settings(os.environ, reserved=0)}
         # what depends on who asked is settled already
@@ -158,6 +162,7 @@ class Ranks:
             lambda: f"{self._first(watch.here)} hasn't started in {_CALLS * self.seconds:g} seconds.",
             _CALLS * self.seconds,
         )
+        self.start_seconds = time.monotonic() - self._began
         for rank in range(self.size):
             for name, digest in own.items():
                 if watch.here[rank].get(name) != digest:
@@ -235,7 +240,9 @@ class LoadedProcesses:
             done = self._ranks.ask(lambda call_id: orders.TakePages(call_id, num_bytes))
         except RankRefusal as refusal:
             raise refusal.error from None
-        return Started(ProcessExecutor(self._ranks), done[0].startup)
+        startup = done[0].startup
+        seconds = {"ranks' processes and imports": self._ranks.start_seconds, **startup.seconds}
+        return Started(ProcessExecutor(self._ranks), msgspec.structs.replace(startup, seconds=seconds))
 
     def close(self) -> None:
         """See LoadedRanks.close."""
