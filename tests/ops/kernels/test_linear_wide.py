@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.compiled_code import SCAN, run_compiling
-from helpers.effort import share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many, linear_wide
-from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_tiles import in_order
 from pagerunner.ops.kernels.linear_wide import WideConfig, has_gluon, reads, stages_of, steps_of, wide_config
 from pagerunner.ops.stored import dense
@@ -191,64 +187,6 @@ def test_nothing_beyond_the_scales_is_read(inputs, group, parts):
         load_scales(Tensor(seen), None, room, None, 0, 0, first, own + own % 2, features, groups, group, 2, True, False)
     assert max(int(at.max()) for at in seen) == features * groups - 1
     assert {int(place) for at in seen for place in at} == set(range(features * groups))
-
-
-PROGRAM = (
-    """
-import re, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language._layouts import NVMMASharedLayout
-from pagerunner.ops.kernels.linear_gluon import wide_kernel
-"""
-    + SCAN
-    + """
-tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-for case in sys.argv[1:]:
-    name, tokens, more, groups, stages, zeros, done = eval(case)
-    inputs, codes = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 8, 2)
-    types = {"x_desc": f"tensordesc<{name}[{tokens},64],{inputs!r}>", "more_desc": f"tensordesc<{name}[{more or 8},64],{inputs!r}>",
-             "w_desc": f"tensordesc<u8[64,64],{codes!r}>", "s_ptr": "*" + name, "z_ptr": "*u8", "bias_ptr": "*" + name,
-             "y_ptr": "*" + name if done else "*fp32", "num_tokens": "i32", "num_features": "i32", "num_groups": "i32", "y_stride": "i32", "total": "i32", "steps": "i32"}
-    constants = {"G": 128, "BT": tokens, "MORE": more, "C": groups, "STAGES": stages, "ROOM": 32, "ZEROS": zeros, "DONE": done,
-                 "ADD": done, "BIAS": done, "PDL": True}
-    attributes = {(place,): [["tt.divisibility", 16]] for place in (3, 4, 5, 6, 8, 10)}
-    types.update(dict.fromkeys(constants, "constexpr"))
-    values = {(list(types).index(key),): value for key, value in constants.items()}
-    source = GluonASTSource(wide_kernel, types, values, attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-    scanned(kernel)
-    ptx = Path("kernel.ptx")
-    ptx.write_text(kernel.asm["ptx"])
-    command = [tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", "again.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert not re.search("C75[0-9][0-9]", said), said
-    assert int(re.search("([0-9]+) bytes spill stores", said)[1]) <= 64, said
-"""
-)
-
-
-def compiled_cases() -> list[tuple]:
-    """Dtype, tokens, groups, zero points, and whether there are parts: kernels that products launch."""
-    cases = []
-    for name, size, groups, zeros in itertools.product(
-        ("bf16", "fp16"), (32, 64, 96, 128, 160, 192), (2, 3), (False, True)
-    ):
-        stages = stages_of(WideConfig(size, groups, 1), 32, zeros, ROOM)
-        cases.append((name, *halves(size), groups, stages, zeros, groups == 3))
-    return cases
-
-
-def test_the_compiler_keeps_products_on_their_way(tmp_path):
-    """Compiled for a card that isn't there. ptxas says so (C75xx) when it runs products one by one; nothing else would show it.
-
-    Another kernel each day. One of them, 192 tokens with zero points, keeps 16 bytes for want of registers.
-    """
-    cases = compiled_cases()
-    own = [repr(cases[number]) for number in share_of_the_day(len(cases), len(cases))]
-    run_compiling(PROGRAM, tmp_path, *own)
 
 
 def test_many_tokens_take_it_where_it_serves(monkeypatch):

@@ -1,0 +1,190 @@
+"""Kernels compiled for an H100 that isn't there, and what the compiler says about them. Gluon has no interpreter.
+
+    python -m helpers.compiled '[["many", ...], ...]'
+
+Starting a process that can compile takes longer than compiling a kernel, so one process compiles all cases: [kind, arguments...].
+It prints a JSON object for each case: `said`, the words of ptxas about registers and products; `faults`, what
+scripts/check_compiled.py finds in the instructions; `copies`, whether lanes copy 16 bytes each; or `error`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+
+from check_compiled import disassembled, faults, overwritten
+from pagerunner.ops.kernels.activation import rounded
+from pagerunner.ops.kernels.linear_gluon import wide_kernel
+from pagerunner.ops.kernels.moe_gluon import many_kernel
+from pagerunner.ops.kernels.moe_lanes import _wide, lanes_config
+from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
+from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
+
+ROWS = NVMMASharedLayout(128, 16, 2)
+
+
+def gluon(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], **options: Any
+) -> dict[str, Any]:
+    """Compile a kernel; names in neither dictionary are 32-bit integers, `aligned` ones are divisible by 16."""
+    names = kernel.arg_names
+    all_types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(
+        kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        code = disassembled(Path(file.name))
+    return {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code}
+
+
+def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
+    """Grouped products of `ops/kernels/moe_piped.py`."""
+    box = 128 if gated and kind != 2 else 256
+    types = {
+        "x_desc": f"tensordesc<{name}[64,64],{ROWS!r}>",
+        "w_desc": f"tensordesc<{name}[{box},64],{ROWS!r}>",
+        "x_ptr": "*" + name,
+        "bias_ptr": "*" + name,
+        "out_ptr": "*" + name,
+        "weights_ptr": "*fp32",
+        "limit": "fp32",
+        **dict.fromkeys(("order_ptr", "blocks_ptr", "starts_ptr"), "*i32"),
+    }
+    constants = {
+        "E": 8,
+        "N": 768,
+        "K": 2048,
+        "BOX": box,
+        "STAGES": STAGES,
+        "LAG": LAG,
+        "BIAS": bias,
+        "GATED": gated,
+        "KIND": kind,
+        "WEIGH": not gated,
+        "REGS": MULTIPLY_REGISTERS,
+        "COPY_REGS": COPY_REGISTERS,
+        "PDL": True,
+    }
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    return gluon(many_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
+
+
+def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: bool, done: bool) -> dict[str, Any]:
+    """Wide tiles of int4 of `ops/kernels/linear_wide.py`."""
+    codes = NVMMASharedLayout(64, 8, 2)
+    types = {
+        "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
+        "more_desc": f"tensordesc<{name}[{more or 8},64],{ROWS!r}>",
+        "w_desc": f"tensordesc<u8[64,64],{codes!r}>",
+        "s_ptr": "*" + name,
+        "z_ptr": "*u8",
+        "bias_ptr": "*" + name,
+        "y_ptr": "*" + name if done else "*fp32",
+    }
+    constants = {
+        "G": 128,
+        "BT": tokens,
+        "MORE": more,
+        "C": groups,
+        "STAGES": stages,
+        "ROOM": 32,
+        "ZEROS": zeros,
+        "DONE": done,
+        "ADD": done,
+        "BIAS": done,
+        "PDL": True,
+    }
+    aligned = ["s_ptr", "z_ptr", "bias_ptr", "y_ptr", "num_features", "y_stride"]
+    return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
+
+
+LANES = {
+    "x_ptr": "*bf16",
+    "w_ptr": "*u32",
+    "s_ptr": "*u8",
+    "bias_ptr": "*bf16",
+    "weights_ptr": "*fp32",
+    "order_ptr": "*i32",
+    "starts_ptr": "*i32",
+    "out_ptr": "*bf16",
+    "limit": "fp32",
+}
+
+
+def _lanes(kernel: Any, constants: dict[str, Any], **options: Any) -> dict[str, Any]:
+    names = [name for name in kernel.arg_names if name not in constants]
+    aligned = [name for name in names if name.endswith("expert") or LANES.get(name, "i32")[0] == "*"]
+    return gluon(kernel, LANES, constants, aligned, **options)
+
+
+def arrange(features: int) -> dict[str, Any]:
+    """Inputs in the order of lanes."""
+    constants = {"K": features, "WIDE": _wide(features), "BLOCK": 1024, "PDL": True}
+    return _lanes(arrange_kernel, constants, num_warps=4)
+
+
+def lanes(features: int, inner: int, each: int, kind: int, gated: bool) -> dict[str, Any]:
+    """Experts in MXFP4 of `ops/kernels/moe_lanes.py`, for `each` pairs an expert."""
+    config = lanes_config(each * 32, 32)
+    outputs, inputs = (inner, features) if gated else (features, inner)
+    constants = {
+        "E": 32,
+        "BE": 32,
+        "N": outputs,
+        "K": inputs,
+        "WIDE": _wide(inputs),
+        "BM": config.pairs,
+        "BN": config.rows,
+        "OUT": _wide(outputs) if gated else outputs,
+        "STAGES": config.stages,
+        "BIAS": True,
+        "GATED": gated,
+        "KIND": kind,
+        "WEIGH": not gated,
+        "GROUPS": config.groups,
+        "PDL": True,
+    }
+    return _lanes(lanes_kernel, constants, num_warps=config.warps, maxnreg=config.registers)
+
+
+@triton.jit
+def rounding_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    """Round some numbers."""
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, rounded(tl.load(x_ptr + i), tl.bfloat16))
+
+
+def rounding(count: int) -> dict[str, Any]:
+    """`ops/kernels/activation.py`'s rounding in PTX, of so many numbers."""
+    source = ASTSource(rounding_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": count})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    return {}
+
+
+if __name__ == "__main__":
+    knobs.nvidia.dump_ptxas_log = True
+    for kind, *arguments in json.loads(sys.argv[1]):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                found = globals()[kind](*arguments)
+            except Exception:
+                found = {"error": traceback.format_exc()}
+        print(json.dumps({**found, "said": said.getvalue()}), flush=True)
