@@ -182,11 +182,11 @@ def torch_imports(source: str, module: str) -> list[str]:
     return [f"{module} imports {name}" for name in imported_modules(source, module) if name.split(".")[0] in heavy]
 
 
-def size_faults(source: str, name: str) -> list[str]:
-    """Files and functions over their limits."""
+def size_faults(source: str, name: str, tree: ast.Module | None = None) -> list[str]:
+    """Files and functions over their limits; `tree` is what `parsed` has kept."""
     lines = source.count("\n") + (not source.endswith("\n"))
     faults = [f"{name} has {lines} lines, over {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in _definitions(ast.parse(source)):  # not kept: the tests' own files are read here alone
+    for node in _definitions(tree or ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:

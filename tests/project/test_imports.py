@@ -30,7 +30,7 @@ USUAL = (
 )
 
 
-def share_of_usual(code, runs=6):
+def share_of_usual(code, runs=4):
     """Seconds that `code` prints, over those that imports of Python's own take here: a bound of it holds on any machine.
 
     Both are the least of measurements in turns, as noise of a busy machine only adds.
@@ -94,9 +94,31 @@ def test_network_guard_catches():
     assert result.returncode != 0 and "network at import" in result.stderr
 
 
-def test_no_module_touches_the_network_when_imported():
-    result = python(NO_NETWORK + "for n in json.loads(sys.argv[1]): importlib.import_module(n)", json.dumps(modules()))
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def imported():
+    """How a process ended that has imported every module; those in Gluon last, and until then Gluon can't be imported."""
+    code = NO_NETWORK + (
+        "names = json.loads(sys.argv[1])\n"
+        "sys.modules['triton.experimental'] = None\n"
+        "for n in names:\n"
+        "    if not n.endswith('_gluon'): importlib.import_module(n)\n"
+        "print('without Gluon', flush=True)\n"
+        "del sys.modules['triton.experimental']\n"
+        "for n in names: importlib.import_module(n)\n"
+    )
+    names = modules()
+    assert sum(name.endswith("_gluon") for name in names) > 2
+    assert sum(name.startswith("pagerunner.ops.kernels.") for name in names) > 40
+    return python(code, json.dumps(names))
+
+
+def test_no_module_touches_the_network_when_imported(imported):
+    assert imported.returncode == 0, imported.stderr
+
+
+def test_kernels_are_imported_without_gluon(imported):
+    """Gluon is a part of Triton that may be another one in another version, or none. Then other kernels serve, which may need nothing of it."""
+    assert "without Gluon" in imported.stdout, imported.stderr
 
 
 def test_public_names_are_those_of_all():
