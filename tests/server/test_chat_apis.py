@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.effort import share_of_the_day
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.server.chat.options import ChatOptions
@@ -126,9 +127,11 @@ def messages(server: RunningServer, text: str, choice: str, limit: int, stream: 
 
 
 def test_streams_and_whole_answers_are_the_same_wherever_they_are_cut(setting: tuple[RunningServer, str, str]) -> None:
+    """Half of the cuts each day, and the whole."""
     server, text, choice = setting
     length = len(server.engine.tokenizer.encode(text, add_special_tokens=False))
-    for limit in (*range(1, length, length // 6), length, length + 1):
+    cuts = [*range(1, length, length // 6), length]
+    for limit in (*(cuts[number] for number in share_of_the_day(len(cuts), 2)), length + 1):
         whole = chat(server, text, choice, limit, False)
         assert chat(server, text, choice, limit, True) == whole
         reasoning, content, calls, reason = whole

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
+from helpers.effort import by_days
 from helpers.patience import patient
 from helpers.serving import MODEL, RunningServer, running_server, write_text_side
 from pagerunner import limits
@@ -158,8 +159,7 @@ def rendering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
         yield server
 
 
-@pytest.mark.parametrize("path", RENDERING)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "stream"), by_days(RENDERING, [False, True]))
 def test_leaving_while_the_template_renders(rendering: RunningServer, path: str, stream: bool) -> None:
     body = {**RENDERING[path], **({"stream": True} if stream and "token" not in path else {})}
     with pytest.raises(httpx.ReadTimeout):

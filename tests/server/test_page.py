@@ -227,8 +227,9 @@ STATUS = "return document.querySelector('#status').textContent === arguments[0]"
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[RunningServer]:
-    with demo_server(api_keys=["secret"], admin_keys=["boss"]) as server:
+def guarded(text_side: Path) -> Iterator[RunningServer]:
+    """Over the fake core, which is there in no time: keys are the server's."""
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["secret"], admin_keys=["boss"]) as server:
         yield server
 
 
@@ -251,7 +252,8 @@ def give(page: Browser, api: str, admin: str) -> None:
 
 
 def ask(page: Browser) -> str:
-    page.type("#prompt", "What is 12 + 30?")
+    """The answer of a server over the fake core, to which the question says it."""
+    page.type("#prompt", "<|begin|>12 + 30 = 42")
     page.click("#send")
     page.until("return document.querySelector('.note')?.textContent")
     return page.text("article:last-child .text")
@@ -265,7 +267,7 @@ def test_two_keys_open_the_playground_and_the_figures_and_are_forgotten_by_a_rel
     give(locked, "secret", "boss")
     locked.until(IDLE)
     assert locked.js(DIALOG_CLOSED) and locked.js(STATUS, "awake")
-    assert ask(locked).startswith("12 + 30 = 42")
+    assert ask(locked) == "12 + 30 = 42"
     locked.click("#reset")
     locked.until("return !document.querySelector('#reset').disabled")
     assert locked.text("#notice") == ""
@@ -292,7 +294,7 @@ def test_the_playground_works_without_an_admin_key_and_the_figures_say_what_they
     give(locked, "secret", "")
     locked.until(STATUS, "playground only")
     assert "need the admin key" in locked.text("#arena-empty")
-    assert ask(locked).startswith("12 + 30 = 42")
+    assert ask(locked) == "12 + 30 = 42"
     locked.js("return new Promise(done => setTimeout(done, 1200))")  # nothing asks again by itself
     assert locked.js(DIALOG_CLOSED) and locked.js(STATUS, "playground only")
     locked.click("#keys")
@@ -304,17 +306,17 @@ def test_the_playground_works_without_an_admin_key_and_the_figures_say_what_they
 def test_the_admin_key_alone_opens_everything(locked: Browser) -> None:
     give(locked, "", "boss")
     locked.until(IDLE)
-    assert ask(locked).startswith("12 + 30 = 42")
+    assert ask(locked) == "12 + 30 = 42"
 
 
 @browser_test
-def test_a_server_without_an_admin_key_says_so_and_is_not_asked_again(chromium: Browser) -> None:
-    with demo_server(api_keys=["secret"]) as server, looking_at(chromium, server):
+def test_a_server_without_an_admin_key_says_so_and_is_not_asked_again(chromium: Browser, text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side)), api_keys=["secret"]) as server, looking_at(chromium, server):
         chromium.until(DIALOG_OPEN)
         give(chromium, "secret", "")
         chromium.until(STATUS, "playground only")
         assert "started without --admin-key" in chromium.text("#arena-empty") and chromium.js(DIALOG_CLOSED)
-        assert ask(chromium).startswith("12 + 30 = 42")
+        assert ask(chromium) == "12 + 30 = 42"
 
 
 @browser_test
@@ -327,8 +329,8 @@ def test_before_the_first_figures_there_is_a_sentence_and_no_black_box(locked: B
 
 
 @browser_test
-def test_sleep_is_off_with_a_reason_where_the_server_cannot(chromium: Browser) -> None:
-    with demo_server({"enable_sleep_mode": False}) as server, looking_at(chromium, server):
+def test_sleep_is_off_with_a_reason_where_the_server_cannot(chromium: Browser, text_side: Path) -> None:
+    with running_server(EngineArgs(model=str(text_side))) as server, looking_at(chromium, server):
         chromium.until(IDLE)
         assert chromium.js("return document.querySelector('#sleep').disabled")
         assert "--enable-sleep-mode" in chromium.text("#no-sleep")
