@@ -40,11 +40,13 @@ def checked() -> Iterator[None]:
 
     def check(kind: str, pointers: Any, mask: Any) -> None:
         size = pointers.get_element_ty().primitive_bitwidth // 8
-        chosen = np.asarray(mask.data, dtype=bool)
-        used = np.broadcast_to(pointers.data, chosen.shape)[chosen].astype(np.int64)
+        chosen, used = np.asarray(mask.data, dtype=bool), pointers.data
+        if used.shape != chosen.shape:
+            used = np.broadcast_to(used, chosen.shape)
+        used = used[chosen]
         if not used.size:
             return
-        first, last = used.min(), used.max() + size
+        first, last = int(used.min()), int(used.max()) + size
         if any(start <= first and last <= end for start, end in ranges):  # nearly always all lie in one
             return
         allowed = np.zeros(used.shape, dtype=bool)
