@@ -45,7 +45,9 @@ def test_steps_count_when_they_are_done_and_gaps_do_not() -> None:
     launch(clock, device, 2)
     launch(clock, device, 3)  # two in flight: no gap
     assert clock.busy_seconds == 0
+    assert clock.steps_done == 0
     device.now = 2.5
+    assert clock.steps_done == 1, "whoever looks first counts it"
     assert clock.busy_seconds == 2
     device.now = 7
     assert clock.busy_seconds == 5

@@ -163,9 +163,14 @@ def reload(resolved: Resolved, fill_weights: Callable[[], None], runner: ModelRu
     runner.set_static_scales(scales)
 
 
-def make_sleeper(arena: Arena, card: Card | None, weights: torch.Tensor, reload: Callable[[], None]) -> Sleeper:
-    """The sleeper of an arena. With a `card` it keeps a host copy of the weights, which begins to be made now."""
+def make_sleeper(
+    arena: Arena, card: Card | None, weights: torch.Tensor, reload: Callable[[], None], ranks: int
+) -> Sleeper:
+    """The sleeper of an arena. With a `card` it keeps a host copy of the weights, which begins to be made now.
+
+    As many `ranks` make such copies at the same time, and share what memory the machine has left.
+    """
     if card is None:
         return Sleeper(arena, WeightsInPlace(reload))
-    make_copy = partial(HostCopy, weights, card.host, available_memory)
+    make_copy = partial(HostCopy, weights, card.host, lambda: available_memory() // ranks)
     return Sleeper(arena, WeightsOnHost(reload, make_copy), card.scratch)

@@ -123,7 +123,7 @@ class LoadedWorker:
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.config.enable_sleep_mode else None
-        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload)
+        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, self.config.tensor_parallel_size)
         clock = DeviceClock.of(torch.device(self.config.device))
         return Worker(self.runner, sleeper, clock)
 

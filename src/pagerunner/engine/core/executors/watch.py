@@ -34,6 +34,7 @@ _FoundT = TypeVar("_FoundT")
 _LOOK_MS = 100
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
+_FOR_EVER = 1e9  # of which a lock can wait for each fraction
 _STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
 
 
@@ -120,7 +121,7 @@ class RankWatch:
         `what` they are late with is part of a sentence. Raises why the ranks are gone, if they are.
         """
         began = time.monotonic()
-        self.wait(lambda: found() or None, lambda: "", threading.TIMEOUT_MAX)
+        self.wait(lambda: found() or None, lambda: "", _FOR_EVER)
         most = calls * max(self._seconds, time.monotonic() - began)
 
         def late() -> str:
