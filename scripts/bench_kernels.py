@@ -23,6 +23,7 @@ import torch
 from pagerunner.ops.activation import SILU, silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import moe_experts
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
@@ -87,13 +88,17 @@ class Kind:
         """Every layer once by the kernel for up to four tokens."""
         for weight in self.weights:
             norm = self.scale if self.norm else None
-            kernels.run_rows(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
+            kernels.run_rows(
+                Product(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add), config=config
+            )
 
     def few(self, config: FewConfig | None) -> None:
         """Every layer once by the kernel for up to 16 tokens."""
         for weight in self.weights:
             norm = self.scale if self.norm else None
-            kernels.run_few(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add, config=config)
+            kernels.run_few(
+                Product(self.x, weight, None, self.out, norm, gated=self.gated, add=self.add), config=config
+            )
 
     def library(self) -> None:
         """Every layer once by cuBLAS."""

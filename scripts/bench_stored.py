@@ -16,6 +16,7 @@ import torch
 
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_many as many
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_rounded import cublas, rounding, run_rounded
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import quantize
@@ -107,7 +108,7 @@ def ways_of(form: str, weights: list[Weights], x: torch.Tensor, out: torch.Tenso
         chosen, found = many.tile_tokens, {}
         for way, most in (("unpacked", 0), ("tiles", x.shape[0])):
             many.tile_tokens = lambda weight, most=most: most
-            found[way] = graph_us([lambda w=w: many._product(x, w, None, out) for w in weights])
+            found[way] = graph_us([lambda w=w: many._product(Product(x, w, None, out)) for w in weights])
         many.tile_tokens = chosen
         return found
     rounded = quantize(x, how.dtype, grouped=how.grouped)

@@ -18,6 +18,7 @@ import torch
 from bench_kernels import BYTES_PER_US, graph_us, kinds
 from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
 from pagerunner.ops.kernels.linear_packed import PackedConfig
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_row import RowConfig
 from pagerunner.ops.kernels.linear_stored import FewConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
@@ -97,12 +98,12 @@ class Kind:
         x = self.norm(self.x) if self.norm else self.x
         if isinstance(config, RowConfig):
             assert isinstance(weights, Stored8)
-            linear_row.run_row(self.x, weights, None, self.out, self.norm, config=config, **how)
+            linear_row.run_row(Product(self.x, weights, None, self.out, self.norm, **how), config=config)
         elif isinstance(config, PackedConfig):
             assert isinstance(weights, Stored4)
-            linear_packed.run_packed(x, weights, None, self.out, config=config, **how)
+            linear_packed.run_packed(Product(x, weights, None, self.out, **how), config=config)
         else:
-            linear_stored.run_few(x, weights, None, self.out, config=config, **how)
+            linear_stored.run_few(Product(x, weights, None, self.out, **how), config=config)
 
     def microseconds(self, config: Block | None) -> float:
         """Of one product."""

@@ -7,6 +7,7 @@ import torch
 
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_wide
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_tiles import in_order
 from pagerunner.ops.kernels.linear_wide import WideConfig
 from pagerunner.ops.linear import linear, linear_add_
@@ -58,7 +59,7 @@ def test_tiles_and_parts(tokens: int, parts: int, groups: int) -> None:
     x = torch.randn(tokens + 7, 4096, device="cuda", dtype=torch.bfloat16)
     out = torch.full((tokens + 7, 1000), float("nan"), device="cuda", dtype=torch.bfloat16)
     config = WideConfig(tokens, groups, parts)
-    linear_wide.run_wide(in_order(x, matrix, pairs=True), matrix, None, out, config)
+    linear_wide.run_wide(Product(in_order(x, matrix, pairs=True), matrix, None, out), config)
     assert error(out, x.float() @ dense(matrix, torch.bfloat16).float().T) < 4e-3
 
 
@@ -77,7 +78,7 @@ def test_what_lies_behind_the_scales_is_not_read(form: str, inputs: int, tokens:
         torch.randn(tokens, inputs, device="cuda", dtype=dtype),
         torch.empty(tokens, 200, device="cuda", dtype=dtype),
     )
-    linear_wide.run_wide(in_order(x, guarded, pairs=True), guarded, None, out, WideConfig(tokens, 2, parts))
+    linear_wide.run_wide(Product(in_order(x, guarded, pairs=True), guarded, None, out), WideConfig(tokens, 2, parts))
     assert error(out, x.float() @ dense(matrix, dtype).float().T) < 4e-3
 
 
@@ -89,7 +90,7 @@ def test_long_rows_with_zero_points(outputs: int, inputs: int, tokens: int) -> N
     whole = matrix._replace(codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta"))
     config = linear_wide.wide_config(tokens, whole, x.device)
     out = torch.empty(tokens, 200, device="cuda", dtype=torch.bfloat16)
-    linear_wide.run_wide(in_order(x, matrix, pairs=True), matrix, None, out, config)
+    linear_wide.run_wide(Product(in_order(x, matrix, pairs=True), matrix, None, out), config)
     assert error(out, x.float() @ dense(matrix, torch.bfloat16).float().T) < 4e-3
 
 

@@ -9,6 +9,7 @@ import torch
 
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense, pack4
 
@@ -79,7 +80,7 @@ def test_every_code_of_four_bits_is_exact(numbers, words):
     scales = torch.ones(64, 1, device="cuda", dtype=torch.float16)
     matrix = Stored4(pack4(codes), scales, 32, numbers)
     x = torch.eye(32, device="cuda", dtype=torch.bfloat16 if words else torch.float16)[:16]
-    got = linear_stored.run_few(x, matrix, None, torch.empty(16, 64, device="cuda"))
+    got = linear_stored.run_few(Product(x, matrix, None, torch.empty(16, 64, device="cuda")))
     assert torch.equal(got.t(), dense(matrix, torch.float32)[:, :16])
 
 
@@ -90,18 +91,20 @@ def test_every_code_and_every_scale_byte_of_packed_codes_is_exact(numbers):
     matrix = Stored4(pack4(codes), scales, 32, numbers)
     eye = torch.eye(32, device="cuda", dtype=torch.bfloat16)
     got = torch.cat(
-        [linear_packed.run_packed(x, matrix, None, torch.empty(16, 128, device="cuda")) for x in eye.split(16)]
+        [linear_packed.run_packed(Product(x, matrix, None, torch.empty(16, 128, device="cuda"))) for x in eye.split(16)]
     )
     assert torch.equal(got, dense(matrix, torch.float32).t())
     broken, ones = matrix._replace(scales=torch.full_like(scales, 255)), torch.ones_like(eye[:1])
-    assert not linear_packed.run_packed(ones, broken, None, torch.empty(1, 128, device="cuda")).isfinite().any()
+    assert (
+        not linear_packed.run_packed(Product(ones, broken, None, torch.empty(1, 128, device="cuda"))).isfinite().any()
+    )
 
 
 def test_a_large_input_costs_the_others_nothing():
     """What codes of int4 count from is taken off the sums: an error of float32 and not of bfloat16."""
     matrix, x = made("int4 f16 128", 256, 4096), random(1, 4096).bfloat16()
     x[0, 7] = 30000.0
-    got = linear_packed.run_packed(x, matrix, None, torch.empty(1, 256, device="cuda"))
+    got = linear_packed.run_packed(Product(x, matrix, None, torch.empty(1, 256, device="cuda")))
     want = x.double() @ dense(matrix, torch.float64).t()
     assert ((got - want).abs() < 1e-4 * 30000).all()
 

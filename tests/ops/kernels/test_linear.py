@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagerunner.ops.kernels import linear as kernels
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 
 TOKENS = [1, 2, 3, 4, 7]
@@ -68,7 +69,7 @@ def test_half_precision_stays_within_a_rounding(tokens):
 def test_nothing_beyond_the_last_feature_is_touched():
     x, weight, _ = tensors(1, 16, 9, torch.float32, False)
     around = torch.full((1, 16), 7.0)
-    kernels.run_rows(x, weight, None, around[:, :9])
+    kernels.run_rows(Product(x, weight, None, around[:, :9]))
     assert around[0, 9:].eq(7).all()
 
 

@@ -9,6 +9,7 @@ from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_bytes as kernels
 from pagerunner.ops.kernels import linear_stored
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored8, dense
 
@@ -28,17 +29,17 @@ def test_products(block):
     assert isinstance(matrix, Stored8) and kernels.fits(x[:1], matrix)
     how = {"config": kernels.PackedConfig(*config)}
     want = linear.twin(x, matrix, bias)
-    close(kernels.run_bytes(x, matrix, bias, torch.full((tokens, 38), float("nan")), **how), want)
+    close(kernels.run_bytes(Product(x, matrix, bias, torch.full((tokens, 38), float("nan"))), **how), want)
     residual = torch.randn(tokens, 39)[:, 1:]
     expected = residual + want
-    close(kernels.run_bytes(x, matrix, bias, residual, add=True, **how), expected)
+    close(kernels.run_bytes(Product(x, matrix, bias, residual, add=True), **how), expected)
     norm = Norm(torch.rand(1104) + 0.5, 1e-2, offset=tokens % 2 == 0)
     close(
-        kernels.run_bytes(x, matrix, bias, torch.empty(tokens, 38), norm, **how),
+        kernels.run_bytes(Product(x, matrix, bias, torch.empty(tokens, 38), norm), **how),
         norm_linear.twin(x, norm, matrix, bias),
     )
     if config[0] // max(1, 8 // tokens) >= 2:
-        got = kernels.run_bytes(x, matrix, bias, torch.empty(tokens, 19), gated=True, **how)
+        got = kernels.run_bytes(Product(x, matrix, bias, torch.empty(tokens, 19), gated=True), **how)
         close(got, silu_and_mul.twin(want))
 
 
@@ -48,13 +49,15 @@ def test_inputs_that_segments_do_not_divide(inputs, tokens):
     x = torch.randn(tokens, inputs)
     matrix = stored("fp8 row", 6, inputs)
     assert isinstance(matrix, Stored8) and kernels.fits(x[:1], matrix)
-    close(kernels.run_bytes(x, matrix, None, torch.empty(tokens, 6)), linear.twin(x, matrix))
+    close(kernels.run_bytes(Product(x, matrix, None, torch.empty(tokens, 6))), linear.twin(x, matrix))
 
 
 def test_every_code_at_every_place():
     codes = ((torch.arange(256)[:, None] + torch.arange(64)) % 256).to(torch.uint8).view(torch.float8_e4m3fn)
     matrix = Stored8(codes, torch.ones(256, 1), (1, 64))
-    got = torch.cat([kernels.run_bytes(x, matrix, None, torch.empty(16, 256)) for x in torch.eye(64).split(16)])
+    got = torch.cat(
+        [kernels.run_bytes(Product(x, matrix, None, torch.empty(16, 256))) for x in torch.eye(64).split(16)]
+    )
     want = dense(matrix, torch.float32).t()
     real = ~want.isnan().any(0)
     assert torch.equal(got[:, real], want[:, real]) and int(real.sum()) >= 128

@@ -10,6 +10,7 @@ from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_packed as kernels
 from pagerunner.ops.kernels import linear_stored
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear_silu
 from pagerunner.ops.stored import Stored4, dense, pack4
 
@@ -63,10 +64,12 @@ def test_every_code_and_every_scale_byte(numbers):
     codes = (torch.arange(128)[:, None] + torch.arange(32)).to(torch.uint8) % 16
     scales = torch.arange(63, 191, dtype=torch.uint8)[:, None]
     matrix = Stored4(pack4(codes), scales, 32, numbers)
-    got = torch.cat([kernels.run_packed(x, matrix, None, torch.empty(16, 128)) for x in torch.eye(32).split(16)])
+    got = torch.cat(
+        [kernels.run_packed(Product(x, matrix, None, torch.empty(16, 128))) for x in torch.eye(32).split(16)]
+    )
     assert torch.equal(got, dense(matrix, torch.float32).t())
     broken = matrix._replace(scales=torch.full_like(scales, 255))
-    assert not kernels.run_packed(torch.ones(1, 32), broken, None, torch.empty(1, 128)).isfinite().any()
+    assert not kernels.run_packed(Product(torch.ones(1, 32), broken, None, torch.empty(1, 128))).isfinite().any()
 
 
 def test_a_large_input_costs_the_others_nothing():
@@ -74,7 +77,7 @@ def test_a_large_input_costs_the_others_nothing():
     torch.manual_seed(6)
     matrix, x = stored("int4 f16 128", 16, 512), torch.randn(1, 512)
     x[0, 7] = 30000.0
-    got = kernels.run_packed(x, matrix, None, torch.empty(1, 16))
+    got = kernels.run_packed(Product(x, matrix, None, torch.empty(1, 16)))
     want = x.double() @ dense(matrix, torch.float64).t()
     assert ((got - want).abs() < 1e-6 * 30000).all()
 
@@ -91,5 +94,5 @@ def test_the_gate_is_applied_to_its_own_feature(monkeypatch):
     monkeypatch.setattr(linear_stored, "run_few", lambda *_, **__: 1 / 0)
     torch.manual_seed(8)
     matrix, x = stored("int4 f16 128", 2 * 21, 256), torch.randn(2, 256)
-    got = linear_stored.run(x, matrix, None, torch.empty(2, 21), gated=True)
+    got = linear_stored.run(Product(x, matrix, None, torch.empty(2, 21), gated=True))
     close(got, silu_and_mul(x @ dense(matrix, torch.float32).t()))

@@ -10,7 +10,7 @@ from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels import linear_rounded as kernels
 from pagerunner.ops.kernels.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
-from pagerunner.ops.linear import Norm, silu_linear_add_
+from pagerunner.ops.linear import Norm, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.quantize import ROUNDED_TOKENS, dequantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense
 
@@ -99,12 +99,12 @@ def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form
     for tokens in (ROUNDED_TOKENS, ROUNDED_TOKENS - 1):
         x, residual = torch.randn(tokens, 256).half(), torch.randn(tokens, 96).half()
         close(many.linear(x, matrix, bias_O), want(x), 2e-3)
-        close(many.norm_linear(x, norm, matrix, bias_O), want(x, norm), 2e-3)
+        close(many.linear(x, matrix, bias_O, norm), want(x, norm), 2e-3)
         expected = residual.float() + want(x)
         many.linear_add_(x, matrix, residual, bias_O)
         close(residual, expected, 2e-3)
         gate, up = want(x, norm).chunk(2, 1)
-        got = many.norm_linear_silu(x, norm, matrix, bias_O)
+        got = norm_linear_silu.kernel(x, norm, matrix, bias_O)
         close(got, torch.nn.functional.silu(gate) * up, 4e-3)
 
 

@@ -11,6 +11,7 @@ from helpers import interpreter_floats
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_shares as kernels
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_tiles import TilesConfig, in_order
 from pagerunner.ops.linear import linear
 
@@ -29,5 +30,7 @@ def test_shares(form, shape, monkeypatch):
     for add in (False, True):
         out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
         want = linear.twin(x, matrix, bias) + (out if add else 0)
-        kernels.run_shares(in_order(x, matrix), matrix, bias, out, TilesConfig(high, 1, 4, 2, shares=1), add=add)
+        kernels.run_shares(
+            Product(in_order(x, matrix), matrix, bias, out, add=add), TilesConfig(high, 1, 4, 2, shares=1)
+        )
         assert float((out - want).norm() / want.norm()) < 1e-5

@@ -10,6 +10,7 @@ from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
 from pagerunner.ops.kernels import linear_stored as kernels
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 
@@ -89,14 +90,14 @@ def test_columns_that_no_block_divides():
     x = torch.randn(2, 2880)
     for form in ("e2m1 e8m0 32", "fp8 block", "fp8 row"):
         matrix = stored(form, 6, 2880)
-        close(kernels.run_few(x, matrix, None, torch.empty(2, 6)), linear.twin(x, matrix), 1e-5)
+        close(kernels.run_few(Product(x, matrix, None, torch.empty(2, 6))), linear.twin(x, matrix), 1e-5)
 
 
 @pytest.mark.parametrize("numbers", ["int4", "e2m1"])
 def test_every_code_and_every_scale_byte(numbers):
     codes = torch.arange(16, dtype=torch.uint8).repeat(2).expand(256, 32)
     matrix = Stored4(pack4(codes), torch.arange(256, dtype=torch.uint8)[:, None], 32, numbers)
-    got = kernels.run_few(torch.eye(32)[:16], matrix, None, torch.empty(16, 256)).double()
+    got = kernels.run_few(Product(torch.eye(32)[:16], matrix, None, torch.empty(16, 256))).double()
     assert torch.equal(got[:, :255].t(), dense(matrix, torch.float64)[:255, :16])
     assert got[:, 255].isnan().all()
 
@@ -105,7 +106,7 @@ def test_every_code_and_every_scale_byte(numbers):
 def test_every_code_of_eight_bits(dtype):
     codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 32).contiguous().view(dtype)
     matrix = Stored8(codes, torch.ones(256, 1), (1, 32))
-    got = kernels.run_few(torch.eye(32)[:1], matrix, None, torch.empty(1, 256))[0]
+    got = kernels.run_few(Product(torch.eye(32)[:1], matrix, None, torch.empty(1, 256)))[0]
     want = dense(matrix, torch.float32)[:, 0]
     assert torch.equal(got[~want.isnan()], want[~want.isnan()])
 
@@ -142,8 +143,10 @@ def test_several_steps_whose_weights_are_on_their_way_early_or_not(form, tokens,
     torch.manual_seed(7)
     matrix, x = stored(form, 12, 768), torch.randn(tokens, 768)
     config = kernels.FewConfig(32, 64, 2, stages)
-    close(kernels.run_few(x, matrix, None, torch.empty(tokens, 12), config=config), linear.twin(x, matrix), 1e-5)
-    out = kernels.run_few(x, matrix, None, torch.empty(tokens, 6), gated=True, config=config)
+    close(
+        kernels.run_few(Product(x, matrix, None, torch.empty(tokens, 12)), config=config), linear.twin(x, matrix), 1e-5
+    )
+    out = kernels.run_few(Product(x, matrix, None, torch.empty(tokens, 6), gated=True), config=config)
     close(out, silu_and_mul.twin(linear.twin(x, matrix)), 1e-5)
 
 

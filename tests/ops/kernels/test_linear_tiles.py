@@ -12,6 +12,7 @@ from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_tiles as kernels
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_tiles import TilesConfig, in_order, run_tiles, serves
 from pagerunner.ops.linear import Norm, linear
 
@@ -35,7 +36,7 @@ def test_tiles(form, parts, place):
     out = torch.randn(40, 208)[:, :200] if add else torch.full((40, 200), float("nan"))
     want = linear.twin(x, matrix, bias_O) + (out if add else 0)
     assert serves(matrix)
-    run_tiles(in_order(x, matrix), matrix, bias_O, out, TilesConfig(high, 2, 4, 2, parts), add=add)
+    run_tiles(Product(in_order(x, matrix), matrix, bias_O, out, add=add), TilesConfig(high, 2, 4, 2, parts))
     assert float((out - want).norm() / want.norm()) < 1e-3  # scales of numbers are rounded to float32 alone
 
 
@@ -45,7 +46,7 @@ def test_input_features_that_no_step_divides(form, parts):
     matrix = stored(form, 40, 288)
     x = torch.randn(5, 288)
     out = torch.full((5, 40), float("nan"))
-    run_tiles(in_order(x, matrix), matrix, None, out, TilesConfig(16, 1, 8, 2, parts))
+    run_tiles(Product(in_order(x, matrix), matrix, None, out), TilesConfig(16, 1, 8, 2, parts))
     want = linear.twin(x, matrix)
     assert float((out - want).norm() / want.norm()) < 1e-5
 
@@ -84,7 +85,7 @@ def test_half_precision():
     matrix = stored("int4 f16 32 zeros", 40, 256)
     x = torch.randn(9, 256, dtype=torch.float16)
     out = torch.empty(9, 40, dtype=torch.float16)
-    run_tiles(in_order(x, matrix), matrix, None, out, TilesConfig(16, 1, 4, 2, 2))
+    run_tiles(Product(in_order(x, matrix), matrix, None, out), TilesConfig(16, 1, 4, 2, 2))
     want = x.float() @ linear.twin(torch.eye(256), matrix)
     assert float((out.float() - want).norm() / want.norm()) < 2e-3
 
@@ -106,5 +107,5 @@ def test_weights_are_rounded_once(form):
         matrix = matrix._replace(codes=torch.where(matrix.scales.repeat_interleave(16, 1) > 137, 0x10, matrix.codes))
     eye = torch.eye(128, dtype=torch.float16)
     out = torch.empty(128, 40, dtype=torch.float16)
-    run_tiles(in_order(eye, matrix), matrix, None, out, TilesConfig(32, 1, 4, 2))
+    run_tiles(Product(in_order(eye, matrix), matrix, None, out), TilesConfig(32, 1, 4, 2))
     assert torch.equal(out, linear.twin(eye, matrix)) and out.isfinite().all()

@@ -193,18 +193,13 @@ def test_many_tokens_take_it_where_it_serves(monkeypatch):
     """`linear_many` hands it the inputs in its order, and the warm-up knows its kernels."""
     seen = []
     monkeypatch.setattr(linear_many.linear_wide, "has_gluon", lambda device: True)
-    monkeypatch.setattr(linear_many.linear_wide, "run_wide", lambda *given, add: seen.append((*given, add)))
+    monkeypatch.setattr(linear_many.linear_wide, "run_wide", lambda *given: seen.append(given))
     matrix = stored("int4 bf16 128", 48, 384)
     x, stream = torch.randn(20, 384).bfloat16(), torch.zeros(20, 48).bfloat16()
     linear_many.linear_add_(x, matrix, stream)
-    ordered, weight, bias, out, config, add = seen.pop()
-    assert (
-        torch.equal(ordered, in_order(x, matrix, pairs=True))
-        and weight is matrix
-        and bias is None
-        and out is stream
-        and add
-    )
+    product, config = seen.pop()
+    assert torch.equal(product.x_TI, in_order(x, matrix, pairs=True))
+    assert product[1:] == (matrix, None, stream, None, False, True)
     assert linear_many.kernels_of(20, torch.bfloat16, matrix, x.device) == (config, 1)
     linear_many.linear_add_(x.float(), matrix, stream.float())
     assert not seen

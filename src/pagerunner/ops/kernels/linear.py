@@ -8,7 +8,7 @@ so that x is read once. Both start to read weights before their predecessor has 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ import triton.language as tl
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored
 
@@ -221,18 +221,9 @@ def _serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor) -> bool:
     return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
 
 
-def run_rows(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: RowsConfig | None = None,
-) -> torch.Tensor:
+def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor:
     """Launch `_rows_kernel` for one token."""
+    x_TI, weight_OI, bias_O, out_TO, norm, gated, add = product
     inputs, features = x_TI.shape[1], out_TO.shape[1]
     config = config or rows_config(inputs, gated)
     _rows_kernel[(blocks(features, config.features),)](
@@ -244,18 +235,9 @@ def run_rows(
     return out_TO
 
 
-def run_few(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: FewConfig | None = None,
-) -> torch.Tensor:
+def run_few(product: Product, config: FewConfig | None = None) -> torch.Tensor:
     """Launch `_few_kernel` for up to 16 tokens."""
+    x_TI, weight_OI, bias_O, out_TO, norm, gated, add = product
     tokens, inputs = x_TI.shape
     features = out_TO.shape[1]
     config = config or few_config(inputs, norm is not None)
@@ -269,18 +251,8 @@ def run_few(
     return out_TO
 
 
-def _run(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> torch.Tensor:
-    run = run_rows if x_TI.shape[0] == 1 else run_few
-    return run(x_TI, weight_OI, bias_O, out_TO, norm, gated=gated, add=add)
+def _run(product: Product) -> torch.Tensor:
+    return run_rows(product) if product.x_TI.shape[0] == 1 else run_few(product)
 
 
 def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.dtype, device: torch.device) -> Hashable:
@@ -295,29 +267,47 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)
 
 
+def _few_tokens(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored) -> Callable[[Product], torch.Tensor] | None:
+    """What launches the product where a kernel of few tokens serves; None where cuBLAS or `linear_many` does."""
+    if isinstance(weight_OI, torch.Tensor):
+        return _run if _fits(x_TI, weight_OI) else None
+    many = linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI)
+    return None if many else linear_stored.run
+
+
+def _product(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor | Stored,
+    bias_O: torch.Tensor | None,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    run = _few_tokens(x_TI, weight_OI)
+    if run is not None:
+        out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1))
+        return run(Product(x_TI, weight_OI, bias_O, out_TO, norm, gated))
+    if isinstance(weight_OI, torch.Tensor):
+        out_TO = F.linear(x_TI if norm is None else norm(x_TI), weight_OI, bias_O)
+    else:
+        out_TO = linear_many.linear(x_TI, weight_OI, bias_O, norm)
+    return silu_and_mul(out_TO) if gated else out_TO
+
+
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    if not isinstance(weight_OI, torch.Tensor):
-        if linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI):
-            return linear_many.linear(x_TI, weight_OI, bias_O)
-        return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
-    if not _fits(x_TI, weight_OI):
-        return F.linear(x_TI, weight_OI, bias_O)
-    return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]))
+    return _product(x_TI, weight_OI, bias_O)
 
 
 def linear_add_(
     x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
     """See `ops/linear.py`."""
-    if not isinstance(weight_OI, torch.Tensor):
-        few = not linear_many.rounds(x_TI, weight_OI) and linear_stored.fits(x_TI, weight_OI)
-        if few and residual_TO.stride(1) == 1:
-            linear_stored.run(x_TI, weight_OI, bias_O, residual_TO, add=True)
-        else:
-            linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
-    elif _fits(x_TI, weight_OI) and residual_TO.stride(1) == 1:
-        _run(x_TI, weight_OI, bias_O, residual_TO, add=True)
+    run = _few_tokens(x_TI, weight_OI)
+    if run is not None and residual_TO.stride(1) == 1:
+        run(Product(x_TI, weight_OI, bias_O, residual_TO, add=True))
+    elif not isinstance(weight_OI, torch.Tensor):
+        linear_many.linear_add_(x_TI, weight_OI, residual_TO, bias_O)
     elif bias_O is None:
         residual_TO.addmm_(x_TI, weight_OI.t())
     else:
@@ -331,8 +321,7 @@ def silu_linear_add_(
     bias_O: torch.Tensor | None = None,
 ) -> None:
     """See `ops/linear.py`."""
-    stored = not isinstance(weight_OI, torch.Tensor)
-    if stored and (linear_many.rounds(gate_up_T2I, weight_OI) or not linear_stored.fits(gate_up_T2I, weight_OI)):
+    if not isinstance(weight_OI, torch.Tensor) and _few_tokens(gate_up_T2I, weight_OI) is None:
         linear_many.silu_linear_add_(gate_up_T2I, weight_OI, residual_TO, bias_O)
     else:
         linear_add_(silu_and_mul(gate_up_T2I), weight_OI, residual_TO, bias_O)
@@ -342,25 +331,11 @@ def norm_linear(
     x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    if not isinstance(weight_OI, torch.Tensor):
-        if linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI):
-            return linear_many.norm_linear(x_TI, norm, weight_OI, bias_O)
-        return linear_stored.run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
-    if not _fits(x_TI, weight_OI):
-        return F.linear(norm(x_TI), weight_OI, bias_O)
-    return _run(x_TI, weight_OI, bias_O, x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), norm)
+    return _product(x_TI, weight_OI, bias_O, norm)
 
 
 def norm_linear_silu(
     x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
-    if not isinstance(weight_2OI, torch.Tensor):
-        if linear_many.rounds(x_TI, weight_2OI) or not linear_stored.fits(x_TI, weight_2OI):
-            return linear_many.norm_linear_silu(x_TI, norm, weight_2OI, bias_2O)
-        out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
-        return linear_stored.run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)
-    if not _fits(x_TI, weight_2OI):
-        return silu_and_mul(F.linear(norm(x_TI), weight_2OI, bias_2O))
-    out_TO = x_TI.new_empty(x_TI.shape[0], weight_2OI.shape[0] // 2)
-    return _run(x_TI, weight_2OI, bias_2O, out_TO, norm, gated=True)
+    return _product(x_TI, weight_2OI, bias_2O, norm, gated=True)

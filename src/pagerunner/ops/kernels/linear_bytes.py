@@ -20,9 +20,8 @@ import triton.language as tl
 from pagerunner.ops.kernels.codes import E4M3, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, own_pieces
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.kernels.stored import operands_of
-from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import Stored, Stored8
 
 SEGMENT = tl.constexpr(64)
@@ -202,18 +201,9 @@ def bytes_config(inputs: int, gated: bool) -> PackedConfig:
     return PackedConfig(32, 4, 2) if gated else PackedConfig(64, 2, 2)
 
 
-def run_bytes(
-    x_TI: torch.Tensor,
-    stored: Stored8,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: PackedConfig | None = None,
-) -> torch.Tensor:
+def run_bytes(product: Product, config: PackedConfig | None = None) -> torch.Tensor:
     """Launch `_bytes_kernel`."""
+    x_TI, stored, bias_O, out_TO, norm, gated, add = product
     tokens, inputs = x_TI.shape
     features = out_TO.shape[1]
     pieces = max(1, 8 // padded(tokens))

@@ -19,6 +19,7 @@ import torch
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
 from pagerunner.ops.kernels.linear_shares import run_shares
 from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_tiles, serves, tiles_config
@@ -76,11 +77,6 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
     return _outputs_at_once(tokens, dtype, weight_OI)
 
 
-def linear(x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """See `ops/linear.py`."""
-    return norm_linear(x_TI, None, weight_OI, bias_O)
-
-
 def linear_add_(
     x_TI: torch.Tensor, weight_OI: Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
@@ -89,7 +85,7 @@ def linear_add_(
         x = quantize(x_TI, how.dtype, grouped=how.grouped)
         product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype, residual_TO)
         return
-    _product(x_TI, weight_OI, bias_O, residual_TO, add=True)
+    _product(Product(x_TI, weight_OI, bias_O, residual_TO, add=True))
 
 
 def silu_linear_add_(
@@ -100,7 +96,7 @@ def silu_linear_add_(
         x = silu_quantize(gate_up_T2I, how.dtype, grouped=how.grouped)
         product(x, _of_8_bits(weight_OI), bias_O, gate_up_T2I.dtype, residual_TO)
         return
-    _product(gate_up_T2I, weight_OI, bias_O, residual_TO, gated=True, add=True)
+    _product(Product(gate_up_T2I, weight_OI, bias_O, residual_TO, gated=True, add=True))
 
 
 def product_of(x: Quantized, weight_OI: Stored, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -114,49 +110,34 @@ def _of_8_bits(weight_OI: Stored) -> Stored8:
     return weight_OI
 
 
-def norm_linear(
-    x_TI: torch.Tensor, norm: Norm | None, weight_OI: Stored, bias_O: torch.Tensor | None = None
+def linear(
+    x_TI: torch.Tensor, weight_OI: Stored, bias_O: torch.Tensor | None = None, norm: Norm | None = None
 ) -> torch.Tensor:
-    """See `ops/linear.py`."""
+    """See `ops/linear.py`; of the input's norm, if there is one."""
     if (how := rounding_of(x_TI, weight_OI)) is not None:
         x = quantize(x_TI, how.dtype, grouped=how.grouped, norm=norm)
         return product(x, _of_8_bits(weight_OI), bias_O, x_TI.dtype)
     out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
-    _product(x_TI, weight_OI, bias_O, out_TO, norm)
+    _product(Product(x_TI, weight_OI, bias_O, out_TO, norm))
     return out_TO
 
 
-def norm_linear_silu(
-    x_TI: torch.Tensor, norm: Norm, weight_2OI: Stored, bias_2O: torch.Tensor | None = None
-) -> torch.Tensor:
-    """See `ops/linear.py`."""
-    return silu_and_mul(norm_linear(x_TI, norm, weight_2OI, bias_2O))
-
-
-def _product(
-    x_TI: torch.Tensor,
-    weight_OI: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> None:
-    """Write the product into `out`, or add it: of `x`, of its norm, or of `silu(gate) * up`."""
+def _product(given: Product) -> None:
+    """Write the product into `out`, or add it; `gated`: the input is `silu(gate) * up`."""
+    x_TI, weight_OI, bias_O, out_TO, norm, gated, add = given
     if not out_TO.numel():
         return
     tokens, device = x_TI.shape[0], x_TI.device
     if linear_wide.serves(tokens, x_TI.dtype, weight_OI, device) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=True)
         config = linear_wide.wide_config(tokens, weight_OI, device)
-        linear_wide.run_wide(ordered, weight_OI, bias_O, out_TO, config, add=add)
+        linear_wide.run_wide(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
         return
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
         config = tiles_config(tokens, weight_OI, device)
         run = run_shares if config.shares else run_tiles
-        run(ordered, weight_OI, bias_O, out_TO, config, add=add)
+        run(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
         return
     if norm is not None:
         x_TI = norm(x_TI)

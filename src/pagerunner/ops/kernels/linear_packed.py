@@ -24,7 +24,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.codes import E2M1, INT4, raw_int4, scaled_e2m1, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import silu_gate
+from pagerunner.ops.kernels.linear_parts import Product, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored4
 
@@ -310,17 +310,9 @@ def packed_config(inputs: int, features: int, tokens: int, gated: bool, e2m1: bo
     return PackedConfig(64, 8, 2) if features > 4096 else PackedConfig(32, 8, 4)
 
 
-def run_packed(
-    x_TI: torch.Tensor,
-    stored: Stored4,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: PackedConfig | None = None,
-) -> torch.Tensor:
+def run_packed(product: Product, config: PackedConfig | None = None) -> torch.Tensor:
     """Launch `_packed_kernel`."""
+    x_TI, stored, bias_O, out_TO, _, gated, add = product
     tokens, inputs = x_TI.shape
     features = out_TO.shape[1]
     pieces = max(1, 8 // padded(tokens))

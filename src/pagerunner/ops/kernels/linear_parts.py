@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -10,6 +13,25 @@ from pagerunner.ops.linear import Norm
 
 NO_NORM, PLAIN_NORM, OFFSET_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A kernel's NORM: the weights of an offset norm count from 1."""
+
+
+class Product(NamedTuple):
+    """What a kernel of products computes: `x @ weight.T + bias` into `out`, or added to it.
+
+    `x` may go through a norm before, and with `gated` the result is `silu(gate) * up` of the gate's features and then up's.
+    """
+
+    x_TI: torch.Tensor
+    weight_OI: Any
+    bias_O: torch.Tensor | None
+    out_TO: torch.Tensor
+    norm: Norm | None = None
+    gated: bool = False
+    add: bool = False
+
+    def after_norm(self) -> Product:
+        """The same with the norm computed, for kernels that leave it to others."""
+        return self if self.norm is None else self._replace(x_TI=self.norm(self.x_TI), norm=None)
 
 
 def norm_kind(norm: Norm | None) -> int:

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.codes import E4M3, form_of
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
-from pagerunner.ops.linear import Norm
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.stored import Stored, Stored8
 
 
@@ -153,18 +152,9 @@ def joins(x_TI: torch.Tensor, stored: Stored) -> bool:
     return x_TI.shape[0] == 1 and isinstance(stored, Stored8) and form_of(stored) == E4M3.value and stored.block[0] == 1
 
 
-def run_row(
-    x_TI: torch.Tensor,
-    stored: Stored8,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: RowConfig | None = None,
-) -> torch.Tensor:
+def run_row(product: Product, config: RowConfig | None = None) -> torch.Tensor:
     """Launch `_row_kernel` for one token."""
+    x_TI, stored, bias_O, out_TO, norm, gated, add = product
     inputs, features = x_TI.shape[1], out_TO.shape[1]
     config = config or row_config(inputs, gated)
     high, wide = stored.block

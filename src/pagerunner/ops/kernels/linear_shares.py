@@ -20,10 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.codes import INT4
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, start_next_and_wait
-from pagerunner.ops.kernels.linear_parts import halves, tile_of
+from pagerunner.ops.kernels.linear_parts import Product, halves, tile_of
 from pagerunner.ops.kernels.linear_tiles import TilesConfig, _features, constants_of, row_factors, store_sums, tile_sums
 from pagerunner.ops.kernels.stored import operands_of
-from pagerunner.ops.stored import Stored
 
 
 @triton.jit(do_not_specialize=["num_tokens", "whole", "left"])
@@ -137,16 +136,9 @@ def _add_shares(shares: Shares, steps: int, bias_O: torch.Tensor | None, out_TO:
     )  # fmt: skip
 
 
-def run_shares(
-    x_TI: torch.Tensor,
-    weight_OI: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    config: TilesConfig,
-    *,
-    add: bool = False,
-) -> None:
+def run_shares(product: Product, config: TilesConfig) -> None:
     """Write `linear(x)` into `out`, or add it. `x` is in the order that `in_order` makes. A multiprocessor holds `config.shares` programs."""
+    x_TI, weight_OI, bias_O, out_TO, _, _, add = product
     tokens = x_TI.shape[0]
     features, inputs = weight_OI.shape
     own, wide = constants_of(x_TI, weight_OI)

@@ -30,9 +30,8 @@ from pagerunner.ops.kernels.codes import (
     numbers8,
 )
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import silu_gate
+from pagerunner.ops.kernels.linear_parts import Product, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
-from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 
 
@@ -310,17 +309,9 @@ def few_config(inputs: int, features: int, tokens: int, pieces: int, stored_8: b
     return FewConfig(16, 1024 if gated else 2048, 4, 3)  # more, if gated, than a multiprocessor's memory
 
 
-def run_few(
-    x_TI: torch.Tensor,
-    stored: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    *,
-    gated: bool = False,
-    add: bool = False,
-    config: FewConfig | None = None,
-) -> torch.Tensor:
+def run_few(product: Product, config: FewConfig | None = None) -> torch.Tensor:
     """Launch `_few_kernel`."""
+    x_TI, stored, bias_O, out_TO, _, gated, add = product
     tokens, inputs = x_TI.shape
     features, found = out_TO.shape[1], layout_of(stored)
     assert found is not None
@@ -351,29 +342,22 @@ def serves(tokens: int, dtype: torch.dtype, stored: Stored) -> bool:
     return 0 < tokens <= (MAX_TOKENS_FLOAT32 if dtype == torch.float32 else MAX_TOKENS)
 
 
-def run(
-    x_TI: torch.Tensor,
-    stored: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    norm: Norm | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> torch.Tensor:
+def run(product: Product) -> torch.Tensor:
     """Write the product into `out`, or add it, and return it."""
+    x_TI, stored, features = product.x_TI, product.weight_OI, product.out_TO.shape[1]
     if isinstance(stored, Stored8) and linear_bytes.fits(x_TI, stored):
-        if norm is not None and not linear_bytes.takes_norm(x_TI.shape[1], out_TO.shape[1]):
-            x_TI, norm = norm(x_TI), None
-        return linear_bytes.run_bytes(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
-    row = linear_row.fits(x_TI, stored, out_TO.shape[1])
+        joined = linear_bytes.takes_norm(x_TI.shape[1], features)
+        return linear_bytes.run_bytes(product if joined else product.after_norm())
+    row = linear_row.fits(x_TI, stored, features)
     joined = row and linear_row.joins(x_TI, stored)
-    if norm is not None and not joined:
-        x_TI, norm = norm(x_TI), None
+    if not joined:
+        product = product.after_norm()
+    x_TI = product.x_TI
     if isinstance(stored, Stored4) and linear_packed.fits(x_TI, stored):
-        return linear_packed.run_packed(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
+        return linear_packed.run_packed(product)
     if not row or not isinstance(stored, Stored8):
-        return run_few(x_TI, stored, bias_O, out_TO, gated=gated, add=add)
-    if gated and not joined and linear_row.fits(x_TI, stored, stored.shape[0]):
-        return silu_and_mul(linear_row.run_row(x_TI, stored, bias_O, x_TI.new_empty(1, stored.shape[0])))
-    return linear_row.run_row(x_TI, stored, bias_O, out_TO, norm, gated=gated, add=add)
+        return run_few(product)
+    if product.gated and not joined and linear_row.fits(x_TI, stored, stored.shape[0]):
+        both = product._replace(out_TO=x_TI.new_empty(1, stored.shape[0]), gated=False)
+        return silu_and_mul(linear_row.run_row(both))
+    return linear_row.run_row(product)

@@ -34,6 +34,7 @@ from pagerunner.ops.kernels.codes import (
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import (
     NO_NORM,
+    Product,
     halves,
     norm_kind,
     norm_weight,
@@ -420,16 +421,9 @@ def constants_of(x_TI: torch.Tensor, weight_OI: Stored) -> tuple[dict[str, Any],
     return found, BYTES if eight else 2 * BYTES
 
 
-def run_tiles(
-    x_TI: torch.Tensor,
-    weight_OI: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    config: TilesConfig,
-    *,
-    add: bool = False,
-) -> None:
+def run_tiles(product: Product, config: TilesConfig) -> None:
     """Write `linear(x)` into `out`, or add it. `x` is in the order that `in_order` makes."""
+    x_TI, weight_OI, bias_O, out_TO, _, _, add = product
     tokens = x_TI.shape[0]
     features, inputs = weight_OI.shape
     own, wide = constants_of(x_TI, weight_OI)

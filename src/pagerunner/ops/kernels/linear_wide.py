@@ -23,7 +23,7 @@ import torch
 import triton
 
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, shared_memory
-from pagerunner.ops.kernels.linear_parts import halves
+from pagerunner.ops.kernels.linear_parts import Product, halves
 from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.stored import Stored, Stored4
 
@@ -139,16 +139,9 @@ def stages_of(config: WideConfig, steps: int, zeros: bool, room: int) -> int:
     return min((room - scales - 16 * 1024) // per_step, 8)
 
 
-def run_wide(
-    x_TI: torch.Tensor,
-    weight_OI: Stored,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    config: WideConfig,
-    *,
-    add: bool = False,
-) -> None:
+def run_wide(product: Product, config: WideConfig) -> None:
     """Write `linear(x)` into `out`, or add it. `x` is in the order that `linear_tiles.in_order` makes for pairs."""
+    x_TI, weight_OI, bias_O, out_TO, _, _, add = product
     assert isinstance(weight_OI, Stored4)
     tokens = x_TI.shape[0]
     features, inputs = weight_OI.shape
