@@ -76,7 +76,8 @@ class HalvedExperts(ExpertMethod):
     def matrix(self, weights):
         raise AssertionError("this form computes by itself")
 
-    def apply(self, x_TD, routes, gate_up, down, activation, *, weigh_inputs=False, residual_TD=None) -> torch.Tensor:
+    def apply(self, x_TD, routes, own, residual_TD=None) -> torch.Tensor:
+        gate_up, down, activation, _ = own
         out_TD = torch.zeros_like(x_TD)
         matrices = {}
         for name, weights in {"gate_up": gate_up, "down": down}.items():

@@ -22,7 +22,7 @@ from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
-from pagerunner.quant.base import ExpertMethod, UnquantizedExperts, Weights
+from pagerunner.quant.base import ExpertMethod, Mixture, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import CopySink
 
 
@@ -92,37 +92,21 @@ class Experts(Module):
 
     def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return self._apply(x_TD, routes, None)
+        return self.method.apply(x_TD, routes, self._mixture())
 
     def add_(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> None:
         """Add that sum to `residual` in place."""
-        self._apply(x_TD, routes, residual_TD)
+        self.method.apply(x_TD, routes, self._mixture(), residual_TD)
 
     def add_then(
         self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | None:
         """Add that sum to `residual` in place, or return the pairs whose sums are still to be added. The output of `shared` is added."""
-        return self.method.apply_then(
-            x_TD,
-            routes,
-            self._weights_of("gate_up"),
-            self._weights_of("down"),
-            self.activation,
-            residual_TD=residual_TD,
-            weigh_inputs=self.weigh_inputs,
-            shared=shared,
-        )
+        return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
 
-    def _apply(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None) -> torch.Tensor:
-        return self.method.apply(
-            x_TD,
-            routes,
-            self._weights_of("gate_up"),
-            self._weights_of("down"),
-            self.activation,
-            weigh_inputs=self.weigh_inputs,
-            residual_TD=residual_TD,
-        )
+    def _mixture(self) -> Mixture:
+        weights = self._weights_of("gate_up"), self._weights_of("down")
+        return Mixture(*weights, self.activation, self.weigh_inputs)
 
     @property
     def stays_packed(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -136,6 +137,15 @@ class Unquantized(WeightMethod):
         return norm_linear_silu(x_TI, norm, weights["weight"], weights.get("bias"))
 
 
+class Mixture(NamedTuple):
+    """What a layer asks of its experts: both matrices' weights, what is between them, and whether inputs are weighted instead of outputs."""
+
+    gate_up: Weights
+    down: Weights
+    activation: GatedActivation
+    weigh_inputs: bool = False
+
+
 class ExpertMethod(ABC):
     """Stored form of the experts of a mixture: two matrices for each, "gate_up" [2 I, D] and "down" [D, I].
 
@@ -175,40 +185,25 @@ class ExpertMethod(ABC):
         return () if isinstance(own, torch.Tensor) else (own,)
 
     def apply(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        weigh_inputs: bool = False,
-        residual_TD: torch.Tensor | None = None,
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `moe_experts`, [T, D]."""
-        own = self._operands(gate_up, down, activation)
-        return moe_experts(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+        return moe_experts(x_TD, routes, *self._operands(own), weigh_inputs=own.weigh_inputs, residual_TD=residual_TD)
 
     def apply_then(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        residual_TD: torch.Tensor,
-        weigh_inputs: bool = False,
-        shared: Shared | None = None,
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | None:
         """See `moe_experts_then`."""
-        own = self._operands(gate_up, down, activation)
-        return moe_experts_then(x_TD, routes, *own, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared)
+        operands, weigh_inputs = self._operands(own), own.weigh_inputs
+        return moe_experts_then(
+            x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared
+        )
 
     def _operands(
-        self, gate_up: Weights, down: Weights, activation: GatedActivation
+        self, own: Mixture
     ) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored, GatedActivation, torch.Tensor | None, torch.Tensor | None]:
         """Both matrices, what is between them, and both biases."""
+        gate_up, down, activation, _ = own
         return self.matrix(gate_up), self.matrix(down), activation, gate_up.get("bias"), down.get("bias")
 
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import torch
 
-from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.activation import SILU
 from pagerunner.ops.moe import Shared, add_shared_, sum_of_pairs
 from pagerunner.ops.native import mixture
 from pagerunner.ops.native.calls import Commands
 from pagerunner.ops.panels import Layout, product, put_rows
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
+from pagerunner.quant.base import ExpertMethod, Mixture, WeightMethod, Weights
 from pagerunner.quant.dequantized import experts_only_stacked, unpacking_experts
 from pagerunner.quant.panels import PanelMethod, unpacking
 from pagerunner.quant.sinks import FLOATS, CopyWeight, Sink, evidence
@@ -90,22 +90,14 @@ class ExpertsInPanels(ExpertMethod):
         return ()
 
     def apply(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        weigh_inputs: bool = False,
-        residual_TD: torch.Tensor | None = None,
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ExpertMethod."""
+        gate_up, down, activation, weigh_inputs = own
         if mixture.serves(x_TD, routes, residual_TD):
             matrices = mixture.Matrices(gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias"))
-            inner_features = self.linear.layout_of(gate_up).section
-            own = matrices, inner_features, activation
-            return mixture.experts(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+            how = self.linear.layout_of(gate_up).section, activation
+            return mixture.experts(x_TD, routes, matrices, *how, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
         gated, experts = activation == SILU, gate_up["weight"].shape[0]
 
         def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
@@ -122,21 +114,12 @@ class ExpertsInPanels(ExpertMethod):
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
     def apply_then(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        residual_TD: torch.Tensor,
-        weigh_inputs: bool = False,
-        shared: Shared | None = None,
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> None:
-        """See ExpertMethod."""
+        """See ExpertMethod. No pairs are left."""
         if shared is not None:
-            add_shared_(x_TD, shared, activation, residual_TD)
-        self.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+            add_shared_(x_TD, shared, own.activation, residual_TD)
+        self.apply(x_TD, routes, own, residual_TD)
 
     def _products(
         self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], commands: Commands, *, gate: bool = False

@@ -11,12 +11,10 @@ import torch
 from torch.nn.functional import pad
 
 from pagerunner.dist.base import Comm
-from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.moe import Shared, add_shared_
-from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
+from pagerunner.quant.base import ExpertMethod, Mixture, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
 
 
@@ -93,38 +91,19 @@ class SummedExperts(ExpertMethod):
         return self.own.matrices(weights)
 
     def apply(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        weigh_inputs: bool = False,
-        residual_TD: torch.Tensor | None = None,
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ExpertMethod; of the whole experts."""
-        out_TD = self.own.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs)
-        return self._summed(out_TD, residual_TD)
+        return self._summed(self.own.apply(x_TD, routes, own), residual_TD)
 
     def apply_then(
-        self,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        gate_up: Weights,
-        down: Weights,
-        activation: GatedActivation,
-        *,
-        residual_TD: torch.Tensor,
-        weigh_inputs: bool = False,
-        shared: Shared | None = None,
-    ) -> PairSums | None:
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
+    ) -> None:
         """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
-        out_TD = self.own.apply(x_TD, routes, gate_up, down, activation, weigh_inputs=weigh_inputs)
+        out_TD = self.own.apply(x_TD, routes, own)
         if shared is not None:
-            add_shared_(x_TD, shared, activation, out_TD)
+            add_shared_(x_TD, shared, own.activation, out_TD)
         self._summed(out_TD, residual_TD)
-        return None
 
     def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         """The ranks' outputs added up, and to the residual if there is one."""
