@@ -16,13 +16,13 @@ import torch
 from helpers.attention_cases import Case, expected, make_batch, make_step, plain, run
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.fake_backend import FakeBackend
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import select
 from pagerunner.attention.base import AttentionBackend, PlanInputs, Reach
 from pagerunner.attention.calls import Heads, Projection
 from pagerunner.attention.capability import HALVES, HEADS, SINKS, SOFTCAP, Capabilities, memory_form
-from pagerunner.attention.fake import FakeBackend
 from pagerunner.attention.paired import PairedBackend
 from pagerunner.batch import StepRows
 from pagerunner.engine.worker import build
