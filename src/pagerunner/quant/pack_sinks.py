@@ -23,7 +23,7 @@ class PackSink(Sink):
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype | tuple[torch.dtype, ...],
-        fill: Callable[[torch.Tensor], object],
+        fill: Callable[..., object],
         device: torch.device,
         axes: Axes | None = None,
         check: ScaleCheck | None = None,
@@ -41,21 +41,11 @@ class PackSink(Sink):
         return None if self._check is not None else evidence(staged, self._meant)
 
 
-class SlicesSink(Sink):
-    """As PackSink, for one slice along dimension 0 after another, which bounds what lies on the device beside the weights."""
+class SlicesSink(PackSink):
+    """As PackSink, for one slice along dimension 0 after another, which bounds what lies on the device beside the weights.
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
-        fill: Callable[[int, torch.Tensor], object],
-        device: torch.device,
-        axes: Axes | None = None,
-        check: ScaleCheck | None = None,
-        meant: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(shape, dtypes, axes)
-        self._fill, self._device, self._check, self._meant = fill, device, check, meant
+    `fill` is given a slice's number too.
+    """
 
     def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
         """See Sink."""

@@ -14,28 +14,10 @@ BLOCK = 128
 
 @triton.jit(do_not_specialize=["rows", "tokens", "padded_rows", "padded_tokens", "max_tokens"])
 def _build_rows(
-    packed,
-    entries,
-    shapes,
-    last_tokens,
-    token_ids_T,
-    positions_T,
-    row_T,
-    slots_R,
-    sample_slots_R,
-    query_start_R1,
-    seq_lens_R,
-    write_entry_GT,
-    write_offset_GT,
-    rows,
-    tokens,
-    padded_rows,
-    padded_tokens,
-    max_tokens,
-    GROUPS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    packed, entries, shapes, last_tokens, token_ids_T, positions_T, row_T, slots_R, sample_slots_R, query_start_R1,
+    seq_lens_R, write_entry_GT, write_offset_GT, rows, tokens, padded_rows, padded_tokens, max_tokens,
+    GROUPS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     section = (rows + 2) // 2 * 2
     starts, query_start = packed + section, packed + 2 * section

@@ -182,26 +182,8 @@ def _codes_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, columns
         wide = expert.to(tl.int64)
         w, s, z = w_ptr + wide * w_expert, s_ptr + wide * s_expert, z_ptr + wide * s_expert
         x_place = x_ptr + source[None, :] * WIDE + tl.arange(0, 128 if JOINT else 64)[:, None]
-        acc = _sums(
-            x_place,
-            w,
-            s,
-            z,
-            rows,
-            live,
-            final_rows,
-            final_live,
-            columns,
-            K,
-            G,
-            FORM,
-            SCALES,
-            ZEROS,
-            RAISED,
-            WARPS,
-            JOINT,
-            WAIT,
-        )
+        acc = _sums(x_place, w, s, z, rows, live, final_rows, final_live, columns, K, G, FORM, SCALES, ZEROS, RAISED, WARPS,
+                    JOINT, WAIT)  # fmt: skip
         acc = _whole_factors(acc, s, r_ptr + expert * outputs, final_rows, final_live, SCALES, FACTORS, RAISED)
         places = first + tl.arange(0, WIDTH)
         if GATED:
