@@ -14,7 +14,7 @@ import torch
 
 from pagerunner.engine.worker.card import Card
 from pagerunner.runner.cuda_driver import DriverError, OutOfDeviceMemory
-from pagerunner.runner.sleep import NoScratch
+from pagerunner.runner.sleep import Scratch
 
 LOST = 0xDB  # what unmapped memory reads as
 
@@ -156,4 +156,4 @@ class FakeHost:
 
 def fake_card(driver: FakeDriver) -> Card:
     """A card for `build_from`."""
-    return Card(driver, FakeHost(), NoScratch())
+    return Card(driver, FakeHost(), Scratch())

@@ -83,20 +83,16 @@ class AttentionBackend(Protocol[Call]):
     @property
     def name(self) -> str:
         """As the log and `attention_backend` name it."""
-        ...
 
     @property
     def capabilities(self) -> Capabilities:
         """What the backend serves and how it is fed."""
-        ...
 
     def new_state(self, shape: GraphShape | None) -> Any:
         """State for one graph of this shape, or for eager steps (None)."""
-        ...
 
     def plan(self, inputs: PlanInputs, state: Any) -> Any:
         """What the step's layers share; becomes `GroupBatch.plan`."""
-        ...
 
     def run(self, call: Call) -> torch.Tensor:
         """Write what the call's tokens bring into pages, then compute what the call's type says; by token, [T, ..].
@@ -104,4 +100,3 @@ class AttentionBackend(Protocol[Call]):
         All writes of a call come before all of its reads, because rows may share pages that another row of the step writes.
         Tokens whose `rows.row_T` is -1 are padding: written nowhere, their output is undefined but finite.
         """
-        ...

@@ -163,7 +163,6 @@ class CompletedSlots(Protocol):
 
     def completed(self, ratio: int) -> torch.Tensor:
         """Indices of the step's tokens that complete a slot of `ratio` tokens, [N]."""
-        ...
 
 
 class Recurrence(Protocol):
@@ -171,15 +170,12 @@ class Recurrence(Protocol):
 
     def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """One token of B rows: inputs [B, ..] and states [B, *shape] to outputs [B, ..] and new states."""
-        ...
 
     def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Tokens of one row: inputs [T, ..] and states [*shape] to outputs [T, ..] and new states."""
-        ...
 
     def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
         """All rows of a step: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`."""
-        ...
 
 
 @runtime_checkable
@@ -188,7 +184,6 @@ class NativeRecurrence(Protocol):
 
     def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Rows of one token each: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`. All is float32."""
-        ...
 
 
 class RecurrentCall(NamedTuple):

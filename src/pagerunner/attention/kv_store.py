@@ -26,7 +26,6 @@ class Writer(Protocol):
 
     def write(self, group: GroupBatch, pages: torch.Tensor, values_TKD: torch.Tensor) -> None:
         """`values` are converted to the pages' dtype."""
-        ...
 
 
 def store(layer: KVPages, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:

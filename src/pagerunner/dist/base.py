@@ -29,15 +29,12 @@ class Comm(Protocol):
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Replace `x` by the sum of all ranks' `x`. With a `residual`, add the sum to it instead; what `x` holds then is undefined."""
-        ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
-        ...
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """What rank `root` calls with, on all ranks. Others pass None."""
-        ...
 
 
 def union(comm: Comm, numbers: Iterable[int]) -> list[int]:

@@ -101,7 +101,6 @@ class Declares(Protocol):
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """See Module."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ class CopyWeight(Protocol):
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a host tensor of the same shape."""
-        ...
 
 
 Axes = Sequence[Axis | Along | None]

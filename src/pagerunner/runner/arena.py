@@ -37,29 +37,24 @@ class Arena(Protocol):
             RuntimeError: the tag is reserved already.
             CapacityError: memory can't back it; nothing is reserved then.
         """
-        ...
 
     def grow(self, tag: Tag, num_bytes: int) -> None:
         """Map at least the first `num_bytes` bytes of a reserved region, now and by every later `map`.
 
         Raises CapacityError when the device has too little memory; the region is then as it was.
         """
-        ...
 
     def map(self, tag: Tag) -> None:
         """Back the region with memory. Contents are undefined. Idempotent.
 
         Raises CapacityError when the device has too little memory; the region is then as it was.
         """
-        ...
 
     def unmap(self, tag: Tag) -> None:
         """Give the region's memory back. Idempotent."""
-        ...
 
     def mapped_bytes(self) -> dict[Tag, int]:
         """Bytes of memory behind each reserved region now."""
-        ...
 
 
 def ask_for_large_pages(buffer: torch.Tensor) -> None:

@@ -25,43 +25,33 @@ class Driver(Protocol):
 
     def reserve(self, size: int) -> int:
         """Reserve `size` bytes of addresses; returns the first."""
-        ...
 
     def free_addresses(self, address: int, size: int) -> None:
         """Give a reserved range back; nothing in it may be mapped."""
-        ...
 
     def create(self, size: int) -> Any:
         """Take `size` bytes of the device's memory; returns a handle. Raises OutOfDeviceMemory."""
-        ...
 
     def map(self, address: int, size: int, handle: Any) -> None:
         """Put a handle's memory behind reserved addresses."""
-        ...
 
     def allow_access(self, address: int, size: int) -> None:
         """Make mapped addresses readable and writable."""
-        ...
 
     def unmap(self, address: int, size: int) -> None:
         """Take the memory away from behind addresses; its handle lives on."""
-        ...
 
     def release(self, handle: Any) -> None:
         """Give a handle's memory back to the device."""
-        ...
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
-        ...
 
     def tensor(self, address: int, size: int, on_free: Callable[[], None]) -> torch.Tensor:
         """The bytes of a range, uint8 [size]. `on_free` is called when no tensor views them any more."""
-        ...
 
 
 class _Range:

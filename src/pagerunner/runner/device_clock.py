@@ -17,15 +17,12 @@ class Event(Protocol):
 
     def record(self) -> None:
         """The moment is when everything launched so far has been done."""
-        ...
 
     def query(self) -> bool:
         """Whether it has come."""
-        ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this moment to a later one."""
-        ...
 
 
 class HostEvent:

@@ -42,7 +42,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do the work again on the same tensors."""
-        ...
 
 
 class GraphEngine(Protocol):
@@ -50,7 +49,6 @@ class GraphEngine(Protocol):
 
     def capture(self, run: Callable[[], Tensors]) -> Graph:
         """Call `run` once and record its work, without doing it where the device can record alone."""
-        ...
 
 
 _capturing = threading.Lock()  # engines made in several threads share one stream to capture on

@@ -29,19 +29,15 @@ class HostMemory(Protocol):
 
     def pin(self, buffer: torch.Tensor) -> None:
         """Lock a buffer's pages. Raises RuntimeError when the system refuses."""
-        ...
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Unlock them again."""
-        ...
 
     def fetch(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
         """Copy from the device into the buffer, without waiting for the engine's own work; done when this returns."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for the copies to the device that were begun."""
-        ...
 
 
 class CudaHostMemory:

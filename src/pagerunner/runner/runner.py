@@ -47,11 +47,9 @@ class RunnableModel(Protocol):
 
         If the batch is `last_alone`, a model may return sampled tokens alone, [S, D].
         """
-        ...
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states, in the dtype of the weights."""
-        ...
 
 
 class PendingStep:

@@ -8,7 +8,7 @@ weights in host memory, level 2 frees both and reads the weights from the checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -34,38 +34,8 @@ def parse_tags(tags: Sequence[str] | None) -> tuple[Tag, ...]:
     return tuple(_TAG_NAMES[tag] for tag in tags)
 
 
-class WeightsStore(Protocol):
-    """Where the weights are while their region is unmapped."""
-
-    frees_at_level_1: bool
-
-    def keep(self) -> None:
-        """Make sure that `restore` can bring the present weights back."""
-        ...
-
-    def leave(self) -> None:
-        """Stop reading the region. It will be unmapped, and later read from the checkpoint instead of restored."""
-        ...
-
-    def discard(self) -> None:
-        """Give back what was kept, once the region is unmapped."""
-        ...
-
-    def restore(self) -> None:
-        """Begin to fill the mapped region with what was kept; `wait` waits for it."""
-        ...
-
-    def reload(self) -> None:
-        """Fill the mapped region from the checkpoint."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the region is filled."""
-        ...
-
-
-class WeightsInPlace:
-    """On a CPU the weights are in host memory anyway: level 1 leaves them where they are."""
+class WeightsStore:
+    """Where the weights are while their region is unmapped. A store that keeps nothing elsewhere has nothing to do but `reload`."""
 
     frees_at_level_1 = False
 
@@ -73,33 +43,37 @@ class WeightsInPlace:
         self._reload = reload
 
     def keep(self) -> None:
-        """See WeightsStore.keep."""
+        """Make sure that `restore` can bring the present weights back."""
 
     def leave(self) -> None:
-        """See WeightsStore.leave."""
+        """Stop reading the region. It will be unmapped, and later read from the checkpoint instead of restored."""
 
     def discard(self) -> None:
-        """See WeightsStore.discard."""
+        """Give back what was kept, once the region is unmapped."""
 
     def restore(self) -> None:
-        """See WeightsStore.restore."""
+        """Begin to fill the mapped region with what was kept; `wait` waits for it."""
 
     def reload(self) -> None:
-        """See WeightsStore.reload."""
+        """Fill the mapped region from the checkpoint."""
         self._reload()
 
     def wait(self) -> None:
-        """See WeightsStore.wait."""
+        """Wait until the region is filled."""
 
 
-class WeightsOnHost:
+class WeightsInPlace(WeightsStore):
+    """On a CPU the weights are in host memory anyway: level 1 leaves them where they are."""
+
+
+class WeightsOnHost(WeightsStore):
     """On a device the weights are kept in a host copy, begun at once and made again whenever they were reloaded."""
 
     frees_at_level_1 = True
 
     def __init__(self, reload: Callable[[], None], make_copy: Callable[[], HostCopy]) -> None:
         """`make_copy` makes a copy, not yet begun, of the weights' region."""
-        self._reload = reload
+        super().__init__(reload)
         self._make_copy = make_copy
         self._copy = make_copy()
         self._copy.start()
@@ -122,7 +96,7 @@ class WeightsOnHost:
 
     def reload(self) -> None:
         """See WeightsStore.reload."""
-        self._reload()
+        super().reload()
         self._copy.wait()  # the next copy is made beside the stream that fills the region
         self._copy = self._make_copy()
         self._copy.start()
@@ -132,29 +106,17 @@ class WeightsOnHost:
         self._copy.wait()
 
 
-class Scratch(Protocol):
-    """Device memory that is neither weights nor pages and that an engine asleep can do without."""
+class Scratch:
+    """Device memory that is neither weights nor pages and that an engine asleep can do without; here nothing is cached."""
 
     def give_back(self) -> None:
         """Free it."""
-        ...
 
     def take_again(self) -> None:
         """Take as much as was freed. Raises CapacityError when it can't be had."""
-        ...
 
 
-class NoScratch:
-    """Nothing is cached."""
-
-    def give_back(self) -> None:
-        """See Scratch.give_back."""
-
-    def take_again(self) -> None:
-        """See Scratch.take_again."""
-
-
-class TorchCache:
+class TorchCache(Scratch):
     """What torch's allocator keeps for the activations of later steps. Pools of captured graphs are in use and stay.
 
     Small tensors lie in segments of their own, and larger segments can't serve them. Taken again as one large piece, the cache
@@ -200,7 +162,7 @@ class Sleeper:
     def __init__(self, arena: Arena, weights: WeightsStore, scratch: Scratch | None = None) -> None:
         self._arena = arena
         self._weights = weights
-        self._scratch: Scratch = scratch if scratch is not None else NoScratch()
+        self._scratch = scratch or Scratch()
         self._asleep: set[Tag] = set()
         self._weights_lost = False
         self.level: int | None = None
