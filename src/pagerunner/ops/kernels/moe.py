@@ -143,7 +143,7 @@ def moe_experts(
     add = residual_TD is not None
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
     weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
-    pairs = _run(x_TD, routes, *weights, out_TD, weigh_inputs=weigh_inputs, add=add)
+    pairs = moe_experts_then(x_TD, routes, *weights, residual_TD=out_TD, weigh_inputs=weigh_inputs, add=add)
     if pairs is not None:
         sum_pairs(out_TD, pairs, add=add)
     return out_TD
@@ -161,31 +161,13 @@ def moe_experts_then(
     residual_TD: torch.Tensor,
     weigh_inputs: bool = False,
     shared: Shared | None = None,
+    add: bool = True,
 ) -> PairSums | None:
-    """See `ops/moe.py`."""
-    weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
-    return _run(x_TD, routes, *weights, residual_TD, weigh_inputs=weigh_inputs, add=True, shared=shared)
-
-
-def _run(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up_E2ID: torch.Tensor | Stored,
-    down_EDI: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None,
-    down_bias_ED: torch.Tensor | None,
-    out_TD: torch.Tensor,
-    *,
-    weigh_inputs: bool,
-    add: bool,
-    shared: Shared | None = None,
-) -> PairSums | None:
-    """Write the experts' sums into `out`, or add them; or return what is to be added up. The output of `shared` is added."""
+    """See `ops/moe.py`. Without `add` the experts' sums replace what the residual holds; or what is returned does, added up."""
     tokens = x_TD.shape[0]
     if not tokens:
         return None
-    if out_TD.stride(1) != 1:
+    if residual_TD.stride(1) != 1:
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
     gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
@@ -193,9 +175,9 @@ def _run(
     routes = _dense(routes) if packed else _ordered(routes, gate_up_E2ID.shape[0])
     joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI)
     if shared is not None and not (joint and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
-        add_shared_(x_TD, shared, activation, out_TD)
+        add_shared_(x_TD, shared, activation, residual_TD)
         shared = None
-    own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, out_TD
+    own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, residual_TD
     if packed:
         pairs_products(*own, weigh_inputs=weigh_inputs, add=add)
         return None
@@ -204,7 +186,9 @@ def _run(
         return None
     products = (gate_up_E2ID, gate_up_bias_E2I), (down_EDI, down_bias_ED), activation
     if joint:
-        out_PD = joint_products(x_TD, routes, *products, weigh_inputs=weigh_inputs, shared=shared, residual_TD=out_TD)
+        out_PD = joint_products(
+            x_TD, routes, *products, weigh_inputs=weigh_inputs, shared=shared, residual_TD=residual_TD
+        )
     else:
         out_PD = _products(x_TD, routes, *products, weigh_inputs=weigh_inputs)
     return PairSums(out_PD, routes.experts_TA)

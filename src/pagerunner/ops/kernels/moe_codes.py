@@ -19,6 +19,7 @@ from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, spread, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, has_dependent_launch, padded, start_next_and_wait
+from pagerunner.ops.kernels.moe_joint import most_tiles
 from pagerunner.ops.kernels.moe_tiles import find_tile, finish, kind_of, stored_args
 from pagerunner.ops.kernels.operands import (
     PIECE,
@@ -285,21 +286,16 @@ def codes_products(
     common = {"E": experts, "BE": padded(experts), "WAIT": must_end()} | dependent(x_TD.device)
     chosen = routes.weights_TA, routes.order_P, routes.starts_E1
     bias = x_TD if gate_up.bias_EO is None else gate_up.bias_EO
-    _codes_kernel[(_tiles(pairs, experts, first), blocks(inner_PI.shape[1], first.rows // 2))](
+    _codes_kernel[(most_tiles(pairs, experts, first.pairs), blocks(inner_PI.shape[1], first.rows // 2))](
         x_TD, *gate_up.tensors, bias, *chosen, inner_PI, active, activation.limit, N=inner, K=features, BM=first.pairs,
         BN=first.rows, BIAS=gate_up.bias_EO is not None, GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs,
         WIDE=x_TD.shape[1], OUT=inner_PI.shape[1], LIFT=down.constants["RAISED"], WARPS=first.warps, num_warps=first.warps, num_stages=first.stages, JOINT=first.joint,
         **gate_up.constants, **common,
     )  # fmt: skip
     bias = x_TD if down.bias_EO is None else down.bias_EO
-    _codes_kernel[(_tiles(pairs, experts, second), blocks(features, second.rows))](
+    _codes_kernel[(most_tiles(pairs, experts, second.pairs), blocks(features, second.rows))](
         inner_PI, *down.tensors, bias, *chosen, out_PD, active, 0.0, N=features, K=inner, BM=second.pairs, BN=second.rows,
         BIAS=down.bias_EO is not None, GATED=False, KIND=0, WEIGH=not weigh_inputs, WIDE=inner_PI.shape[1], OUT=features, LIFT=0, WARPS=second.warps,
         num_warps=second.warps, num_stages=second.stages, JOINT=second.joint, **down.constants, **common,
     )  # fmt: skip
     return out_PD
-
-
-def _tiles(pairs: int, experts: int, config: CodesConfig) -> int:
-    """The largest number of blocks of pairs that there can be."""
-    return min(pairs, pairs // config.pairs + min(experts, pairs))

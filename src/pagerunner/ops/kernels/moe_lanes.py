@@ -16,6 +16,7 @@ from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, padded
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.moe_codes import CodesProduct
+from pagerunner.ops.kernels.moe_joint import most_tiles
 from pagerunner.ops.kernels.moe_tiles import kind_of
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored4
@@ -93,12 +94,12 @@ def lanes_products(
     x_TD = _arranged(x_TD)
     common: dict[str, Any] = {"E": experts, "BE": padded(experts)} | dependent(x_TD.device)
     chosen = routes.weights_TA, routes.order_P, routes.starts_E1
-    _kernels().lanes_kernel[(_tiles(pairs, experts, first), blocks(inner, first.rows // 2))](
+    _kernels().lanes_kernel[(most_tiles(pairs, experts, first.pairs), blocks(inner, first.rows // 2))](
         x_TD, *_weights(gate_up), *chosen, inner_PI, active, activation.limit, N=inner, K=features, WIDE=x_TD.shape[1],
         OUT=inner_PI.shape[1], BM=first.pairs, BN=first.rows, STAGES=first.stages, BIAS=gate_up.bias_EO is not None,
         GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs, GROUPS=first.groups, num_warps=first.warps, maxnreg=first.registers, **common,
     )  # fmt: skip
-    _kernels().lanes_kernel[(_tiles(pairs, experts, second), blocks(features, second.rows))](
+    _kernels().lanes_kernel[(most_tiles(pairs, experts, second.pairs), blocks(features, second.rows))](
         inner_PI, *_weights(down), *chosen, out_PD, active, 0.0, N=features, K=inner, WIDE=inner_PI.shape[1], OUT=features,
         BM=second.pairs, BN=second.rows, STAGES=second.stages, BIAS=down.bias_EO is not None, GATED=False, KIND=0,
         WEIGH=not weigh_inputs, GROUPS=second.groups, num_warps=second.warps, maxnreg=second.registers, **common,
@@ -109,8 +110,3 @@ def lanes_products(
 def _weights(product: CodesProduct) -> tuple[Any, ...]:
     codes, scales, _, _, w_expert, s_expert, _ = product.tensors
     return codes, scales, w_expert, s_expert, scales if product.bias_EO is None else product.bias_EO
-
-
-def _tiles(pairs: int, experts: int, config: LanesConfig) -> int:
-    """The largest number of blocks of pairs that there can be."""
-    return min(pairs, pairs // config.pairs + min(experts, pairs))

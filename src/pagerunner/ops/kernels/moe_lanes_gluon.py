@@ -41,13 +41,18 @@ def _row_bases(BN: int, W: int) -> tuple[list[int], list[int]]:
 
 
 @constexpr_function
-def _codes_layout(BN: int, W: int, RUNS: int) -> gl.DistributedLinearLayout:
-    """[N, 16 RUNS] words of 4 lanes, each with RUNS runs of 4 words."""
+def _lanes_layout(BN: int, W: int, BITS: int) -> gl.DistributedLinearLayout:
+    """[N, 4 lanes x 2 ** BITS]: each of the 4 lanes of a row has so many neighbours."""
     registers, warps = _row_bases(BN, W)
-    bits = 1 + RUNS
-    own = [[0, 1 << bit] for bit in range(bits)] + [[row, 0] for row in registers]
-    lanes = [[0, 1 << bits], [0, 2 << bits], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(own, lanes, [[row, 0] for row in warps], [], [BN, 16 * RUNS])
+    own = [[0, 1 << bit] for bit in range(BITS)] + [[row, 0] for row in registers]
+    lanes = [[0, 1 << BITS], [0, 2 << BITS], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(own, lanes, [[row, 0] for row in warps], [], [BN, 4 << BITS])
+
+
+@constexpr_function
+def _codes_layout(BN: int, W: int, RUNS: int) -> gl.DistributedLinearLayout:
+    """[N, 16 RUNS] words of 4 lanes, each with RUNS runs of 4 words; RUNS is 1 or 2."""
+    return _lanes_layout(BN, W, RUNS + 1)
 
 
 @constexpr_function
@@ -62,11 +67,7 @@ def _words_layout(BN: int, W: int) -> gl.DistributedLinearLayout:
 @constexpr_function
 def _scales_layout(BN: int, W: int, RUNS: int) -> gl.DistributedLinearLayout:
     """[N, 4 RUNS] scales, where their words are."""
-    registers, warps = _row_bases(BN, W)
-    bits = RUNS - 1
-    own = [[0, 1 << bit] for bit in range(bits)] + [[row, 0] for row in registers]
-    lanes = [[0, 1 << bits], [0, 2 << bits], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(own, lanes, [[row, 0] for row in warps], [], [BN, 4 * RUNS])
+    return _lanes_layout(BN, W, RUNS - 1)
 
 
 @gluon.jit
