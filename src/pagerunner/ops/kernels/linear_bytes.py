@@ -19,8 +19,8 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.codes import E4M3, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, own_pieces
-from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, finished, own_pieces
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight
 from pagerunner.ops.kernels.stored import operands_of
 from pagerunner.ops.stored import Stored, Stored8
 
@@ -102,24 +102,6 @@ def _norm_scale(square, eps, K: tl.constexpr, P: tl.constexpr):
     return 1.0 / tl.sqrt_rn(sums * (1.0 / K) + eps)
 
 
-@triton.jit
-def _finished(y, tile, s_ptr, bias_ptr, num_features, F: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
-              WHOLE: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Outputs [F, T] of sums [N, T]: times the rows' scales, with bias and gate."""
-    N: tl.constexpr = y.shape[0]
-    T: tl.constexpr = y.shape[1]
-    features = _rows_of(tile, tl.arange(0, N), num_features, F, 1, WHOLE, GATED)
-    if WORDS:
-        y *= POWER
-    y *= tl.load(s_ptr + features)[:, None]
-    if BIAS:
-        y += tl.load(bias_ptr + features).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, F, T)), (1, 2, 0)))
-        y = silu_gate(gate, up, dtype)
-    return y.to(dtype)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_features"])
 def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, num_features, x_stride, y_stride, eps, K: tl.constexpr,
                   P: tl.constexpr, B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
@@ -172,7 +154,7 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
     y = own_pieces(acc, P)
     if NORM != NO_NORM:
         y *= _norm_scale(square, eps, K, P)[None, :]
-    y = _finished(y, tile, s_ptr, bias_ptr, num_features, F, WORDS, BIAS, WHOLE, GATED, dtype)
+    y = finished(y, tile, s_ptr, bias_ptr, num_features, F, POWER if WORDS else 1.0, True, BIAS, WHOLE, GATED, dtype)
     if ADD:
         y = (old + y.to(tl.float32)).to(dtype)
     tl.store(y_place, y, mask=inside_y)

@@ -189,17 +189,16 @@ def own_pieces(acc, P: tl.constexpr):
 
 
 @triton.jit
-def _finished(y, tile, r_ptr, bias_ptr, num_features, F: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
-              FACTORS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
-              dtype: tl.constexpr):  # fmt: skip
-    """Outputs [F, T] of sums [N, T]: times the rows' factors, with bias and gate."""
+def finished(y, tile, factors_ptr, bias_ptr, num_features, F: tl.constexpr, POWER: tl.constexpr, FACTORS: tl.constexpr,
+             BIAS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Outputs [F, T] of sums [N, T]: times POWER and the rows' factors, with bias and gate."""
     N: tl.constexpr = y.shape[0]
     T: tl.constexpr = y.shape[1]
     features = _rows_of(tile, tl.arange(0, N), num_features, F, 1, WHOLE, GATED)
-    if FORM == E2M1 and WORDS:
-        y *= 4611686018427387904.0  # 2 ** 62
+    if POWER != 1.0:
+        y *= POWER
     if FACTORS:
-        y *= tl.load(r_ptr + features)[:, None]
+        y *= tl.load(factors_ptr + features)[:, None]
     if BIAS:
         y += tl.load(bias_ptr + features).to(tl.float32)[:, None]
     if GATED:
@@ -254,7 +253,8 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
             steps = steps + (load_step(matrix, i + AHEAD, K, G, P, B, FORM, WORDS, ZEROS),)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y = own_pieces(acc, P)
-    y = _finished(y, tile, r_ptr, bias_ptr, num_features, F, FORM, WORDS, FACTORS, BIAS, WHOLE, GATED, dtype)
+    POWER: tl.constexpr = 4611686018427387904.0 if FORM == E2M1 and WORDS else 1.0  # 2 ** 62
+    y = finished(y, tile, r_ptr, bias_ptr, num_features, F, POWER, FACTORS, BIAS, WHOLE, GATED, dtype)
     if ADD:
         y = (old + y.to(tl.float32)).to(dtype)
     tl.store(y_place, y, mask=inside_y)
