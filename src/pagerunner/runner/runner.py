@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -52,46 +53,37 @@ class RunnableModel(Protocol):
         """Logits [S, V] of hidden states, in the dtype of the weights."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingStep:
     """A launched step. `result()` waits for the device and reads what the host needs."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        sampled_rows: list[int],
-        sampled: Sampled | None,
-        prompt_scores: dict[int, PromptScores],
-        pooled: dict[int, ToHost],
-        *,
-        in_graph: bool = False,
-    ) -> None:
-        self.in_graph = in_graph
-        self._plan = plan
-        self._sampled_rows = sampled_rows
-        self._sampled = sampled
-        self._prompt_scores = prompt_scores
-        self._pooled = pooled
+    plan: StepPlan
+    sampled_rows: list[int]
+    sampled: Sampled | None
+    prompt_scores: dict[int, PromptScores]
+    pooled: dict[int, ToHost]
+    in_graph: bool = False
 
     def result(self) -> StepResult:
         """The step's tokens and log-probabilities, by row of the plan."""
         token_ids: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
-        rows = self._sampled_rows
-        if self._sampled is not None:
-            tokens, details = self._sampled.read()
-            errors = {rows[index]: error for index, error in self._sampled.errors.items()}
+        rows = self.sampled_rows
+        if self.sampled is not None:
+            tokens, details = self.sampled.read()
+            errors = {rows[index]: error for index, error in self.sampled.errors.items()}
             logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
             token_ids = [[token] for token in tokens]
-        if len(rows) < len(self._plan.rows):
+        if len(rows) < len(self.plan.rows):
             found = dict(zip(rows, token_ids, strict=True))
-            token_ids = [found.get(row, []) for row in range(len(self._plan.rows))]
+            token_ids = [found.get(row, []) for row in range(len(self.plan.rows))]
         return StepResult(
-            step_id=self._plan.step_id,
+            step_id=self.plan.step_id,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs={row: scores.read() for row, scores in self._prompt_scores.items()},
-            pooled={row: copy.lists()[0] for row, copy in self._pooled.items()},
+            prompt_logprobs={row: scores.read() for row, scores in self.prompt_scores.items()},
+            pooled={row: copy.lists()[0] for row, copy in self.pooled.items()},
             errors=errors,
         )
 

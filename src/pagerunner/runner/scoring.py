@@ -6,6 +6,7 @@ Shape letters: T tokens of a step, D features, V vocabulary, N tokens that are s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -18,19 +19,17 @@ from pagerunner.types import EngineRequest, SlotInit, TokenLogprobs
 CHUNK = 256  # positions whose logits are held at once
 
 
+@dataclass(slots=True, eq=False)
 class PromptScores:
     """The scores of one row of one step, on their way to the host."""
 
-    __slots__ = ("_copy", "_num_top", "_targets")
-
-    def __init__(self, targets: list[int], copy: ToHost, num_top: int) -> None:
-        self._targets = targets
-        self._copy = copy
-        self._num_top = num_top
+    targets: list[int]
+    copy: ToHost
+    num_top: int
 
     def read(self) -> list[TokenLogprobs]:
         """One entry per target. Waits for the step that made them only."""
-        return to_token_logprobs(self._targets, self._copy.lists(), [self._num_top] * len(self._targets))
+        return to_token_logprobs(self.targets, self.copy.lists(), [self.num_top] * len(self.targets))
 
 
 class PromptScorer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,28 +56,18 @@ class SampledRows(NamedTuple):
     positions_S: torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
 class Sampled:
     """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host.
     With `again` some tokens differ from what the settings alone would have given.
     """
 
-    __slots__ = ("_copy", "_known_errors", "_logprob_rows", "_read", "again", "token_ids")
-
-    def __init__(
-        self,
-        token_ids: torch.Tensor,
-        copy: ToHost | BestCopy,
-        logprob_rows: Sequence[LogprobRows],
-        known_errors: dict[int, str],
-        *,
-        again: bool = False,
-    ) -> None:
-        self.token_ids = token_ids
-        self.again = again
-        self._copy = copy
-        self._logprob_rows = logprob_rows
-        self._known_errors = known_errors
-        self._read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
+    token_ids: torch.Tensor
+    copy: ToHost | BestCopy
+    logprob_rows: Sequence[LogprobRows]
+    known_errors: dict[int, str]
+    again: bool = False
+    _read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Token ids and, for rows that asked, log-probabilities. Waits for this step only. Rows in `errors` hold some
@@ -91,9 +82,9 @@ class Sampled:
 
     def _fetch(self) -> tuple[list[int], list[TokenLogprobs | None], dict[int, str]]:
         if self._read is None:
-            tokens, best, *lists = self._copy.lists()
+            tokens, best, *lists = self.copy.lists()
             logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-            for part, wanted in enumerate(self._logprob_rows):
+            for part, wanted in enumerate(self.logprob_rows):
                 report = lists[part * NUM_REPORTED : (part + 1) * NUM_REPORTED]
                 found = to_token_logprobs([tokens[row] for row in wanted.row_numbers], report, wanted.top)
                 for row, value in zip(wanted.row_numbers, found, strict=True):
@@ -105,7 +96,7 @@ class Sampled:
                     for row, value in enumerate(best)
                     if not math.isfinite(value)
                 }
-            errors.update(self._known_errors)
+            errors.update(self.known_errors)
             self._read = (tokens, logprobs, errors)
         return self._read
 
