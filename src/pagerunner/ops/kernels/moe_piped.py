@@ -74,14 +74,9 @@ def row_blocks(routes: Routes) -> RowBlocks:
     experts = routes.starts_E1.shape[0] - 1
     most = routes.order_P.shape[0] // ROWS + experts
     found = RowBlocks(routes.starts_E1.new_empty(most, 4), torch.empty_like(routes.starts_E1))
+    device = found.table_B4.device
     _blocks_kernel[(1,)](
-        routes.starts_E1,
-        *found,
-        E=experts,
-        BE=padded(experts),
-        BM=ROWS,
-        num_warps=4,
-        **dependent(found.table_B4.device),
+        routes.starts_E1, *found, E=experts, BE=padded(experts), BM=ROWS, num_warps=4, **dependent(device)
     )
     return found
 

@@ -35,9 +35,7 @@ _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, a
 _COUNTS, _MANY_COUNTS = 4096, 16384  # that a program adds up at a time: of few tokens there are fewer
 _FEW_LOGITS = 4096  # up to which each token has programs of its own, as its experts' weights are little to read again
 _MOST_FEATURES = 2048  # of which a program holds 16 experts' weights and 8 tokens at a time
-_FEW_BLOCKS = (
-    256  # tokens up to which a program has fewer scores, as there are few programs then whose counts all others read
-)
+_FEW_BLOCKS = 256  # tokens up to which a program has fewer scores: few programs' counts are read by all others
 TAKEN = tl.constexpr(-(2**31))
 TILE = tl.constexpr(TILE_PAIRS)
 
@@ -427,15 +425,9 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     starts_E1, tiles = _starts(experts, experts_TA)
     pairs = order_P.shape[0]
     _order_kernel[(experts,)](
-        experts_TA,
-        order_P,
-        starts_E1,
-        _meter(starts_E1),
-        pairs,
-        BLOCK=_order_block(pairs),
-        COUNT=counts_experts(),
+        experts_TA, order_P, starts_E1, _meter(starts_E1), pairs, BLOCK=_order_block(pairs), COUNT=counts_experts(),
         **dependent(experts_TA.device),
-    )
+    )  # fmt: skip
     _tiles_kernel[(1,)](starts_E1, E=experts, BE=padded(experts), **dependent(experts_TA.device))
     return order_P, starts_E1, tiles
 
